@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import structlog
 
@@ -33,6 +35,7 @@ from proxy.metrics import (
 from proxy.policies.lookup import Lookup
 from proxy.policies.owners import Owners
 from proxy.policies.policy_file import PolicyFile
+from proxy.policies.shared_pins import SharedPins
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.redaction.redactor import Redactor
 from proxy.redaction.rules import open_rules
@@ -118,47 +121,47 @@ def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> No
 
 
 @asynccontextmanager
-async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIterator[Server]:
+async def serving(
+    settings: ProxySettings, listener: socket.socket, pins: SharedPins | None = None
+) -> AsyncIterator[Server]:
     """Run a worker that takes connections from `listener`; it is up when the context is entered.
 
-    When the context is left, no new connection is taken, and calls under way have a part of
+    `pins` are the episodes' versions that all workers of a proxy agree on; None: it is the only
+    one. When the context is left, no new connection is taken, and calls under way have a part of
     `PAWL_STOP_GRACE_S` to finish, unless `finish_within` was called on the server before.
     """
-    versions = Versions(table=open_policies(settings.policies))
+
+    def take(known: list[PolicyVersion]) -> None:
+        versions.replace(known)
+        upstreams.learn(known)
+
+    spool = settings.spool_dir
+    policies, upstreams = PolicyFile(spool), open_upstreams(settings)
+    table, catch_up = open_policies(settings.policies), partial(policies.look, take)
+    versions = Versions(table=table, shared=pins, catch_up=catch_up)
     recent = Recent()
-    spool, segment_bytes = settings.spool_dir, settings.segment_mb * 2**20
-    redactor = _redactor(settings)
-    recorder = Recorder(spool, segment_bytes=segment_bytes, recent=recent, redactor=redactor)
-    upstreams = open_upstreams(settings)
+    recorder = _recorder(settings, recent)
     lookup = Lookup(settings)
     intake = _intake(settings)
     calls = _calls(settings, upstreams, versions, recorder, lookup, intake)
     gate, key_file = Gate(settings.access, settings.workers), KeyFile(spool)
     keys = KeyDesk(KeyFiles(spool), recent, lookup)
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
-    server = Server(
-        data_handler(
-            calls, desk, gate, versions.owners, may_delete_models=settings.allow_model_delete
-        ),
-        patience=_deadlines(settings),
-        explain=explain,
-        on_late=_note_too_slow,
+    handler = data_handler(
+        calls, desk, gate, versions.owners, may_delete_models=settings.allow_model_delete
     )
-
-    def take(known: list[PolicyVersion]) -> None:
-        versions.replace(known)
-        upstreams.learn(known)
-
-    policies = PolicyFile(spool)
+    server = _server(settings, handler)
     gate.take(key_file.read())
-    take(policies.read() or [])
-    beside = [
-        asyncio.create_task(policies.watch(take), name="pawl-policies"),
-        asyncio.create_task(key_file.watch(gate.take), name="pawl-keys"),
-        asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
-        asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
-        asyncio.create_task(_count_in_flight(server, recorder, intake), name="pawl-in-flight"),
-    ]
+    policies.look(take)
+    beside = _begin(
+        {
+            "policies": policies.watch(take),
+            "keys": key_file.watch(gate.take),
+            "pins": _load_pins(lookup, versions),
+            "sweep": upstreams.sweep(),
+            "in-flight": _count_in_flight(server, recorder, intake),
+        }
+    )
     await server.listen(sock=listener, backlog=4096)
     log.info("worker_up", listen=settings.listen)
     try:
@@ -166,11 +169,14 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     finally:
         await _let_finish(server, settings.calls_end_s)
         await _stop(beside)
-        await upstreams.close()
-        await recorder.close()
-        await lookup.close()
+        for part in (upstreams, recorder, lookup):
+            await part.close()
         intake.close()
         log.info("worker_down")
+
+
+def _server(settings: ProxySettings, handler: Handler) -> Server:
+    return Server(handler, patience=_deadlines(settings), explain=explain, on_late=_note_too_slow)
 
 
 def _calls(
@@ -192,10 +198,24 @@ def _calls(
     )
 
 
+def _begin(beside: Mapping[str, Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
+    """Begin what runs beside the calls, by its name."""
+    return [asyncio.create_task(one, name=f"pawl-{name}") for name, one in beside.items()]
+
+
 async def _stop(beside: list[asyncio.Task[None]]) -> None:
     for task in beside:
         task.cancel()
     await asyncio.gather(*beside, return_exceptions=True)
+
+
+def _recorder(settings: ProxySettings, recent: Recent) -> Recorder:
+    return Recorder(
+        settings.spool_dir,
+        segment_bytes=settings.segment_mb * 2**20,
+        recent=recent,
+        redactor=_redactor(settings),
+    )
 
 
 def _redactor(settings: ProxySettings) -> Redactor | None:

@@ -22,8 +22,8 @@ from proxy.calls.asking import (
     with_tool_events,
 )
 from proxy.calls.continuing import check_continued
-from proxy.calls.loading import when_loaded
 from proxy.calls.recording import Answered, CallRecorder, Recorded, note_call
+from proxy.calls.retrying import is_refused_for_ours, once_loaded, send_again
 from proxy.calls.routing import (
     CallRouter,
     Routed,
@@ -53,7 +53,6 @@ from store.records import CallStatus
 log = structlog.get_logger()
 
 REFUSED: Final = 400
-REFUSED_AS_MALFORMED: Final = (400, 422)
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -171,29 +170,15 @@ class Call:
         return upstream
 
     async def _past_refusal(self, upstream: ModelServer, reply: Reply) -> Reply:
-        """Send the request again where that can help: elsewhere, later, or as it came."""
-        reply = await self._once_loaded(upstream, reply)
-        if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
-            reply = await self._send_again(upstream, reply)
-            reply = await self._once_loaded(upstream, reply)
+        """Send the request again where that can help, and return the last reply."""
+        router, arrived = self._shared.router, self._arrived
+        reply = await once_loaded(router, upstream, arrived, self._routed, reply)
+        if is_refused_for_ours(self._routed, reply):
+            # Before it is sent: the record of a call that fails now says what was sent last.
+            self._routed = without_ids(arrived, self._routed)
+            reply = await send_again(upstream, arrived, self._routed, reply)
+            reply = await once_loaded(router, upstream, arrived, self._routed, reply)
         return reply
-
-    async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
-        """Return the reply of a server that has the call's version, if this one's lacks it."""
-        router, routed = self._shared.router, self._routed
-        if not router.lacks_version(routed.serving, reply):
-            return reply
-        return await when_loaded(router, upstream, self._arrived, routed, reply)
-
-    async def _send_again(self, upstream: ModelServer, refusal: Reply) -> Reply:
-        """Send a request that was refused as malformed again, as the client wrote it.
-
-        So nothing that the proxy adds can fail a call, and a refusal is about the client's request.
-        """
-        # A server may close after a refusal without announcing it: use another connection.
-        refusal.discard()
-        self._routed = without_ids(self._arrived, self._routed)
-        return await send(upstream, self._arrived, self._routed)
 
     def _begin_answer(self, reply: Reply) -> Answer:
         """Return the answer that passes the reply on; the version of the call is served."""

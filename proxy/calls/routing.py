@@ -72,7 +72,9 @@ class CallRouter:
         """
         model, episode, agent = arrived.request.model, identity.follows, identity.agent
         tenant = arrived.exchange.tenant
-        serving = self._versions.resolve(model, episode, agent, tenant, identity.split)
+        serving = self._versions.resolve(
+            model, episode, agent, tenant, identity.split, is_unnamed=episode == arrived.own
+        )
         if not self._explore or model is None or identity.split == EVAL:
             return serving
         rule = self._versions.exploration(model, agent, tenant)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import structlog
-from prometheus_client import REGISTRY, CollectorRegistry, values
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, values
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -62,6 +62,13 @@ def registry() -> CollectorRegistry:
 def is_shared() -> bool:
     """Return whether this process counts in shared blocks."""
     return _Shared.blocks is not None
+
+
+def forget(gauge: Gauge, *labels: str) -> None:
+    """Show this series of a gauge of mode `livemostrecent` no more, until it is set again."""
+    # Shared, it keeps its place: one without a time is not shown.
+    gauge.labels(*labels)._value.set(0.0)
+    gauge.remove(*labels)
 
 
 def _check_mode(metric: str, mode: str) -> None:

@@ -171,14 +171,15 @@ class _Statement:
             raise self._error(kind, "must not be empty")
         if len(target.encode()) > MAX_TARGET_BYTES:
             raise self._error(kind, f"must be at most {MAX_TARGET_BYTES} bytes long in UTF-8")
-        if kind == "call":
-            try:
-                target = str(UUID(target))
-            except ValueError as error:
-                raise self._error(
-                    kind, "must be the UUID that the reply carried as x-pawl-call"
-                ) from error
+        target = self._call_id(target) if kind == "call" else target
         return kind, scoped(self._tenant, target)
+
+    def _call_id(self, target: str) -> str:
+        try:
+            return str(UUID(target))
+        except ValueError as error:
+            wanted = "must be the UUID that the reply carried as x-pawl-call"
+            raise self._error("call", wanted) from error
 
     def _text(self, name: str) -> str | None:
         value = self._fields.get(name)

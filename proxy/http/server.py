@@ -129,10 +129,9 @@ class Server:
                 reason="the time allowed for stopping was over",
             )
         for connection in list(self.connections):
-            if connection.busy or connection.unsent:
-                connection.transport.abort()
-            else:
-                connection.transport.close()
+            is_done = not (connection.busy or connection.unsent)
+            end = connection.transport.close if is_done else connection.transport.abort
+            end()
         if unfinished:
             _, stuck = await asyncio.wait(unfinished, timeout=BREAK_OFF_S)
             if stuck:

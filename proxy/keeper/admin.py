@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from logging import LogRecord
 from typing import Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from proxy.counting.board import ProcessState, readiness
@@ -69,15 +67,6 @@ def admin_app(
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
-
-
-def is_a_failure(record: LogRecord) -> bool:
-    """Return whether a record of aiohttp's is of more than a request that it could not read.
-
-    Who sent that has 400 for an answer: no stranger fills the log.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
 
 
 def _ready_reply(

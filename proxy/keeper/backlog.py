@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
+from os.path import lexists
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple, TypeVar
@@ -205,6 +206,15 @@ class Segment:
             log.warning("segment_mark_damaged", segment=self.path.stem)
             return BEGIN
         return place
+
+    def is_gone(self, error: OSError) -> bool:
+        """Return whether it raised `error` since it is not there any more, under either name.
+
+        Its worker deletes one that stayed empty. What was in any other counts as dropped at the
+        next look.
+        """
+        names = (self.path.with_suffix(suffix) for suffix in (OPEN, SEALED))
+        return isinstance(error, FileNotFoundError) and not any(map(lexists, names))
 
     def failed(self, error: OSError) -> None:
         """Leave the segment alone for `RETRY_S`; other segments are drained meanwhile."""

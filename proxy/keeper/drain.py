@@ -180,8 +180,7 @@ class Drainer:
                     if segment.grown():
                         await self._count_rest(segment)
                 except OSError as error:
-                    segment.failed(error)
-                    self._settler.trouble = CANNOT_READ
+                    self._leave(segment, error)
             self._show()
 
     async def _count_rest(self, segment: Segment) -> None:
@@ -249,10 +248,14 @@ class Drainer:
                     return pieces
             self._retire(segment)
         except OSError as error:
-            # Other segments are drained meanwhile.
+            self._leave(segment, error)
+        return []
+
+    def _leave(self, segment: Segment, error: OSError) -> None:
+        """Leave a segment that cannot be read; other segments are drained meanwhile."""
+        if not segment.is_gone(error):
             segment.failed(error)
             self._settler.trouble = CANNOT_READ
-        return []
 
     def _look(self) -> None:
         """Find new segments, and drop those that vanished."""

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
-from aiohttp import web
-from aiohttp.log import server_logger
 
+from proxy.admin_port import listen_on
 from proxy.counting.board import ProcessState
 from proxy.errors import SpoolInUse
-from proxy.keeper.admin import admin_app, is_a_failure, unsettled
+from proxy.keeper.admin import admin_app, unsettled
 from proxy.keeper.cleaning import clean_keys
 from proxy.keeper.database import Database
 from proxy.keeper.drain import Drainer
@@ -28,7 +27,6 @@ from proxy.redaction.storing import Redaction, open_redaction
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_no_records_fault
-from store.settings import address
 
 log = structlog.get_logger()
 
@@ -65,7 +63,7 @@ async def keeping(
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
-    admin = await _serving(app, settings.admin_listen)
+    admin = await listen_on(app, settings.admin_listen)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
@@ -113,20 +111,6 @@ def _drainer(settings: ProxySettings, database: Database, redaction: Redaction |
         most_reply=settings.max_reply_mb * 2**20,
         redaction=redaction,
     )
-
-
-async def _serving(app: web.Application, listen: str) -> web.AppRunner:
-    """Serve an application on the address `listen`, until the runner's `cleanup`.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    server_logger.addFilter(is_a_failure)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    host, port = address(listen)
-    await web.TCPSite(runner, host, port).start()
-    return runner
 
 
 async def _hold_patiently(path: Path, patience_s: float) -> Lock:

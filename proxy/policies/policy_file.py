@@ -60,12 +60,16 @@ class PolicyFile:
             log.error("policies_unreadable", path=str(self._path), reason=str(error))
             return None
 
+    def look(self, take: Callable[[list[PolicyVersion]], None]) -> None:
+        """Call `take` with the versions if the file has changed since the last look."""
+        versions = self.read()
+        if versions is not None:
+            take(versions)
+
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
-        """Call `take` with the versions whenever the file changes; never return."""
+        """Look whenever `WATCH_S` have passed; never return."""
         while True:
-            versions = self.read()
-            if versions is not None:
-                take(versions)
+            self.look(take)
             await asyncio.sleep(WATCH_S)
 
 

@@ -5,10 +5,12 @@ name and agent do (`store.policy_table`). An episode's first call of a policy ta
 that its arm has then, which is the serving one for most (`proxy.policies.arms`). Its later calls
 keep it for as long as that version can be served at all: an episode is sampled by one version of
 each policy. One whose version was retired moves to the one that serves then, and keeps that.
+The workers of a proxy agree on each episode's version (`proxy.policies.shared_pins`).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,6 +19,8 @@ from proxy.exploring.choice import Exploring
 from proxy.identity.identify import DEFAULT_AGENT
 from proxy.policies.arms import Arms, arms_of
 from proxy.policies.owners import Owners
+from proxy.policies.shared_pins import SharedPins
+from proxy.policies.unserved import DELETED, WHY_NOT
 from store.policy_table import Explore, PolicySpec, PolicyTable
 from store.records import EVAL, TRAIN, Arm, Split
 from store.tenants import DEFAULT
@@ -30,24 +34,8 @@ ASKABLE: Final = (*SERVABLE, "retired")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
-_AGAIN: Final = "is being loaded again"
-_WHY_NOT: Final[Mapping[PolicyState, str]] = {
-    "written": "is not published yet",
-    "ready": _AGAIN,
-    "candidate": _AGAIN,
-    "canary": _AGAIN,
-    "published": _AGAIN,
-    "serving": _AGAIN,
-    "rolled_back": "was rolled back, and is kept for the episodes that began with it alone; for "
-    f"these it {_AGAIN}",
-    "retired": "is retired, and was unloaded because no episode used it; while its files "
-    "are there they can be loaded again (docs/howto/evaluate.md)",
-    "rejected": "was rejected: it did not load, was not served as it was trained, or was trained "
-    "on from a version that was rolled back",
-}
-_DELETED: Final = (
-    "was retired or rejected, and its files were deleted, as nothing asked for them any more"
-)
+# What workers share of a promise is not a pin: what another proxy stored counts more.
+_PROMISED: Final = "\x1epromised"
 
 
 class Serving(msgspec.Struct, frozen=True):
@@ -67,17 +55,29 @@ class Serving(msgspec.Struct, frozen=True):
 class Versions:
     """Know the serving versions of every policy, and the versions that episodes keep.
 
-    This class has no clock and does no I/O: the process that reads the store calls `replace`.
+    This class has no clock and does no I/O but on memory that workers share: the process that
+    reads the store calls `replace`.
     """
 
     def __init__(
-        self, versions: Iterable[PolicyVersion] = (), table: PolicyTable | None = None
+        self,
+        versions: Iterable[PolicyVersion] = (),
+        table: PolicyTable | None = None,
+        shared: SharedPins | None = None,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin with the store's `versions` and no episode pinned.
 
-        `table` names the policies there are; None: each model name that the store knows is one.
+        Args:
+            versions: those of the store.
+            table: names the policies there are; None: each model name that the store knows is one.
+            shared: what the workers agreed on; None: this is the only one.
+            catch_up: called where another worker chose a version that is not served here; it is to
+                call `replace` with what is known by now.
         """
         self._table = table
+        self._shared = shared
+        self._catch_up = catch_up
         self.owners = Owners(table)
         self._pins: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._promised: OrderedDict[tuple[str, str], int] = OrderedDict()
@@ -151,13 +151,37 @@ class Versions:
         """Return whether `resolve` can answer for an episode without a look-up in the store.
 
         An episode that began at another proxy may have another version than the one serving now;
-        and one that had to leave its version here may have done so at another proxy before.
+        and one that had to leave its version here may have done so at another proxy before. What
+        another worker of this proxy chose is taken over.
         """
         return (
             policy not in self._serving
             or len(self._names.get(policy, ())) < SEVERAL
             or self._pins.get((policy, episode)) in self._names[policy]
+            or self._takes_over(policy, episode)
         )
+
+    def _takes_over(self, policy: str, episode: str) -> bool:
+        """Return whether another worker chose an episode's version, which is then pinned."""
+        kept = None if self._shared is None else self._shared.kept(policy, episode)
+        if kept is None or not self._can_serve(policy, kept):
+            return False
+        self.pin(policy, episode, kept)
+        return True
+
+    def _can_serve(self, policy: str, version: int) -> bool:
+        """Return whether a version that some worker chose can be served now."""
+        if version not in self._names.get(policy, ()):
+            # The workers read of a promotion within a tenth of a second of each other.
+            self._catch_up()
+        return version in self._names.get(policy, ())
+
+    def _agreed(self, policy: str, episode: str, proposed: int) -> int:
+        """Return the version that an episode gets, which is the same at all workers."""
+        if self._shared is None:
+            return proposed
+        can_serve = partial(self._can_serve, policy)
+        return self._shared.agree(policy, episode, proposed, can_serve)
 
     def pin(self, policy: str, episode: str, version: int) -> None:
         """Remember that `episode` goes on with `version`, unless it can with what is remembered."""
@@ -174,9 +198,12 @@ class Versions:
         agent: str = DEFAULT_AGENT,
         tenant: str = DEFAULT,
         split: Split = TRAIN,
+        *,
+        is_unnamed: bool = False,
     ) -> Serving:
         """Return what to ask the upstream for when an agent asks for `model`.
 
+        An episode `is_unnamed` if nobody else knows its name yet, so that no worker is told of it.
         Evaluation measures what serves: its episodes are in no arm, and nothing is tried on them.
         A name that is not a policy's goes through unchanged; the name of a version (`NAME@3`) is
         that version, and `NAME@0` the base model. A name that is hidden from the tenant must not
@@ -186,7 +213,7 @@ class Versions:
             return Serving(None, None, None)
         policy = self.trained_policy(model, agent, tenant)
         if policy is not None:
-            version = self._version_for(policy, episode, split)
+            version = self._version_for(policy, episode, split, is_unnamed)
             served = self._names.get(policy, {}).get(version, self.base_of(policy))
             arm = None if split == EVAL else self._arm_of(policy, version)
             return Serving(policy, version, served, arm=arm)
@@ -217,9 +244,9 @@ class Versions:
         policy, number = named
         state = self._state(policy, number)
         if state is not None:
-            what = _WHY_NOT[state]
+            what = WHY_NOT[state]
         else:
-            what = _DELETED if self._is_deleted(policy, number) else "is unknown"
+            what = DELETED if self._is_deleted(policy, number) else "is unknown"
         loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (
@@ -253,7 +280,7 @@ class Versions:
         spec = None if self._table is None else self._table.named(policy)
         return self._table is None or (spec is not None and spec.trained)
 
-    def _version_for(self, policy: str, episode: str, split: Split) -> int:
+    def _version_for(self, policy: str, episode: str, split: Split, is_unnamed: bool) -> int:
         key = (policy, episode)
         if policy not in self._serving:
             # No trainer has begun it: it is its base, to which nothing need be pinned.
@@ -264,14 +291,27 @@ class Versions:
             return pinned
         # The version that it was pinned to, if any, can no longer be served.
         was_pinned = self._pins.pop(key, None) is not None
-        promised = self._promised.pop(key, None)
-        if promised is None or promised not in self._names[policy]:
+        promised = self._promised_of(policy, episode)
+        if promised is None or not self._can_serve(policy, promised):
             # What had to leave its version began long ago: it is nothing to try a new one on.
             is_new = not was_pinned and split != EVAL
             promised = self._drawn(policy, episode) if is_new else self._serving[policy]
-        self.pin(policy, episode, promised)
+        agreed = promised if is_unnamed else self._agreed(policy, episode, promised)
+        self.pin(policy, episode, agreed)
         self._promise(policy, episode, split)
+        return agreed
+
+    def _promised_of(self, policy: str, episode: str) -> int | None:
+        """Return, once, the version that was live together with an episode's first one, if any."""
+        promised = self._promised.pop((policy, episode), None)
+        if promised is None and self._shared is not None and self._goes_with(policy):
+            return self._shared.kept(policy + _PROMISED, episode)
         return promised
+
+    def _goes_with(self, policy: str) -> list[str]:
+        """Return the other policies that go live together with one."""
+        together = () if self._table is None else self._table.live_together(policy)
+        return [other for other in together if other != policy]
 
     def _drawn(self, policy: str, episode: str) -> int:
         """Return the version that a new episode of a policy gets, by its arm."""
@@ -284,10 +324,11 @@ class Versions:
 
     def _promise(self, policy: str, episode: str, split: Split) -> None:
         """Keep for an episode the versions that are live together with its first one of them."""
-        together = () if self._table is None else self._table.live_together(policy)
-        for other in together:
-            if other != policy and other in self._serving:
+        for other in self._goes_with(policy):
+            if other in self._serving:
                 gets = self._serving[other] if split == EVAL else self._drawn(other, episode)
+                if self._shared is not None:
+                    gets = self._shared.agree(other + _PROMISED, episode, gets, lambda _: True)
                 self._promised.setdefault((other, episode), gets)
         while len(self._promised) > MAX_PINS:
             self._promised.popitem(last=False)

@@ -1,4 +1,8 @@
-"""Ask a model server: one or several replicas that serve the same models."""
+"""Ask a model server: one or several replicas that serve the same models.
+
+A request that could not be sent to one replica goes to the next. When a call that a server refused
+is sent again is decided in `proxy.calls.retrying`.
+"""
 
 import asyncio
 import ssl
@@ -64,8 +68,8 @@ class Replica:
 class Upstream:
     """Send requests to one model server's replicas, the least busy first.
 
-    A request goes to another replica only if nothing of it was sent: a model must not answer one
-    call twice.
+    A request is retried at another replica only if nothing of it was sent: a model must not answer
+    one call twice.
     """
 
     def __init__(

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.counting.memory import NoBlock, is_held, make_block, read_block, take_block
-from proxy.counting.shared import Together
+from proxy.counting.shared import Together, forget
 
 # Counts in a block, does what it is told line by line, and is killed.
 PROCESS = """
@@ -25,6 +25,7 @@ plain = Counter("plain_total", "Plain.")
 seconds = Histogram("seconds", "Seconds.", ["stream"], buckets=(0.1, 1, 10))
 busy = Gauge("busy", "Now.", multiprocess_mode="livesum")
 lag = Gauge("lag", "Newest.", multiprocess_mode="livemostrecent")
+drifted = Gauge("drifted", "Newest.", ["judge"], multiprocess_mode="livemostrecent")
 stated = Gauge("stated", "Sum.", ["policy"], multiprocess_mode="sum")
 print("up", flush=True)
 for line in sys.stdin:
@@ -113,6 +114,24 @@ def test_two_processes_count_together_and_the_dead_go_on_counting() -> None:
         assert "lag" not in found
         assert [is_held(block) for block in blocks] == [True, False, False]
         third.kill()
+
+
+def test_a_series_that_is_forgotten_is_not_shown_until_it_is_set_again() -> None:
+    with made(1) as blocks:
+        process = Process(blocks)
+        process.do("drifted.labels('j').set(1); drifted.labels('k').set(0)")
+        process.do("shared.forget(drifted, 'j'); shared.forget(drifted, 'never')")
+        found = scraped(blocks)
+        assert [name for name in found if "drifted" in name] == ['drifted{"judge": "k"}']
+        process.do("drifted.labels('j').set(0.5)")
+        assert scraped(blocks)['drifted{"judge": "j"}'] == 0.5
+        process.kill()
+    # So it is in a process that counts alone.
+    registry = CollectorRegistry()
+    alone = Gauge("alone", "Newest.", ["judge"], registry=registry)
+    alone.labels("j").set(1)
+    forget(alone, "j")
+    assert registry.get_sample_value("alone", {"judge": "j"}) is None
 
 
 def test_a_histogram_is_told_as_prometheus_client_tells_it() -> None:

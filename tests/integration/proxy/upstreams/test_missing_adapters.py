@@ -15,7 +15,7 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls import loading
+from proxy.calls import retrying
 from proxy.policies.policy_file import PolicyFile
 from proxy.upstreams.upstream import Upstream
 from store.updates.files import mark_deleted
@@ -115,7 +115,7 @@ async def test_a_call_waits_until_its_version_is_loaded(
 async def test_a_call_that_waited_too_long_may_be_repeated(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.calls.loading.WAIT_S", 0.3)
+    monkeypatch.setattr("proxy.calls.retrying.WAIT_S", 0.3)
     reply = await proxy.chat()
     assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
     assert reply.headers["x-pawl-fault"] == "upstream"
@@ -139,7 +139,7 @@ async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
     said: str,
 ) -> None:
     # Longer than the test waits, however slow the machine is.
-    monkeypatch.setattr(loading, "WAIT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(retrying, "WAIT_S", 10 * PATIENCE_S)
     waiting = asyncio.create_task(proxy.chat("/episode/e", model=asked))
 
     async def is_asked() -> bool:

@@ -24,7 +24,11 @@ def said(*pairs: tuple[bytes, bytes]) -> Form:
 
 names = st.text("abcXYZ019_-", min_size=1, max_size=8)
 texts = st.text(max_size=40).filter(lambda text: not text.lstrip().startswith(("[", "{")))
-shown = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f"), max_size=8)
+# A name with half of a character is none that the library can send.
+shown = st.text(
+    st.characters(min_codepoint=32, exclude_characters="\x7f", exclude_categories=["Cs"]),
+    max_size=8,
+)
 files = st.dictionaries(names, st.tuples(shown, st.binary(max_size=80)), max_size=2)
 
 

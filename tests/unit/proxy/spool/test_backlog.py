@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.keeper.backlog import BEGIN, Place, Segment
+from proxy.keeper.drain import Drainer
 from proxy.spool.segments import encode_frame
+from store.connection.engine import make_engine
 from tests.support.records import captured
 
 
@@ -44,6 +47,29 @@ def test_one_that_is_gone_is_an_error(path: Path) -> None:
     path.unlink()
     with pytest.raises(FileNotFoundError):
         segment.grown()
+
+
+@pytest.mark.parametrize("url", [None, "postgresql://nobody@127.0.0.1:1/none"])
+async def test_an_empty_one_that_its_worker_deletes_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    path = tmp_path / "0" / "a.open"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    engine = None if url is None else make_engine(url)
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    look = drainer._look
+
+    def deleted_after() -> None:
+        look()
+        path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(drainer, "_look", deleted_after)
+    with capture_logs() as logs:
+        for _ in range(2):
+            await drainer.drain_once()
+            assert drainer._settler.trouble == ""
+    assert logs == []
 
 
 def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:

@@ -1,8 +1,12 @@
-"""Let a call wait for a version that the model server does not have yet, for a bounded time.
+"""Decide when a call that was refused is sent again: elsewhere, later, or as it came.
 
-The store lists the version as servable, so its adapter is being loaded (`pawl steward`), or another
-replica has it. A server that does not know a model has not worked on the request, which may be sent
-again.
+- Its version is being loaded (`pawl steward`), or another replica has it: the store lists it as
+  servable, and a server that does not know a model has not worked on the request. The call waits,
+  for a bounded time.
+- It was refused as malformed, with fields that the proxy added: it is sent as the client wrote it.
+
+Which replica gets a request that could not be sent at all is decided in `proxy.upstreams.upstream`.
+Nothing else is ever sent twice: a model must not answer one call two times.
 """
 
 import asyncio
@@ -11,7 +15,7 @@ from typing import Final
 import structlog
 
 from proxy.calls.asking import Arrived
-from proxy.calls.routing import CallRouter, Routed, send_where_served
+from proxy.calls.routing import CallRouter, Routed, send, send_where_served
 from proxy.errors import NotLoaded, NotServed
 from proxy.metrics import WAITED_FOR_ADAPTER
 from proxy.upstreams.model_server import ModelServer, Reply
@@ -21,9 +25,44 @@ log = structlog.get_logger()
 # A steward looks twice a second, and an adapter is loaded in less than a second or two.
 WAIT_S: Final = 10.0
 LOOK_AGAIN_S: Final = 0.25
+REFUSED_AS_MALFORMED: Final = (400, 422)
 
 
-async def when_loaded(
+def is_refused_for_ours(routed: Routed, reply: Reply) -> bool:
+    """Return whether a call may be refused for the fields that the proxy added to it."""
+    return reply.status in REFUSED_AS_MALFORMED and bool(routed.request.injected)
+
+
+async def send_again(
+    upstream: ModelServer, arrived: Arrived, routed: Routed, refusal: Reply
+) -> Reply:
+    """Send a call that was refused as malformed again, on another connection.
+
+    `routed` has the request without what the proxy adds: so nothing of that can fail a call, and a
+    refusal is about the client's request.
+
+    Raises:
+        ProxyError: no reply came.
+    """
+    # A server may close after a refusal without announcing it: use another connection.
+    refusal.discard()
+    return await send(upstream, arrived, routed)
+
+
+async def once_loaded(
+    router: CallRouter, upstream: ModelServer, arrived: Arrived, routed: Routed, reply: Reply
+) -> Reply:
+    """Return the reply of a server that has the call's version, if this one's lacks it.
+
+    Raises:
+        ProxyError: as by `_when_loaded`.
+    """
+    if not router.lacks_version(routed.serving, reply):
+        return reply
+    return await _when_loaded(router, upstream, arrived, routed, reply)
+
+
+async def _when_loaded(
     router: CallRouter, upstream: ModelServer, arrived: Arrived, routed: Routed, refusal: Reply
 ) -> Reply:
     """Send a call again to a replica that has its version, as soon as there is one.

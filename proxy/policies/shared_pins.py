@@ -1,0 +1,154 @@
+"""Share among a proxy's workers which version an episode keeps, from the start of its first call.
+
+A worker remembers the versions of its own episodes, and the database knows an episode once a call
+of it is stored. A second call may reach another worker before that: from a client that calls in
+parallel, or while workers are replaced. Had a version been promoted in between, that worker would
+choose the new one, and the episode would be sampled by two. So the workers agree here.
+
+The page is an anonymous file in memory (memfd_create(2)) that all workers inherit. It is read and
+written with pread(2) and pwrite(2): where memory is short these fail, while a mapped page would
+kill the process. Layout, little-endian: `SETS` sets of `WAYS` entries, the newest first. An entry
+has a digest of policy and episode, which is 0 in a free one, and the version's number. The oldest
+entry of a full set is dropped: by then its episode is in the database.
+"""
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Final
+
+import structlog
+
+from proxy.counting.memory import make_block
+
+log = structlog.get_logger()
+
+SETS: Final = 32_768
+WAYS: Final = 8
+# A set is locked for some microseconds. A process that was stopped in between must not stop others.
+TRIES: Final = 100
+PAUSE_S: Final = 0.0002
+_DIGEST_BYTES: Final = 16
+_ENTRY: Final = struct.Struct(f"<{_DIGEST_BYTES}sI")
+_SET_BYTES: Final = WAYS * _ENTRY.size
+_APART: Final = "\x1f"
+
+
+class Locked(OSError):
+    """Report that another process held a set's lock at each of `TRIES` looks."""
+
+
+class SharedPins:
+    """Keep the versions of the newest `SETS` × `WAYS` episodes, about; all workers see the same.
+
+    None of the methods raises: where the page cannot be used a worker decides alone, as it would
+    without one, and says so in the log.
+    """
+
+    def __init__(self, page: int) -> None:
+        """Store the descriptor `page` of an existing page."""
+        self.page = page
+
+    @classmethod
+    def new(cls) -> "SharedPins":
+        """Create an empty page; it takes memory only for what is written to it."""
+        return cls(make_block("pawl-pins"))
+
+    def kept(self, policy: str, episode: str) -> int | None:
+        """Return the version of `policy` that an episode keeps, or None if none is known."""
+        digest, number = _place(policy, episode)
+        try:
+            self._lock(number, fcntl.LOCK_SH)
+            try:
+                return _version_in(self._read(number), digest)
+            finally:
+                self._unlock(number)
+        except OSError as error:
+            _tell(error)
+            return None
+
+    def agree(
+        self, policy: str, episode: str, version: int, is_servable: Callable[[int], bool]
+    ) -> int:
+        """Return the version that an episode keeps: the first that any worker proposed.
+
+        Args:
+            policy: the policy.
+            episode: the episode's name.
+            version: this worker's proposal.
+            is_servable: whether a version can still be served; one that cannot is replaced.
+        """
+        digest, number = _place(policy, episode)
+        try:
+            self._lock(number, fcntl.LOCK_EX)
+            try:
+                entries = self._read(number)
+                kept = _version_in(entries, digest)
+                if kept is not None and is_servable(kept):
+                    return kept
+                newest = _ENTRY.pack(digest, version) + _without(entries, digest)
+                os.pwrite(self.page, newest[:_SET_BYTES], number * _SET_BYTES)
+            finally:
+                self._unlock(number)
+        except OSError as error:
+            _tell(error)
+        return version
+
+    def _read(self, number: int) -> bytes:
+        """Return the entries of a set, the newest first."""
+        return os.pread(self.page, _SET_BYTES, number * _SET_BYTES)
+
+    def _lock(self, number: int, kind: int) -> None:
+        """Take the lock of a set, which the kernel releases if the process ends.
+
+        Raises:
+            Locked: others held it for too long.
+            OSError: the kernel has no more locks.
+        """
+        for _ in range(TRIES):
+            try:
+                fcntl.lockf(self.page, kind | fcntl.LOCK_NB, 1, number)
+                return
+            except (BlockingIOError, PermissionError):
+                time.sleep(PAUSE_S)
+        raise Locked(f"another worker held the lock at each of {TRIES} looks")
+
+    def _unlock(self, number: int) -> None:
+        fcntl.lockf(self.page, fcntl.LOCK_UN, 1, number)
+
+
+def _version_in(entries: bytes, digest: bytes) -> int | None:
+    """Return the version that a set's entries have for a digest, or None."""
+    at = _place_in(entries, digest)
+    if at < 0:
+        return None
+    version: int = _ENTRY.unpack_from(entries, at)[1]
+    return version
+
+
+def _without(entries: bytes, digest: bytes) -> bytes:
+    at = _place_in(entries, digest)
+    return entries if at < 0 else entries[:at] + entries[at + _ENTRY.size :]
+
+
+def _place_in(entries: bytes, digest: bytes) -> int:
+    """Return where the digest's entry begins; -1 if it has none."""
+    at = entries.find(digest)
+    while at % _ENTRY.size and at >= 0:
+        # Parts of two other entries.
+        at = entries.find(digest, at + 1)
+    return at
+
+
+def _place(policy: str, episode: str) -> tuple[bytes, int]:
+    """Return the digest of a policy's episode, and the number of its set."""
+    named = f"{policy}{_APART}{episode}".encode(errors="surrogatepass")
+    digest = blake2b(named, digest_size=_DIGEST_BYTES).digest()
+    return digest, int.from_bytes(digest[:4], "little") % SETS
+
+
+def _tell(error: OSError) -> None:
+    log.warning("version_not_shared", reason=str(error))

@@ -1,0 +1,84 @@
+"""An admin port: what strangers send is answered and not logged; a failure of ours is logged."""
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from aiohttp import web
+
+from proxy.admin_port import listen_on
+from tests.integration.conftest import free_port
+
+HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"
+RESETS = struct.pack("ii", 1, 0)
+
+
+async def healthz(_: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def broken(_: web.Request) -> web.Response:
+    raise KeyError("ours")
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[int]:
+    """Yield the port of an application with one good and one broken page."""
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/broken", broken)
+    port = free_port()
+    runner = await listen_on(app, f"127.0.0.1:{port}")
+    try:
+        yield port
+    finally:
+        await runner.cleanup()
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_body_that_cannot_be_read_after_the_answer_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    headers = b"Content-Encoding: gzip\r\nContent-Length: 20\r\n"
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD % (b"/healthz", headers))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        # The server reads on, to take the next request of the connection.
+        writer.write(b"not compressed at all")
+        await reader.read()
+        writer.close()
+    assert failures(caplog) == []
+
+
+async def test_a_client_that_is_gone_before_it_may_go_on_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with listening() as port:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(HEAD % (b"/healthz", b"Expect: 100-continue\r\n"))
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
+        with suppress(ConnectionError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD % (b"/healthz", b"Connection: close\r\n"))
+            await reader.read()
+            writer.close()
+    assert failures(caplog) == []
+
+
+async def test_a_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD % (b"/broken", b"Connection: close\r\n"))
+        assert await reader.readline() == b"HTTP/1.1 500 Internal Server Error\r\n"
+        await reader.read()
+        writer.close()
+    assert len(failures(caplog)) == 1
