@@ -108,11 +108,17 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
 
 
 def check_gate(chosen: Chosen, recipe: Recipe) -> None:
-    """Refuse a gate for a policy whose versions go live together with others'.
+    """Refuse a gate, or a watch, for a policy whose versions go live together with others'.
 
     Raises:
         TrainerError: it has both.
     """
+    if chosen.together and recipe.gate.is_watched:
+        raise TrainerError(
+            f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
+            f" gate.base_share = {recipe.gate.base_share:g}: a roll-back by rewards moves one"
+            " policy at a time; leave gate.base_share out, or publish_with"
+        )
     if recipe.gate.is_gated and chosen.together:
         raise TrainerError(
             f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"

@@ -101,9 +101,7 @@ def _updated_average(
         return MovingAverage(mean=mean, variance=variance, count=count)
     share = max(1 - (1 - rate) ** count, count / (before.count + count))
     moved = before.mean + share * (mean - before.mean)
-    return MovingAverage(
-        mean=moved,
-        variance=(1 - share) * (before.variance + (before.mean - moved) ** 2)
-        + share * (variance + (mean - moved) ** 2),
-        count=before.count + count,
-    )
+    old = before.variance + (before.mean - moved) ** 2
+    new = variance + (mean - moved) ** 2
+    mixed = (1 - share) * old + share * new
+    return MovingAverage(mean=moved, variance=mixed, count=before.count + count)

@@ -13,7 +13,13 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.files import mark_deleted, unasked_versions, versions_with_files
+from store.updates.files import (
+    ToGoBackTo,
+    mark_deleted,
+    to_go_back_to,
+    unasked_versions,
+    versions_with_files,
+)
 from store.versions import PolicyVersion
 from trainer.errors import UpstreamAway
 from trainer.publishing import adapters
@@ -66,18 +72,18 @@ class Cleaning:
 
     async def _clean(self) -> None:
         adapters.sweep(self._root, self._policy)
-        versions = await self._versions()
-        marked = await self._mark(versions)
+        versions, back = await self._versions()
+        marked = await self._mark(versions, back)
         if marked:
-            versions = await self._versions()
+            versions, back = await self._versions()
             log.info("versions_deleted", policy=self._policy, versions=sorted(marked))
-        await asyncio.to_thread(self._remove, versions)
+        await asyncio.to_thread(self._remove, versions, back)
 
-    async def _mark(self, versions: list[PolicyVersion]) -> set[int]:
+    async def _mark(self, versions: list[PolicyVersion], back: ToGoBackTo) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""
         async with self._engine.connect() as connection:
             unasked = await unasked_versions(
-                connection, self._policy, kept_files(versions), self._idle_s
+                connection, self._policy, kept_files(versions, back), self._idle_s
             )
         if not unasked:
             return set()
@@ -101,16 +107,17 @@ class Cleaning:
             return None
         return {name for models in listed.values() for name in models}
 
-    def _remove(self, versions: list[PolicyVersion]) -> None:
+    def _remove(self, versions: list[PolicyVersion], back: ToGoBackTo) -> None:
         """Remove the folders that are left over, and the optimiser states that are not kept."""
         folders = dict(adapters.folders(self._root, self._policy))
         for number in leftovers(versions, folders):
             _remove_if_possible(adapters.remove, folders.pop(number))
-        for number in old_states(versions, folders):
+        for number in old_states(versions, back, folders):
             state = folders[number] / adapters.STATE
             if state.exists():
                 _remove_if_possible(shutil.rmtree, state)
 
-    async def _versions(self) -> list[PolicyVersion]:
+    async def _versions(self) -> tuple[list[PolicyVersion], ToGoBackTo]:
         async with self._engine.connect() as connection:
-            return await versions_with_files(connection, self._policy)
+            versions = await versions_with_files(connection, self._policy)
+            return versions, await to_go_back_to(connection, self._policy)

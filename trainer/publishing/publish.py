@@ -13,9 +13,10 @@ from typing import Any, Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store.errors import StateChanged
 from store.read.standing import newest_promoted
 from store.updates import descent, gating, policies
-from store.updates.states import lock_policies, set_state
+from store.updates.states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyState, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
@@ -112,12 +113,11 @@ class Publisher:
             if lost is None and self._is_tried(version):
                 await self._make_candidate(connection, version)
             elif lost is None:
+                await self._let_watch(connection, version)
                 await policies.make_ready(
                     connection, self._policy, version.version, reason=PROBED, actor="trainer"
                 )
                 promoted = await self._promote(connection)
-                if not self.gate.is_gated:
-                    await gating.end_base_share(connection, self._policy)
         if lost is not None:
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=lost)
@@ -134,6 +134,18 @@ class Publisher:
         They would compare one that was rebuilt with what is in doubt.
         """
         return self.gate.is_gated and version.rebuilt_from is None
+
+    async def _let_watch(self, connection: AsyncConnection, version: PolicyVersion) -> None:
+        """Let the steward watch over a version that serves untried, if the recipe says so.
+
+        What was rebuilt is what an operator asked for.
+        """
+        if self.gate.is_watched and version.rebuilt_from is None:
+            rule = self.gate.model_dump(mode="json")
+            share = self.gate.base_share
+            await gating.watch(connection, self._policy, version.version, rule, share)
+        elif not self.gate.is_gated and not self.gate.is_watched:
+            await gating.end_base_share(connection, self._policy)
 
     async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
         """Let the steward try a version, by the rule of the recipe, which it cannot read itself."""
@@ -269,15 +281,32 @@ class Publisher:
         The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
         while a replica was away is taken from that replica.
         """
-        idle = [one.served_name for one in await self._idle(UNSERVED, PROXY_REFRESH_S)]
+        idle = await self._idle(UNSERVED, PROXY_REFRESH_S)
         for server, listed in (await self.servers.ask(ModelServer.models)).items():
-            for name in idle:
-                if name in listed:
-                    await self._unload(server, name)
+            for version in idle:
+                if version.served_name in listed and await self._is_unserved(version):
+                    await self._unload(server, version.served_name)
         idle_s = self._rule.retire_after_s
         for version in await self._idle(["published", "rolled_back"], idle_s):
             why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
-            await self._set_state(version.version, "retired", why)
+            await self._retire(version, why)
+
+    async def _is_unserved(self, version: PolicyVersion) -> bool:
+        """Return whether a version is still not to be served.
+
+        Servers may answer slowly, and the steward call a version back meanwhile.
+        """
+        async with self._engine.connect() as connection:
+            now = await policies.numbered_version(connection, self._policy, version.version)
+        return now is not None and now.state in UNSERVED
+
+    async def _retire(self, version: PolicyVersion, why: str) -> None:
+        """Retire a version, unless the steward or a person gave it the traffic meanwhile."""
+        try:
+            async with self._engine.begin() as connection:
+                await change_state(connection, version, "retired", reason=why, actor="trainer")
+        except StateChanged as error:
+            log.info("version_not_retired", version=version.served_name, reason=str(error))
 
     async def clean(self, root: Path) -> None:
         """Delete the files below `root` that nothing can ask for any more."""

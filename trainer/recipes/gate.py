@@ -1,14 +1,17 @@
 """Define `[gate]`: what decides whether a version that passed its probe gets the traffic."""
 
 from math import isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.recipes.options import Count, Finite, Positive, RecipeOptions
 
 # All new episodes but a few go to the version that serves, which the others are compared with.
 Portion = Annotated[float, Field(gt=0, le=0.5)]
+# A week: whoever waits for longer learns of a version when it is long past.
+LONGEST_DELAY_S: Final = 604_800.0
+Delay = Annotated[float, Field(gt=0, le=LONGEST_DELAY_S)]
 
 
 class GateOptions(RecipeOptions):
@@ -29,7 +32,8 @@ class GateOptions(RecipeOptions):
     base_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         default=0.02,
         description="Share of the new episodes that the base model keeps for good, by which a "
-        "change of the world is told from one of a version. 0: none.",
+        "change of the world is told from one of a version. 0: none, and what serves is never "
+        'rolled back by its rewards. Without the key it is 0 in the mode "immediate".',
     )
     margin: Positive = Field(
         default=0.02,
@@ -41,7 +45,7 @@ class GateOptions(RecipeOptions):
         description="Lowest and highest reward; what lies outside counts as the nearest of them. "
         "An episode that failed counts as the lowest.",
     )
-    reward_delay_s: Positive = Field(
+    reward_delay_s: Delay = Field(
         default=600.0,
         description="Seconds after its beginning until an episode counts: its calls must have "
         "ended, and its reward have come, by then. One whose first call has not ended counts as "
@@ -90,6 +94,31 @@ class GateOptions(RecipeOptions):
     def is_gated(self) -> bool:
         """Return whether live rewards decide about a version."""
         return self.mode == "gated"
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether live rewards may roll back a version that serves untried."""
+        return not self.is_gated and self.base_share > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_share_unasked(cls, given: Any) -> Any:
+        """Give the base model no episodes of a policy without trials, unless somebody says so."""
+        if isinstance(given, dict) and given.get("mode", "immediate") == "immediate":
+            return {"base_share": 0.0, **given}
+        return given
+
+    @field_validator("reward_delay_s", mode="before")
+    @classmethod
+    def _comes_within_a_week(cls, given: Any) -> Any:
+        """Refuse a delay after which a decision is about a version of long ago, and say so."""
+        if isinstance(given, (int, float)) and given > LONGEST_DELAY_S:
+            raise ValueError(
+                f"{given:g} s is more than a week ({LONGEST_DELAY_S:g} s), and no episode would"
+                " count before that: set the seconds after an episode's beginning by which its"
+                " reward is there, such as 600; what comes later is trained on all the same"
+            )
+        return given
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> "GateOptions":

@@ -10,10 +10,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import Damaged
 from store.updates import claims
+from store.updates.choice import find_ready
 from store.updates.claims import Claim
 from store.updates.damage import DAMAGED, set_aside
 from store.updates.expiry import oldest_version
-from store.updates.ready import ClaimRule, find_ready
+from store.updates.ready import ClaimRule
 from trainer.errors import LearnerError, Unusable
 from trainer.metrics import EPISODES, UPDATES
 from trainer.publishing.pacing import Pacing

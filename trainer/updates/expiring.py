@@ -1,4 +1,4 @@
-"""Consume episodes that can never be trained any more; count those that lack a reward."""
+"""Consume episodes that can never be trained any more; count those that wait, and for what."""
 
 from time import perf_counter
 from typing import Any, Final, get_args
@@ -8,9 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.scores import lacking
 from store.updates import expiry
+from store.updates.choice import capped
 from store.updates.ready import ClaimRule
 from store.values.rewards import Lack
-from trainer.metrics import EPISODES, LACKING
+from trainer.metrics import CAPPED, EPISODES, LACKING
 
 log = structlog.get_logger()
 
@@ -31,7 +32,7 @@ class Expiring:
     async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
-        Those that wait for what their reward lacks are counted.
+        Those that wait for what their reward lacks, or because of a cap, are counted.
 
         Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent` has changed.
         """
@@ -41,14 +42,21 @@ class Expiring:
                 return
         while await self._spend(parent) == expiry.MOST:
             pass
-        await self._count_lacking()
+        await self._count_waiting(parent)
         self._last_look = parent, perf_counter()
 
-    async def _count_lacking(self) -> None:
+    async def _count_waiting(self, parent: int) -> None:
+        rule = self._rule
         async with self._engine.connect() as connection:
-            found = await lacking(connection, self._rule.policy)
+            found = await lacking(connection, rule.policy)
+            oldest = await expiry.oldest_version(
+                connection, rule.policy, parent, rule.max_staleness
+            )
+            over = await capped(connection, rule, oldest)
         for why in get_args(Lack):
-            LACKING.labels(self._rule.policy, why).set(found.get(why, 0))
+            LACKING.labels(rule.policy, why).set(found.get(why, 0))
+        for kind, episodes in over.items():
+            CAPPED.labels(rule.policy, kind).set(episodes)
 
     async def _spend(self, parent: int) -> int:
         async with self._engine.begin() as connection:

@@ -2,9 +2,11 @@
 
 Staleness is measured: by the ratios w = policy/sampled of an episode's tokens, as the loss takes
 them (truncated at `off_policy.ratio_cap`), their effective sample size (Σw)² / (n·Σw²) says what
-share of its n tokens the episode is worth (Kish, 1965). It does not depend on how long an episode
-is: without the truncation one token in a thousand would decide about all the others. A mean that
-is off is another matter, and bounded by call (`trainer.learners.off_policy`).
+share of its n tokens the episode is worth (Kish, 1965). The recipe's limit is
+`off_policy.min_effective_sample`; `claim.max_staleness`, in versions, is for
+`store.updates.expiry`. The size does not depend on how long an episode is: without the truncation
+one token in a thousand would decide about all the others. A mean that is off is another matter, and
+bounded by call (`trainer.learners.off_policy`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates import claims
 from store.updates.files import unasked_versions
-from store.updates.policies import ensure_base, list_versions, promote
+from store.updates.gating import version_before
+from store.updates.policies import ensure_base, list_versions, numbered_version, promote
 from store.updates.states import set_state
 from store.versions import PolicyVersion
 from store.write.ingest import ingest
@@ -37,7 +38,12 @@ MANY = """
         FROM unnest(CAST(:states AS text[])) WITH ORDINALITY AS s (state, at)),
     made AS (
         INSERT INTO updates (id, policy, parent_version, version, state, recipe)
-        SELECT update_id, 'm', 0, version, 'done', '{}' FROM given)
+        SELECT update_id, 'm', 0, version, 'done', '{}' FROM given),
+    served AS (
+        INSERT INTO policy_events (id, name, version, to_state, reason, actor, at)
+        SELECT uuidv7(), 'm', version, 'serving', 'for the test', 'operator',
+            now() + make_interval(secs => version)
+        FROM given WHERE state <> 'rejected')
     INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
     SELECT 'm', version, state, 'm@' || version, CAST(:root AS text) || '/' || version, update_id
     FROM given
@@ -208,6 +214,44 @@ async def test_ten_thousand_versions_take_no_more_than_a_few(disk: Disk) -> None
     assert len(versions) == VERSIONS + 1
     there = {number for number, one in versions.items() if not one.files_deleted}
     assert there == {0, *disk.there()}
+
+
+async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(disk: Disk) -> None:
+    await serve(disk, 1, 2, 3)
+    await disk.end(1, good=True)
+    await disk.write(1, 4)
+    await disk.end(4, good=True)
+    for _ in range(2):
+        await disk.retire()
+        await disk.clean()
+    assert disk.there() == disk.states() == [1, 4]
+    assert await before(disk, 4) == 1
+
+
+async def test_of_a_watched_line_some_stay_that_served_long_ago(disk: Disk) -> None:
+    """A fall may be found long after it began, and takes down all since."""
+    async with disk.engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET share = 0.02 WHERE version = 0"))
+    for number in range(1, 41):
+        await disk.write(number - 1, number)
+        await disk.end(number, good=True)
+        await disk.retire()
+        await disk.clean()
+    assert len(disk.there()) < 12
+    assert disk.states() == [39, 40]
+    for first in range(2, 41):
+        back = await before(disk, first)
+        # No more is lost than has fallen.
+        assert back >= 1
+        assert first - back <= 40 - first + 2
+
+
+async def before(disk: Disk, number: int) -> int:
+    """What a roll-back of all since `number` gives the traffic to."""
+    async with disk.engine.connect() as connection:
+        fallen = await numbered_version(connection, "m", number)
+        assert fallen is not None
+        return (await version_before(connection, fallen)).version
 
 
 async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:

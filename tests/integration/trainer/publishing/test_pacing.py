@@ -11,7 +11,9 @@ from structlog.testing import capture_logs
 
 from store.read.past import past_update
 from store.records import SpoolRecord
+from store.updates import policies
 from store.updates.claims import list_updates
+from store.versions import PolicyVersion
 from store.write.ingest import ingest
 from tests.integration.store.updates.test_slots import VERSION, add
 from tests.integration.trainer.recovery.test_recovery import Bench, bench
@@ -80,6 +82,29 @@ async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) ->
         await later(bench, 11.0)
         assert await loop.update_once()
     assert (await bench.states())[3] == "serving"
+
+
+async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 2, retire_after_s=900.0) as loop:
+        for name in "uv":
+            assert await loop.update_once()
+            await bench.fill(name)
+        await later(bench, 1000.0)
+        idle_versions = policies.idle_versions
+
+        async def then_promoted(*given: Any) -> list[PolicyVersion]:
+            """Read which are idle; the steward rolls back before any is retired."""
+            found = await idle_versions(*given)
+            if any(one.version == 1 and one.state == "published" for one in found):
+                async with bench.engine.begin() as connection:
+                    await policies.promote(connection, "m", 1, reason="worse", actor="steward")
+            return found
+
+        monkeypatch.setattr(policies, "idle_versions", then_promoted)
+        await loop.sync_adapters()
+        assert await bench.states() == {0: "published", 1: "serving", 2: "published"}
 
 
 async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:

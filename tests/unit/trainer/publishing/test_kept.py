@@ -1,13 +1,24 @@
 """Which files and optimiser states stay: by the versions' states, never by their numbers."""
 
+from itertools import pairwise
 from uuid import UUID
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.updates.files import OnceServed, ToGoBackTo
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.kept import kept_files, kept_states, last_good, leftovers, old_states
+from trainer.publishing.kept import (
+    SPARSE,
+    kept_files,
+    kept_states,
+    leftovers,
+    old_states,
+    spaced,
+)
+
+NOTHING = ToGoBackTo(before=0, served=())
 
 
 def version(
@@ -25,6 +36,14 @@ def version(
     )
 
 
+def back(before: int, *served: int) -> ToGoBackTo:
+    """What a roll-back may go back to; `served` had the traffic one after the other, last first."""
+    return ToGoBackTo(
+        before=before,
+        served=[OnceServed(version=one, place=at) for at, one in enumerate(served, 2)],
+    )
+
+
 def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
     versions = [
         version(0, "published"),
@@ -34,10 +53,10 @@ def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
         version(4, "serving"),
         *(version(number, "rejected") for number in range(5, 15)),
     ]
-    assert last_good(versions) == 3
-    assert kept_states(versions) == {3, 4}
-    assert kept_files(versions) == {0, 3, 4}
-    assert old_states(versions, range(1, 15)) == [1, 2, *range(5, 15)]
+    to = back(3, 3, 2, 1)
+    assert kept_states(versions, to) == {3, 4}
+    assert kept_files(versions, to) == {0, 3, 4}
+    assert old_states(versions, to, range(1, 15)) == [1, 2, *range(5, 15)]
 
 
 def test_a_rebuild_that_was_stopped_keeps_what_it_goes_on_from() -> None:
@@ -46,44 +65,58 @@ def test_a_rebuild_that_was_stopped_keeps_what_it_goes_on_from() -> None:
         *(version(number, "rejected", rebuilt=True) for number in (4, 5, 6)),
         version(7, "rejected"),
     ]
-    assert kept_states(versions) == kept_files(versions) == {3, 6}
+    assert kept_states(versions, NOTHING) == kept_files(versions, NOTHING) == {3, 6}
     ended = [*versions, version(8, "serving", rebuilt=True)]
-    assert 6 not in kept_states(ended) | kept_files(ended)
+    assert 6 not in kept_states(ended, NOTHING) | kept_files(ended, NOTHING)
 
 
-def test_the_last_good_one_had_the_traffic_before() -> None:
-    # Version 5 was rolled back: 3 serves again, and what it had taken over from is 2.
-    versions = [version(0, "published"), version(2, "retired"), version(3, "serving")]
-    assert last_good([*versions, version(4, "rejected"), version(5, "retired")]) == 2
+def test_what_a_roll_back_would_go_to_stays_whatever_its_number() -> None:
+    # An operator gave 1 the traffic again after 3 had it, and 4 followed.
+    versions = [version(0, "published"), *(version(one, "retired") for one in (1, 2, 3))]
+    versions.append(version(4, "serving"))
+    to = back(1, 1, 3, 2)
+    assert kept_files(versions, to) == {0, 1, 4}
+    assert kept_states(versions, to) == {1, 4}
 
 
-def test_a_canary_that_made_way_before_it_served_is_no_version_to_go_back_to() -> None:
-    made_way = [
-        msgspec.structs.replace(version(number, state), share=0.1)
-        for number, state in enumerate(("published", "retired"), 2)  # type: ignore[arg-type]
-    ]
-    versions = [version(0, "published"), version(1, "retired"), *made_way, version(4, "serving")]
-    assert last_good(versions) == 1
+def test_where_the_base_has_a_share_others_stay_for_a_fall_of_long_ago() -> None:
+    base = msgspec.structs.replace(version(0, "published"), share=0.02)
+    retired = [version(number, "retired") for number in range(1, 100)]
+    versions = [base, *retired, version(100, "serving")]
+    to = back(99, *range(99, 0, -1))
+    far = {100 - one for one in kept_files(versions, to)}
+    assert far == {0, 1, 3, 7, 15, 31, 63, 99, 100}
+    assert kept_states(versions, to) == {99, 100}
 
 
-def test_what_was_rolled_back_is_no_version_to_go_back_to() -> None:
-    lost = msgspec.structs.replace(version(3, "retired"), rolled_back=True)
-    versions = [version(0, "published"), version(2, "retired"), lost, version(4, "serving")]
-    assert last_good(versions) == 2
-    assert kept_files(versions) == {0, 2, 4}
+@given(st.lists(st.booleans(), max_size=300))
+def test_a_roll_back_goes_at_most_twice_as_far_as_it_must(serves: list[bool]) -> None:
+    """Whichever versions got the traffic, and however often what is not needed was deleted."""
+    there: list[int] = []
+    most = 0
+    for now, served in enumerate(serves):
+        there = [now, *there] if served else there
+        places = [OnceServed(version=one, place=now - one + 2) for one in there]
+        there = sorted(spaced(places), reverse=True)
+        most = max(most, len(there))
+        for younger, older in pairwise(there):
+            between = [one for one in range(older + 1, younger) if serves[one]]
+            assert not between or now - older + 2 <= SPARSE * (now - younger + 2)
+    assert most <= 20
+    assert not there or there[-1] == serves.index(True)
 
 
 def test_training_may_go_on_from_what_is_tried_or_waits_for_it() -> None:
     states: list[PolicyState] = ["published", "serving", "canary", "candidate", "written"]
     versions = [version(number, state) for number, state in enumerate(states)]
-    assert kept_states(versions) == {0, 1, 2, 3, 4}
-    assert kept_files(versions) == {0, 1, 2, 3, 4}
+    assert kept_states(versions, NOTHING) == {0, 1, 2, 3, 4}
+    assert kept_files(versions, NOTHING) == {0, 1, 2, 3, 4}
 
 
 def test_a_folder_that_no_update_recorded_goes_once_its_number_is_passed() -> None:
     versions = [version(0, "published"), version(3, "serving")]
     assert leftovers(versions, [1, 2, 3, 4]) == [1, 2]
-    assert old_states(versions, [3, 4]) == []
+    assert old_states(versions, NOTHING, [3, 4]) == []
 
 
 def test_what_is_marked_goes() -> None:
@@ -100,8 +133,10 @@ def test_no_state_is_kept_without_its_files_and_nothing_in_use_goes(
 ) -> None:
     versions = [version(number, state) for number, state in enumerate(others)]
     versions.append(version(len(others) + serving, "serving"))
-    assert kept_states(versions) <= kept_files(versions)
-    assert not set(leftovers(versions, range(20))) & kept_files(versions)
+    retired = [one.version for one in reversed(versions) if one.state == "retired"]
+    to = back(retired[0] if retired else 0, *retired)
+    assert kept_states(versions, to) <= kept_files(versions, to)
+    assert not set(leftovers(versions, range(20))) & kept_files(versions, to)
     # At most what is in use, and one more.
     in_use = {one.version for one in versions if one.state in ("written", "serving", "published")}
-    assert len(kept_files(versions) - in_use) <= 1
+    assert len(kept_files(versions, to) - in_use) <= 1

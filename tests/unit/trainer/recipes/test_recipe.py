@@ -64,6 +64,9 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ),
         ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
         ("[claim]\nmax_episode_age_s = 600", "larger than max_age_s"),
+        ("[claim]\nmost_of_key = 0.0", "claim.most_of_key"),
+        ("[claim]\nmost_of_task = 1.5", "claim.most_of_task"),
+        ("[claim]\ngroups = 16\nmost_of_key = 0.05", "set most_of_key to 0.0625 or more"),
         ("learner = 'ppo'", 'set credit.baseline = "none" and credit.normalisation = "batch"'),
         ("learner = 'ppo'\n[credit]\nbaseline = 'none'", 'credit.normalisation = "batch"'),
         (
@@ -92,6 +95,8 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ("[gate]\nmargin = 1.0", "margin must be smaller"),
         ("[gate]\ndeadline_s = 600", "deadline_s must be larger than reward_delay_s"),
         ("[gate]\nreward_delay_s = 0", "gate.reward_delay_s"),
+        ("[gate]\nreward_delay_s = 604801\ndeadline_s = 1e9", "gate.reward_delay_s.* a week"),
+        ("[gate]\nreward_delay_s = inf", "gate.reward_delay_s.* a week"),
         ("[gate]\nmistakes = 0", "gate.mistakes"),
         ("[gate]\nfewest = 0", "gate.fewest"),
         ("[gate]\nupdates_per_candidate = 0", "gate.updates_per_candidate"),
@@ -130,6 +135,24 @@ def test_without_a_table_of_the_gate_a_version_serves_at_once() -> None:
     assert not parse_recipe("", "r.toml").gate.is_gated
 
 
+def test_the_base_model_gets_episodes_without_a_gate_only_if_the_recipe_says_so() -> None:
+    untried = parse_recipe("", "r.toml").gate
+    assert (untried.base_share, untried.is_watched) == (0.0, False)
+    watched = parse_recipe("[gate]\nbase_share = 0.1", "r.toml").gate
+    assert (watched.base_share, watched.is_watched) == (0.1, True)
+    gated = parse_recipe("[gate]\nmode = 'gated'", "r.toml").gate
+    assert (gated.base_share, gated.is_watched) == (0.02, False)
+    for one in (untried, watched, gated):
+        assert GateOptions.model_validate(one.model_dump(mode="json")) == one
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "demo", "demo-ppo", "demo-sft", "demo-single", "ppo", "sft", "single"]
+)
+def test_no_packaged_recipe_gives_the_base_model_episodes(name: str) -> None:
+    assert not load_recipe(name).gate.base_share
+
+
 def test_a_gate_has_its_options() -> None:
     found = parse_recipe("[gate]\nmode = 'gated'\nreward_range = [-1, 2]\nmargin = 1.5", "r.toml")
     assert found.gate.is_gated
@@ -147,3 +170,16 @@ def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:
     recorded = load_recipe("default").model_dump(mode="json")
     del recorded["gate"]
     assert recorded_recipe(recorded) == load_recipe("default")
+
+
+def test_a_share_may_be_one_group() -> None:
+    claim = parse_recipe("[claim]\ngroups = 10\nmost_of_key = 0.1", "r.toml").claim
+    assert (claim.most_of_key, claim.most_of_task) == (0.1, 1.0)
+    # Rounded as it is written.
+    assert parse_recipe("[claim]\ngroups = 3\nmost_of_key = 0.334", "r.toml").claim.groups == 3
+
+
+@pytest.mark.parametrize("name", ["default", "ppo", "sft", "single", "thinking"])
+def test_no_recipe_that_comes_with_pawl_caps_anything(name: str) -> None:
+    claim = load_recipe(name).claim
+    assert (claim.most_of_key, claim.most_of_task) == (1.0, 1.0)

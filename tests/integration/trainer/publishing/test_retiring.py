@@ -1,0 +1,40 @@
+"""Versions that lost the traffic leave the model servers, unless they are to serve again."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.updates.states import set_state
+from tests.integration.pawl.steward.test_steward import publish, retire
+from tests.support.servers.fake_server import fake_model_server
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
+from trainer.recipes.adapter import PublishOptions
+
+
+@pytest.mark.parametrize("is_called_back", [False, True])
+async def test_what_is_called_back_while_servers_answer_stays_loaded(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_called_back: bool
+) -> None:
+    await publish(engine, tmp_path, 1, 2)
+    await retire(engine, 1)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET changed_at = now() - interval '1 day'"))
+    models = ModelServer.models
+
+    async def answer(server: ModelServer) -> list[str]:
+        if is_called_back:
+            async with engine.begin() as connection:
+                await set_state(
+                    connection, "m", 1, "published", reason="it serves again", actor="steward"
+                )
+        return await models(server)
+
+    monkeypatch.setattr(ModelServer, "models", answer)
+    async with fake_model_server() as server, Replicas([server.url]) as servers:
+        server.loaded.update({"m@1": "/1", "m@2": "/2"})
+        await Publisher(engine, servers, "m", PublishOptions()).retire_idle()
+        assert set(server.loaded) == ({"m@1", "m@2"} if is_called_back else {"m@2"})
