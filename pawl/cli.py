@@ -19,6 +19,7 @@ from pawl.commands.processes import proxy, steward, trainer
 from pawl.commands.rebuilding import rebuild
 from pawl.commands.records import migrate, spool
 from pawl.commands.rollout import rollout
+from pawl.commands.sentinels import app as sentinels
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
 from store.errors import StoreError
@@ -59,6 +60,7 @@ for verb in (promote, rollback, freeze, rebuild):
 app.add_typer(episodes, name="episodes")
 app.add_typer(policies, name="policies")
 app.add_typer(keys, name="keys")
+app.add_typer(sentinels, name="sentinels")
 
 
 def main() -> None:

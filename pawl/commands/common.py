@@ -1,13 +1,21 @@
 """Share what several commands need: options that select episodes, and the end with status 2."""
 
+import asyncio
 import re
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
+from pawl.settings import StackSettings, read_settings
 from store.tenants import PATTERN
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+Result = TypeVar("Result")
 
 Since = Annotated[
     datetime | None,
@@ -40,6 +48,28 @@ OfTenant = Annotated[
         "--tenant", callback=a_tenant, help="Only what is this tenant's; default: everybody's."
     ),
 ]
+
+
+def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
+    """Run `work` in a transaction of its own, and return its result."""
+
+    async def run(engine: "AsyncEngine") -> Result:
+        async with engine.begin() as one:
+            return await work(one)
+
+    return with_engine(run)
+
+
+def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
+    """Run `work`, which makes its own transactions, and return its result."""
+
+    async def run() -> Result:
+        from pawl.stack.database import open_engine
+
+        async with open_engine(read_settings(StackSettings)) as engine:
+            return await work(engine)
+
+    return asyncio.run(run())
 
 
 def require_torch() -> None:

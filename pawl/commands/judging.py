@@ -3,9 +3,11 @@
 import asyncio
 import json
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
+import msgspec
 import typer
 
 from pawl.commands.common import OfAgent, OfPolicy, Since, fail, with_zone
@@ -14,6 +16,11 @@ from store.records import Record
 
 if TYPE_CHECKING:
     from pawl.judging.command import JudgeOptions
+
+Result = TypeVar("Result")
+
+DRIFTED: Final = 3
+MOST_THRESHOLD: Final = 1e100
 
 
 class JudgeFlags(Record, frozen=True, kw_only=True):
@@ -84,6 +91,31 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         bool,
         typer.Option("--again", help="Judge again all episodes that could not be judged before."),
     ] = False
+    sentinels_every: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds after which the judge scores its sentinels again while it runs; 0: "
+            "never; default: PAWL_JUDGE_SENTINELS_S, or 3600.",
+        ),
+    ] = None
+    sentinels_once: Annotated[
+        bool,
+        typer.Option(
+            "--sentinels-once",
+            help="Instead of episodes: score the judge's sentinels now, and end, as cron jobs "
+            "need it. Posts nothing.",
+        ),
+    ] = False
+    drift_evidence: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=MOST_THRESHOLD,
+            help="Evidence from which on the judge counts as drifted, above 1; default: "
+            "PAWL_JUDGE_DRIFT_EVIDENCE, or 10000.",
+        ),
+    ] = None
     since: Since = None
     agent: OfAgent = None
     policy: OfPolicy = None
@@ -92,7 +124,10 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         typer.Option(help="URL that verdicts are posted to; default: /feedback at PAWL_LISTEN."),
     ] = None
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --once: print the counts as JSON.")
+        bool,
+        typer.Option(
+            "--json", help="With --once or --sentinels-once: print what it came to as JSON."
+        ),
     ] = False
 
 
@@ -102,17 +137,26 @@ def judge(flags: JudgeFlags) -> None:
 
     The judge is a program (after `--`) or a model (--model with --rubric). Needs the database,
     and a proxy that takes the feedback. Runs until SIGTERM, or until nothing is left with --once.
+    While it runs it scores its sentinels again (`pawl sentinels add`).
 
-    Status 1: at least one judgement failed. Status 2: the judge cannot run like this, or with
-    --once: the model's server or the proxy does not answer. Status 130: Ctrl-C.
+    Status 1: at least one judgement failed; with --sentinels-once: a sentinel has no score. Status
+    2: the judge cannot run like this, or with --once: the model's server or the proxy does not
+    answer. Status 3: with --sentinels-once: the judge has drifted. Status 130: Ctrl-C.
     """
-    _judge(_options(flags), as_json=flags.as_json)
+    if flags.sentinels_once:
+        if flags.once or flags.again:
+            fail("--sentinels-once judges no episode: leave --once and --again to another run")
+        _score_sentinels(_options(flags), as_json=flags.as_json)
+    else:
+        _judge(_options(flags), as_json=flags.as_json)
 
 
 def _options(flags: JudgeFlags) -> "JudgeOptions":
     from pawl.export import Selection
     from pawl.judging.command import JudgeOptions
 
+    if flags.drift_evidence == 1:
+        fail("--drift-evidence: the evidence must be above 1: at 1, any judge would have drifted")
     return JudgeOptions(
         command=tuple(flags.command or ()),
         model=flags.model,
@@ -129,20 +173,16 @@ def _options(flags: JudgeFlags) -> "JudgeOptions":
         again=flags.again,
         selection=Selection(since=with_zone(flags.since), agent=flags.agent, policy=flags.policy),
         feedback_url=flags.feedback_url,
+        sentinels_every_s=flags.sentinels_every,
+        drift_evidence=flags.drift_evidence,
     )
 
 
 def _judge(options: "JudgeOptions", *, as_json: bool) -> None:
     """Judge, print what became of the episodes, and set the exit status."""
     from pawl.judging.command import judge_episodes
-    from pawl.judging.errors import JudgeError
 
-    try:
-        tally = asyncio.run(judge_episodes(options))
-    except JudgeError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    tally = _run(judge_episodes(options))
     if as_json:
         print(json.dumps(tally))
     else:
@@ -152,3 +192,31 @@ def _judge(options: "JudgeOptions", *, as_json: bool) -> None:
         print(f"episodes: {counts}", file=sys.stderr)
     if tally["failed"]:
         raise SystemExit(1)
+
+
+def _score_sentinels(options: "JudgeOptions", *, as_json: bool) -> None:
+    """Score the sentinels once, print what that came to, and set the exit status."""
+    from pawl.judging.command import score_sentinels
+    from pawl.judging.sentinels.tables import in_words
+
+    ended = _run(score_sentinels(options))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(ended) + b"\n")
+    else:
+        print(in_words(ended), file=sys.stderr)
+    if ended.drifted:
+        raise SystemExit(DRIFTED)
+    if ended.unscored or ended.changed or not ended.scored:
+        raise SystemExit(1)
+
+
+def _run(work: "Coroutine[Any, Any, Result]") -> Result:
+    """Run the judge, and end with the status of what stops it."""
+    from pawl.judging.errors import JudgeError
+
+    try:
+        return asyncio.run(work)
+    except JudgeError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,20 +1,12 @@
 """Define `pawl keys`: make, list and revoke the API keys of the proxy's ports."""
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from pawl.commands.common import OfTenant
-from pawl.settings import StackSettings, read_settings
+from pawl.commands.common import OfTenant, in_database
 from store.tenants import DEFAULT
-
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection
-
-Result = TypeVar("Result")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,7 +69,7 @@ def create(
 
     scopes = read_scopes(scope)
     limits = Limits(per_minute=per_minute, at_once=at_once, tokens_per_minute=tokens_per_minute)
-    new = _in_database(lambda connection: create_key(connection, name, scopes, limits, tenant))
+    new = in_database(lambda connection: create_key(connection, name, scopes, limits, tenant))
     if as_json:
         sys.stdout.buffer.write(shown.as_json(new))
         return
@@ -106,7 +98,7 @@ def list_all(
     from pawl.output import write_lines
     from store.keys.keys import list_keys
 
-    found = _in_database(lambda connection: list_keys(connection, tenant))
+    found = in_database(lambda connection: list_keys(connection, tenant))
     write_lines(found, shown.table, as_json=as_json)
 
 
@@ -127,20 +119,8 @@ def revoke(
 
     from store.keys.keys import revoke_key
 
-    revoked = _in_database(lambda connection: revoke_key(connection, key, tenant))
+    revoked = in_database(lambda connection: revoke_key(connection, key, tenant))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(revoked) + b"\n")
     else:
         print(f"key {revoked.name} ({revoked.id}) is revoked")
-
-
-def _in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
-    """Run `work` in a transaction of its own, and return its result."""
-
-    async def run() -> Result:
-        from pawl.stack.database import open_engine
-
-        async with open_engine(read_settings(StackSettings)) as engine, engine.begin() as one:
-            return await work(one)
-
-    return asyncio.run(run())

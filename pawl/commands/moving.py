@@ -1,13 +1,11 @@
 """Define `pawl policies promote`, `rollback` and `freeze`: move a policy's traffic by hand."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pawl.commands.common import OfTenant
-from pawl.settings import StackSettings, StewardSettings, read_settings
+from pawl.commands.common import OfTenant, with_engine
+from pawl.settings import StewardSettings, read_settings
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from pawl.steward.again import Loaded
     from store.versions import PolicyVersion
 
-T = TypeVar("T")
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME[@N]", help="The policy, or a version.", show_default=False)
 ]
@@ -29,14 +26,21 @@ def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). New episodes begin with
     the version; those under way keep theirs. It must be loaded: its state is `candidate`, `canary`,
-    `ready` or `published`. The next candidate is judged as before: `pawl policies freeze` keeps the
-    traffic where it is.
+    `ready` or `published`. One that had been retired and was called back, which no model server may
+    have yet, is loaded first: for that run this where the model servers (PAWL_UPSTREAM_URL,
+    PAWL_REPLICA_URLS) and the adapters' files are within reach. The next candidate is judged as
+    before: `pawl policies freeze` keeps the traffic where it is.
 
     Status 2: there is no such version, or it cannot serve.
     """
     from pawl.policies.moving import promote_by_hand
+    from trainer.publishing.replicas import Replicas
 
-    chosen = _with_engine(lambda engine: promote_by_hand(engine, name, reason, tenant))
+    async def work(engine: "AsyncEngine") -> "PolicyVersion":
+        async with Replicas(read_settings(StewardSettings).server_urls) as replicas:
+            return await promote_by_hand(engine, replicas, name, reason, tenant)
+
+    chosen = with_engine(work)
     print(f"{chosen.served_name} serves")
 
 
@@ -61,7 +65,7 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
         async with Replicas(read_settings(StewardSettings).server_urls) as replicas:
             return await roll_back_by_hand(engine, replicas, name, reason, tenant)
 
-    chosen, serves, loaded = _with_engine(work)
+    chosen, serves, loaded = with_engine(work)
     print(f"{chosen.served_name} is rolled back")
     if serves is not None:
         print(f"{serves.served_name} serves")
@@ -84,15 +88,5 @@ def freeze(
     """
     from pawl.policies.moving import freeze_by_hand
 
-    _with_engine(lambda engine: freeze_by_hand(engine, name, reason, tenant, frozen=not off))
+    with_engine(lambda engine: freeze_by_hand(engine, name, reason, tenant, frozen=not off))
     print(f"{name} is {'no longer ' if off else ''}frozen")
-
-
-def _with_engine(work: Callable[["AsyncEngine"], Awaitable[T]]) -> T:
-    async def run() -> T:
-        from pawl.stack.database import open_engine
-
-        async with open_engine(read_settings(StackSettings)) as engine:
-            return await work(engine)
-
-    return asyncio.run(run())

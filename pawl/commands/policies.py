@@ -70,7 +70,8 @@ def show(
     in it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and
     `high` are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. If
     PAWL_POLICIES says that the policy explores, so does the line of the version that serves. That
-    of a version which is tried says what a gate would decide about it by now.
+    of a version which is tried says what a gate would decide about it by now. If live rewards
+    cannot roll back the version that serves, its line says why, and what to set.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.

@@ -1,4 +1,8 @@
-"""Define the exceptions of judging."""
+"""Define the exceptions of judging, and what of them is kept in the ledger."""
+
+from typing import Final
+
+MAX_REASON: Final = 1000
 
 
 class JudgeError(Exception):
@@ -11,3 +15,8 @@ class JudgeFailed(JudgeError):
 
 class Away(JudgeError):
     """Report that a server does not answer now; the judgement is retried, and not a failure."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return an exception's message as the ledger keeps it: cut, and without what no text holds."""
+    return str(error).replace("\x00", "")[:MAX_REASON]

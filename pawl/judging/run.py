@@ -20,7 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.export import Selection
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
-from pawl.judging.errors import Away, JudgeError, JudgeFailed
+from pawl.judging.errors import Away, JudgeError, JudgeFailed, reason_of
+from pawl.judging.sentinels.rescoring import Rescoring
 from store.connection.availability import is_unavailable
 from store.errors import Damaged
 from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
@@ -40,7 +41,6 @@ FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
 # A look returns at most this many episodes for each one that is judged at the same time.
 AHEAD: Final = 8
-MAX_REASON: Final = 1000
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
@@ -72,9 +72,19 @@ class Judging:
     """Judge until stopped; `tally` counts episodes by outcome."""
 
     def __init__(
-        self, engine: AsyncEngine, judge: Judge, desk: FeedbackDesk, plan: JudgingPlan
+        self,
+        engine: AsyncEngine,
+        judge: Judge,
+        desk: FeedbackDesk,
+        plan: JudgingPlan,
+        sentinels: Rescoring | None = None,
     ) -> None:
-        """Store the judge, where its answers are posted, and its rules."""
+        """Store the judge, where its answers are posted, its rules, and who scores its sentinels.
+
+        They and episodes take turns, so that both keep to one limit of concurrency, and neither
+        waits long for the other.
+        """
+        self._sentinels = sentinels
         self.tally: Counter[str] = Counter()
         self._engine = engine
         self._judge = judge
@@ -105,13 +115,14 @@ class Judging:
             log.info("judge_up", judge=self._judge.name)
             pause_s = 0.0
             while True:
+                more = self._sentinels is not None and await self._sentinels.when_due()
                 episodes = await self._round()
                 if self._away is not None:
                     if once:
                         raise self._away
                     pause_s = min(LONGEST_PAUSE_S, max(self._plan.poll_s, 2 * pause_s))
                     log.warning("judge_waits", reason=str(self._away), seconds=pause_s)
-                elif episodes:
+                elif episodes or more:
                     pause_s = 0.0
                 elif once:
                     return self.tally
@@ -173,7 +184,7 @@ class Judging:
                 self._away = error
                 return
             except (JudgeFailed, Damaged) as error:
-                reason = str(error).replace("\x00", "")[:MAX_REASON]
+                reason = reason_of(error)
                 if isinstance(error, Damaged):
                     # Another try would fail in the same way, until a further call changes it.
                     attempts = 1

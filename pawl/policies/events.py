@@ -12,8 +12,9 @@ from pawl.output import cell
 from pawl.policies.found import found_versions
 from pawl.steward.evidence import OnTrial
 from pawl.steward.gate.records import Decision
+from pawl.steward.watching import why_unwatched
 from store.read.events import list_events
-from store.read.standing import gated
+from store.read.standing import gated, promotion
 from store.records import Record
 from store.versions import Actor, PolicyState
 
@@ -72,6 +73,15 @@ def events_table(lines: Sequence[EventLine]) -> Table:
         at = f"{line.at.astimezone():%Y-%m-%d %H:%M:%S}"
         grid.add_row(*map(cell, (at, line.version, state, line.actor, line.reason)))
     return grid
+
+
+async def unwatched_of(connection: AsyncConnection, name: str) -> str | None:
+    """Return why live rewards cannot roll back what serves; None if they can, or the base does."""
+    stands = await gated(connection, name)
+    if stands is None:
+        return None
+    promoted = await promotion(connection, name, stands.serving.version.version)
+    return why_unwatched(stands, promoted)
 
 
 async def trial_of(connection: AsyncConnection, name: str) -> tuple[int, Decision] | None:

@@ -14,7 +14,7 @@ from store.policy_table import PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT
 from store.updates.policies import list_versions
-from store.updates.ready import waiting_episodes
+from store.updates.signal import waiting_episodes
 from store.versions import PolicyVersion
 
 # `unlisted`: it has versions, and the file of policies does not name it.

@@ -6,12 +6,13 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.policies.found import found_versions
-from pawl.steward.again import Loaded, call_back, load_again, roll_back_to
+from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.evidence import OnTrial
-from store.errors import NotGated, UnknownPolicy
+from store.errors import NotGated, StateChanged, UnknownPolicy
 from store.read.standing import gated
-from store.updates.gating import freeze, roll_back
-from store.updates.policies import promote
+from store.updates.gating import freeze, roll_back, was_called_back
+from store.updates.policies import numbered_version, promote
+from store.updates.states import lock_policies
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.publishing.replicas import Replicas
 
@@ -29,22 +30,34 @@ def split_name(named: str) -> tuple[str, int | None]:
 
 
 async def promote_by_hand(
-    engine: AsyncEngine, named: str, reason: str, tenant: str | None = None
+    engine: AsyncEngine,
+    replicas: Replicas,
+    named: str,
+    reason: str,
+    tenant: str | None = None,
 ) -> PolicyVersion:
     """Give a version the traffic, and return it; with `tenant` it must be that tenant's.
 
-    What its trial came to so far is recorded with it, if it is tried.
+    What its trial came to so far is recorded with it, if it is tried. One that had been retired,
+    and was called back to serve again, is loaded first: no replica may have it yet.
 
     Raises:
         UnknownPolicy: there is no such version, or none waits.
-        NotGated: the version is not loaded, or serves already.
+        NotGated: the version is not loaded, or cannot be, or serves already.
+        StateChanged: somebody else moved it meanwhile.
     """
     name, number = split_name(named)
     async with engine.begin() as connection:
         versions = await found_versions(connection, name, tenant)
         chosen = _chosen(versions, number)
         _refuse_what_cannot_serve(chosen)
+        called_back = await was_called_back(connection, chosen)
+    if called_back:
+        await _load_first(replicas, Before(version=chosen, base=_numbered(versions, 0)))
+    async with engine.begin() as connection:
         evidence = await _trial_so_far(connection, chosen)
+        await lock_policies(connection, [name])
+        await _refuse_what_has_moved(connection, chosen)
         await promote(
             connection, name, chosen.version, reason=reason, actor=OPERATOR, evidence=evidence
         )
@@ -80,6 +93,31 @@ def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
             f"{version.name}@{version.version} is {version.state!r}, and can only be promoted while"
             f" it is loaded ({', '.join(LOADED)}): export its adapter and import it, which makes it"
             " a version of its own"
+        )
+
+
+async def _load_first(replicas: Replicas, before: Before) -> None:
+    """Load a version that was called back on every replica that answers.
+
+    Raises:
+        NotGated: it is not there afterwards.
+    """
+    loaded = await load_again(replicas, before)
+    if loaded.why_not is not None:
+        raise NotGated(
+            f"{before.version.served_name} had been retired, and could not be loaded again, so it"
+            f" was not promoted: {loaded.why_not}; run this again where the model servers"
+            " (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files are within reach"
+        )
+
+
+async def _refuse_what_has_moved(connection: AsyncConnection, chosen: PolicyVersion) -> None:
+    """Check that a version has the state still in which it was found; the policy is locked."""
+    now = await numbered_version(connection, chosen.name, chosen.version)
+    if now is None or now.state != chosen.state:
+        raise StateChanged(
+            f"{chosen.name}@{chosen.version} is not {chosen.state!r} any more, so it was not"
+            " promoted: look at its state (`pawl policies show`), and decide again"
         )
 
 

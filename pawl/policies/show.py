@@ -10,7 +10,7 @@ from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
-from pawl.policies.events import trial_of
+from pawl.policies.events import trial_of, unwatched_of
 from pawl.policies.found import found_versions
 from pawl.steward.gate.records import Decision
 from store.policy_table import PolicyTable
@@ -34,7 +34,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     is the version, or the update that made none, that was trained again for it; `kl_to_base` how
     far it is from the base model, in nats a token on what it was trained on. `explore` is there
     only on the version that serves, if the policy explores; `trial` only on the one that is tried:
-    what a gate would decide about it by now, and by what.
+    what a gate would decide about it by now, and by what. `unwatched` is on a trained version that
+    serves and that live rewards cannot roll back: why, and what to do.
     """
 
     version: str
@@ -51,6 +52,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     kl_to_base: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
     trial: Decision | UnsetType = UNSET
+    unwatched: str | UnsetType = UNSET
 
 
 async def versions_of(
@@ -70,6 +72,7 @@ async def versions_of(
         versions = await found_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         tried = await trial_of(connection, name)
+        unwatched = await unwatched_of(connection, name)
     spec = None if policies is None else policies.named(name)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     made_by = {one.update_id: f"{name}@{one.version}" for one in versions}
@@ -79,6 +82,7 @@ async def versions_of(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
+            unwatched=unwatched if version.state == "serving" and unwatched else UNSET,
             trial=tried[1] if tried and tried[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
             rebuilt_from=_source(version, made_by),
@@ -132,6 +136,11 @@ def table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     said = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
+    said += [
+        f"no reward rolls {line.version} back: {line.unwatched}"
+        for line in lines
+        if line.unwatched is not UNSET
+    ]
     grid = Table(box=None, pad_edge=False, caption="\n".join(said) or None)
     far = ["KL to base"] if any(line.kl_to_base is not UNSET for line in lines) else []
     evaluated = ("eval episodes", "scored", "mean reward", "95 % interval")

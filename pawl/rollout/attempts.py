@@ -109,12 +109,8 @@ class Attempts:
         fields = shown(task.fields, job.hidden)
         url = named_url(job.url, task=task.name, episode=episode, split=job.split)
         model = key.policy or None
-        names = {
-            "TASK_ID": task.name,
-            "EPISODE": episode,
-            "SAMPLE": str(key.sample),
-            "SPLIT": job.split or "",
-        }
+        sample, split = str(key.sample), job.split or ""
+        names = {"TASK_ID": task.name, "EPISODE": episode, "SAMPLE": sample, "SPLIT": split}
         told = environment(url, model=model, given=os.environ, names=names, task=as_json(fields))
         return Request(
             episode=episode,

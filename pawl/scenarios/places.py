@@ -1,11 +1,15 @@
-"""Find what a scenario needs on this machine: its folder, its files, the Python of its agent."""
+"""Find what a scenario needs on this machine: its folders, its files, the Python of its agent."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.scenario import Scenario, parse_scenario
+from proxy.errors import SpoolInUse
+from proxy.spool.folders import LOCK, hold
 
 CHECKOUT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = CHECKOUT / "examples"
@@ -26,6 +30,27 @@ def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
         raise ScenarioFailed(f"there is no example {name!r}: name one of {', '.join(known)}")
     folder = examples / name
     return parse_scenario((folder / FILE).read_text(), folder)
+
+
+@contextmanager
+def held(var: Path) -> Iterator[None]:
+    """Keep the folder of a run's results and data from other runs, until the block ends.
+
+    Raises:
+        ScenarioFailed: another run uses it.
+    """
+    var.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = hold(var / LOCK)
+    except SpoolInUse as error:
+        raise ScenarioFailed(
+            f"another run uses {var}, or is still ending: wait until it has ended, or name another "
+            "folder with --var"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def interpreter(scenario: Scenario) -> str:

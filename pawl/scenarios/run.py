@@ -26,7 +26,7 @@ from pawl.scenarios.ending import Ending
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.picture import Curves
-from pawl.scenarios.places import EXAMPLES, find_scenario, interpreter
+from pawl.scenarios.places import EXAMPLES, find_scenario, held, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
 from pawl.scenarios.report import closing_words, write_report
@@ -121,11 +121,15 @@ class Run:
 
     async def run(self) -> None:
         """Check the machine, start the stack, do all phases, and write the report."""
-        plan = await self._plan()
-        preflight(plan)
-        # Only after the check of the ports: no other run can be using the last one's data.
-        shutil.rmtree(self._data, ignore_errors=True)
-        self._data.mkdir(parents=True)
+        with held(self._options.var):
+            plan = await self._plan()
+            preflight(plan)
+            if self._data.exists():
+                shutil.rmtree(self._data)
+            self._data.mkdir()
+            await self._run(plan)
+
+    async def _run(self, plan: StackPlan) -> None:
         shown = Live(
             get_renderable=lambda: render(self._at_present()),
             console=self._console,

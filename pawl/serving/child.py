@@ -112,13 +112,17 @@ async def _keep(ready: int, board: int) -> None:
         await _until_stopped()
 
 
-async def _work(ready: int, listener: int) -> None:
+async def _work(ready: int, listener: int, pins: int | None) -> None:
+    from proxy.policies.shared_pins import SharedPins
     from proxy.worker import serving
 
     spare_the_collector()
     return_large_blocks()
     settings = ProxySettings()
-    async with serving(settings, socket.socket(fileno=listener)) as server:
+    bound = socket.socket(fileno=listener)
+    # A supervisor of an earlier release, which SIGHUP had start this one, has none to give.
+    shared = None if pins is None else SharedPins(pins)
+    async with serving(settings, bound, shared) as server:
         _is_up(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),
@@ -130,7 +134,7 @@ def main() -> None:
     """Run the keeper or a worker, as the arguments say, until it is told to end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["keeper", "worker"])
-    for descriptor in ("--ready", "--board", "--listener"):
+    for descriptor in ("--ready", "--board", "--listener", "--pins"):
         parser.add_argument(descriptor, type=int)
     parser.add_argument("--counters", type=int, nargs="+")
     arguments = parser.parse_args()
@@ -141,7 +145,7 @@ def main() -> None:
         if arguments.kind == "keeper":
             uvloop.run(_keep(arguments.ready, arguments.board))
         else:
-            uvloop.run(_work(arguments.ready, arguments.listener))
+            uvloop.run(_work(arguments.ready, arguments.listener, arguments.pins))
     except OSError as error:
         if error.errno not in PASSING:
             raise

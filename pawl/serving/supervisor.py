@@ -15,9 +15,11 @@ import structlog
 
 from pawl.interpreter import run_module
 from pawl.serving.process import Child, NotReplaced
+from pawl.signals import stop_event
 from proxy.counting.board import Board
 from proxy.counting.memory import make_block
 from proxy.errors import BadRedaction, BadUpstreams
+from proxy.policies.shared_pins import SharedPins
 from proxy.redaction.program import open_program
 from proxy.redaction.rules import open_rules
 from proxy.settings import ProxySettings
@@ -81,11 +83,8 @@ async def serve(settings: ProxySettings) -> None:
         DoesNotStart: a process never came up.
     """
     _check_files(settings)
-    stop, replace = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, replace.set)
+    stop, replace = stop_event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace.set)
     listeners = listening(settings.listen, settings.workers)
     fleet = Fleet(settings, listeners)
     try:
@@ -101,7 +100,7 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """Keep the keeper and the workers, with the shared memory of their metrics and states.
+    """Keep the keeper and the workers, with the shared memory of their metrics, states and pins.
 
     Attributes:
         keeper: the keeper.
@@ -117,6 +116,7 @@ class Fleet:
         # and for the keeper. One is spare.
         blocks = [make_block(f"pawl-counters-{number}") for number in range(len(listeners) + 3)]
         counters = ["--counters", *map(str, blocks)]
+        pins = SharedPins.new().page
         run = run_module("pawl.serving.child")
         # The keeper must not inherit the sockets: holding one would keep the port taken.
         keeper = [*run, "keeper", *counters, "--board", str(self._board.page)]
@@ -131,8 +131,8 @@ class Fleet:
         self.workers = [
             Child(
                 f"worker {number}",
-                [*run, "worker", *counters, "--listener", str(fd)],
-                (*blocks, fd),
+                [*run, "worker", *counters, "--pins", str(pins), "--listener", str(fd)],
+                (*blocks, pins, fd),
                 self._tell,
                 self.gave_up,
                 stop_s=settings.workers_end_s,

@@ -1,11 +1,11 @@
 """Run the local stack as it is configured, until it is stopped (`pawl up`)."""
 
 import asyncio
-import signal
 
 from rich.console import Console
 
 from pawl.settings import JudgeSettings, StackSettings, StewardSettings, read_settings
+from pawl.signals import stop_event
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
@@ -25,9 +25,7 @@ async def run_stack(settings: StackSettings) -> None:
         NotReady: the machine cannot run the stack; nothing was started.
         ProcessFailed: a process cannot be kept running.
     """
-    stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    stop = stop_event()
     console = Console(stderr=True)
     plan = await asyncio.to_thread(_plan, settings)
     with console.status("starting") as status:

@@ -47,18 +47,22 @@ class Loaded(Record, frozen=True, kw_only=True):
 
 
 async def call_back(
-    connection: AsyncConnection, version: PolicyVersion, actor: Actor
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    actor: Actor,
+    first: PolicyVersion | None = None,
 ) -> tuple[Before, str | None]:
     """Return what would serve if `version` lost the traffic, and why it became servable, if it did.
 
-    If it had been retired it is `published` from now on.
+    If it had been retired it is `published` from now on. With `first`, what had the traffic since
+    that would lose it for good as well (`store.updates.gating.roll_back`).
 
     Raises:
         StateChanged: it has another state by now.
     """
     # First the policy, as whoever changes its states: two would wait for each other otherwise.
     await lock_policies(connection, [version.name])
-    before = await version_before(connection, version)
+    before = await version_before(connection, first or version)
     why = None
     if before.state == "retired":
         why = f"it is loaded, to serve again in place of {version.served_name}"
@@ -111,8 +115,11 @@ async def roll_back_to(
     reason: str,
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
+    first: PolicyVersion | None = None,
 ) -> PolicyVersion:
     """Roll back what serves, and return what serves instead: what was loaded, or the base model.
+
+    With `first`, all that had the traffic since that is rolled back with it.
 
     What no replica could be asked about serves if it had its place on them all along; the store
     knows that, since whoever called it back may have been killed.
@@ -123,7 +130,7 @@ async def roll_back_to(
     """
     await lock_policies(connection, [version.name])
     before, why = loaded.version, loaded.why_not
-    if (await version_before(connection, version)).version != before.version:
+    if (await version_before(connection, first or version)).version != before.version:
         raise StateChanged(
             f"{before.served_name} was loaded, to serve in place of {version.served_name}, and does"
             " not come next any more, so nothing was changed: decide again"
@@ -136,7 +143,13 @@ async def roll_back_to(
             again = f"it could not be loaded: {why}"
             await change_state(connection, before, "retired", reason=again, actor=actor)
     serves = await roll_back(
-        connection, version, reason=reason, actor=actor, evidence=evidence, to_base=to_base
+        connection,
+        version,
+        reason=reason,
+        actor=actor,
+        evidence=evidence,
+        to_base=to_base,
+        first=first,
     )
     assert serves is not None
     return serves

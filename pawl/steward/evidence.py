@@ -5,9 +5,9 @@ one that is started again, begins at the version's beginning and comes to the sa
 counts what there was of it a fixed time after it began, whenever it is read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
 import msgspec
@@ -15,9 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.steward.gate.lead import Lead
 from pawl.steward.gate.records import Decision, Episode, GateOptions
-from pawl.steward.gate.reference import Reference, joined
+from pawl.steward.gate.reference import Reference
 from pawl.steward.gate.trial import Trial
-from pawl.steward.gate.watch import Watch, Watched
 from store.read.arms import MOST, ArmEpisode, arm_episodes
 from store.read.standing import Gated, Standing
 from store.records import Arm
@@ -36,8 +35,11 @@ STORED: Final = timedelta(seconds=5)
 class Rule(GateOptions, frozen=True, kw_only=True):
     """Add to what decides when an episode counts: `reward_delay_s` seconds after its beginning.
 
-    What is said of it later does not count.
+    What is said of it later does not count. `mode` says whether the version was to be tried before
+    it served, or served untried.
     """
+
+    mode: Literal["immediate", "gated"] = "gated"
 
     # Without any, no call would have ended in time.
     reward_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -66,30 +68,40 @@ class Intake:
     def __init__(
         self,
         policy: str,
-        given: Mapping[Arm, int],
+        given: Mapping[Arm, Collection[int]],
         since: datetime,
         rule: Rule,
         take: Callable[[list[Episode]], None],
+        most: int | None = None,
     ) -> None:
         """Begin with the episodes of `since`; they count as they stand after the rule's delay.
 
-        `given` is the version of each arm.
+        `given` are the versions of each arm. A part has at most `most` episodes, which are handed
+        over at once, while nothing else is done.
         """
         self._policy = policy
         self._given = given
         self._counts = timedelta(seconds=rule.reward_delay_s)
         self._take = take
         self._goes_on_from: UUID | None = None
+        self._most = most
         self._cut = 1
         self.at = since
 
-    async def catch_up(self, connection: AsyncConnection, until: datetime) -> None:
+    async def catch_up(
+        self, connection: AsyncConnection, until: datetime, most_parts: int | None = None
+    ) -> bool:
         """Hand over the episodes that began before `until`, and were not yet handed over.
 
-        If it is ended in the middle of a part, the next is half as long, and the one after it as
-        long again: what cannot be read in the time of a look would never be.
+        Return whether these are all: with `most_parts`, no more than these are read. If it is ended
+        in the middle of a part, the next is half as long, and the one after it as long again: what
+        cannot be read in the time of a look would never be.
         """
+        left = most_parts
         while self.at < until:
+            if left is not None and left <= 0:
+                return False
+            left = None if left is None else left - 1
             end = min(self.at + PART, until)
             cut, self._cut = self._cut, min(2 * self._cut, MOST_CUTS)
             found = await arm_episodes(
@@ -99,13 +111,14 @@ class Intake:
                 since=self._goes_on_from or self.at,
                 until=end,
                 counts=self._counts,
-                most=max(MOST // cut, 1),
+                most=max((self._most or MOST) // cut, 1),
             )
             self._cut = max(cut // 2, 1)
             self._take([_episode(one) for one in found.episodes])
             self._goes_on_from = found.goes_on_from
             if found.goes_on_from is None:
                 self.at = end
+        return True
 
 
 class OnTrial:
@@ -127,10 +140,10 @@ class OnTrial:
         self._base_serves = not stands.serving.version.version
         self._lead = Lead(self._rule, base_serves=self._base_serves)
         self._began = canary.since
-        given: dict[Arm, int] = {
-            "base": 0,
-            "serving": stands.serving.version.version,
-            "canary": canary.version.version,
+        given: dict[Arm, Collection[int]] = {
+            "base": (0,),
+            "serving": (stands.serving.version.version,),
+            "canary": (canary.version.version,),
         }
         since = max(canary.since, stands.serving.since) + KNOWN
         self._intake = Intake(canary.version.name, given, since, self._rule, self._extend)
@@ -174,57 +187,6 @@ class PromotedOn(msgspec.Struct, frozen=True):
     base_serves: bool = False
 
 
-class OnWatch:
-    """Judge what serves by its episodes and those of the base model.
-
-    What it was promoted for are the episodes of its trial: those that its promotion rested on, and
-    those that had begun by then and counted only later. The latter are taken in first.
-    """
-
-    def __init__(self, stands: Gated, promoted_on: Mapping[str, Any]) -> None:
-        """Begin with the last of its trial; `promoted_on` is its promotion's evidence.
-
-        Raises:
-            msgspec.ValidationError: the evidence, or the version's rule, cannot be read.
-        """
-        serving = stands.serving
-        self.key = key_of(serving)
-        self._rule = rule_of(serving.gate or {})
-        self._then = msgspec.convert(promoted_on, PromotedOn)
-        self._lead = Lead(self._rule, base_serves=self._then.base_serves)
-        self._watch = Watch(self._then.reference, self._rule)
-        self._begins = True
-        self._promoted = serving.since
-        name, version = serving.version.name, serving.version.version
-        begun = min(self._then.until or serving.since, serving.since)
-        # In its trial it was the canary; beside it, the base model may have served.
-        tried: dict[Arm, int] = {"base": 0, "serving": 0, "canary": version}
-        self._last = Intake(name, tried, begun, self._rule, self._lead.extend)
-        since = serving.since + KNOWN
-        served: dict[Arm, int] = {"base": 0, "serving": version}
-        self._intake = Intake(name, served, since, self._rule, self._extend)
-
-    async def look(self, connection: AsyncConnection, now: datetime) -> Watched:
-        """Return whether the version is to be rolled back by the episodes that count at `now`."""
-        until = self._rule.counted_at(now)
-        await self._last.catch_up(connection, min(until, self._promoted))
-        await self._intake.catch_up(connection, until)
-        return self._watch.watched()
-
-    def evidence(self) -> dict[str, Any]:
-        """Return what a roll-back rests on; JSON."""
-        found: dict[str, Any] = msgspec.to_builtins({"watched": self._watch.watched()})
-        return found
-
-    def _extend(self, episodes: list[Episode]) -> None:
-        """Take in episodes that it had as it served: all of its trial have been by now."""
-        if self._begins:
-            self._begins = False
-            both = joined(self._then.reference, self._lead.reference())
-            self._watch = Watch(both, self._rule)
-        self._watch.extend(episodes)
-
-
 def key_of(*parts: Standing) -> tuple[object, ...]:
     """Return what a judgement is about: with another key it begins anew."""
     return tuple((one.version.version, one.since) for one in parts)
@@ -238,4 +200,5 @@ def _episode(one: ArmEpisode) -> Episode:
         failed=one.failed or one.broken,
         malformed=one.malformed,
         seconds=one.seconds,
+        version=one.version,
     )

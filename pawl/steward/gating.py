@@ -7,10 +7,7 @@ what serves again after a roll-back, and, between looks, to have a candidate ans
 """
 
 import asyncio
-from collections.abc import Mapping
-from datetime import timedelta
 from functools import partial
-from typing import Any, Final
 
 import msgspec
 import structlog
@@ -19,11 +16,20 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from pawl.stack.database import open_engine
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.candidates import STEWARD, Moved, admission, admit
-from pawl.steward.evidence import OnTrial, OnWatch, key_of
+from pawl.steward.evidence import OnTrial, key_of
 from pawl.steward.gate.records import Decision
+from pawl.steward.gate.watch import Watched
 from pawl.steward.looks import one_look
-from pawl.steward.metrics import GATE_BOUND, GATE_EPISODES, GATE_FAILED, GATE_FROZEN, GATE_MOVES
+from pawl.steward.metrics import (
+    GATE_BOUND,
+    GATE_EPISODES,
+    GATE_FAILED,
+    GATE_FROZEN,
+    GATE_MOVES,
+    GATE_WATCHED,
+)
 from pawl.steward.replay.replays import Replays
+from pawl.steward.watching import READ_AGAIN, Watching
 from store.connection.availability import is_unavailable
 from store.read.standing import (
     Gated,
@@ -31,22 +37,18 @@ from store.read.standing import (
     gated,
     gated_policies,
     newest_promoted,
-    promotion_evidence,
+    unruled_policies,
 )
 from store.records import ARMS
 from store.settings import StoreSettings
 from store.updates.gating import hold_gate, roll_back
-from store.updates.policies import promote
+from store.updates.policies import numbered_version, promote
 from store.updates.states import change_state, lock_policies
-from store.versions import PolicyState
+from store.versions import PolicyState, PolicyVersion
 from trainer.metrics import VERSION
 from trainer.publishing.replicas import Replicas
 
 log = structlog.get_logger()
-
-# What was stored late, as the database was away or a call was long, only a reading from the
-# beginning has. There is one this long after the last, and before a verdict is acted on.
-READ_AGAIN: Final = timedelta(hours=1)
 
 
 class Gating:
@@ -62,6 +64,7 @@ class Gating:
         # What keeps all policies from being judged, and which of them was looked at then.
         self._trouble: str | None = None
         self._put_off: str | None = None
+        self._unruled: set[str] = set()
 
     async def follow(self) -> None:
         """Look again and again; never return. `Known` tells whether the database is there."""
@@ -100,8 +103,10 @@ class Gating:
         """
         async with engine.connect() as connection:
             names = await gated_policies(connection)
+            unruled = await unruled_policies(connection) - set(names)
         for name in self._policies.keys() - set(names):
             self._policies.pop(name).forget()
+        self._show_unruled(unruled)
         for name in sorted(names, key=lambda one: one == self._put_off):
             policy = self._policies.setdefault(name, PolicyGate(name, self.replays))
             self._put_off = name
@@ -114,6 +119,15 @@ class Gating:
                 continue
             policy.failed(None)
         self._put_off = None
+
+    def _show_unruled(self, names: set[str]) -> None:
+        """Show the policies that nothing is watched of, as there is no rule to judge them by."""
+        for name in self._unruled - names:
+            if name not in self._policies:
+                GATE_WATCHED.remove(name)
+        for name in names:
+            GATE_WATCHED.labels(name).set(0)
+        self._unruled = names
 
     async def _judge(self, engine: AsyncEngine, policy: "PolicyGate") -> None:
         """Judge one policy; if what is to serve again must be loaded, load it, and judge again."""
@@ -153,7 +167,8 @@ class PolicyGate:
         self._name = name
         self._replays = replays
         self._trial: OnTrial | None = None
-        self._watch: OnWatch | None = None
+        self._watching = Watching(name)
+        self._why_unwatched: str | None = None
         self._failure: str | None = None
         self.before: Before | None = None
 
@@ -204,36 +219,37 @@ class PolicyGate:
     async def _watched(
         self, connection: AsyncConnection, stands: Gated, loaded: Loaded | None
     ) -> Moved:
-        """Roll back what serves if it has fallen behind what it was promoted for."""
-        watch = await self._watch_of(connection, stands)
-        if watch is None:
+        """Roll back what serves if it has fallen behind what it is compared with."""
+        found = await self._watching.look(connection, stands)
+        self._show_watched(stands.serving.version)
+        if found is None or not (found.roll_back and await self._stands(connection, stands)):
             return []
-        found = await watch.look(connection, stands.now)
-        if not (found.roll_back and await self._stands(connection, stands)):
-            return []
-        evidence = watch.evidence()
-        return await self._fall(connection, stands.serving, loaded, found.reason, evidence)
+        return await self._fall(connection, stands.serving, loaded, found)
 
     async def _fall(
         self,
         connection: AsyncConnection,
         serving: Standing,
         loaded: Loaded | None,
-        reason: str,
-        evidence: Mapping[str, Any],
+        found: Watched,
     ) -> Moved:
         """Roll back what serves, if what is to serve instead was loaded; else let it be loaded."""
-        before, why = await call_back(connection, serving.version, STEWARD)
+        first: PolicyVersion | None = None
+        if found.since is not None:
+            first = await numbered_version(connection, self._name, found.since)
+        before, why = await call_back(connection, serving.version, STEWARD, first)
         if loaded is None or loaded.version.version != before.version.version:
             self.before = before
             return [] if why is None else [(before.version, "published", why)]
+        reason = found.reason
         serves = await roll_back_to(
             connection,
             serving.version,
             loaded,
             reason=reason,
             actor=STEWARD,
-            evidence=evidence,
+            evidence={"watched": msgspec.to_builtins(found)},
+            first=first,
         )
         again = f"{serving.version.served_name} was rolled back"
         return [(serving.version, "rolled_back", reason), (serves, "serving", again)]
@@ -247,16 +263,6 @@ class PolicyGate:
         await lock_policies(connection, [self._name])
         now = await gated(connection, self._name)
         return now is not None and msgspec.structs.replace(now, now=then.now) == then
-
-    async def _watch_of(self, connection: AsyncConnection, stands: Gated) -> OnWatch | None:
-        """Return the watch over what serves, or None if it did not come through the gate."""
-        serving = stands.serving
-        if self._watch is None or self._watch.key != key_of(serving):
-            version = serving.version.version
-            evidence = await promotion_evidence(connection, self._name, version)
-            has_passed = serving.gate is not None and "reference" in (evidence or {})
-            self._watch = OnWatch(stands, evidence or {}) if has_passed else None
-        return self._watch
 
     async def _tried(self, connection: AsyncConnection, stands: Gated) -> Moved:
         """Promote the canary, or roll it back, if its episodes suffice for that."""
@@ -302,6 +308,17 @@ class PolicyGate:
             return []
         return await admit(connection, admitted)
 
+    def _show_watched(self, serving: PolicyVersion) -> None:
+        """Show whether what serves is watched, and log once why it is not."""
+        why = self._watching.why_not
+        if why is not None and why != self._why_unwatched:
+            log.warning("nothing_watched", version=serving.served_name, reason=why)
+        self._why_unwatched = why
+        if serving.version:
+            GATE_WATCHED.labels(self._name).set(why is None)
+        else:
+            GATE_WATCHED.remove(self._name)
+
     def _show(self, decision: Decision | None) -> None:
         """Show how far a trial is."""
         if decision is None:
@@ -324,5 +341,5 @@ class PolicyGate:
         """Show nothing more of the policy: it has no version with a gate any more."""
         self._hide()
         self._replays.forget(self._name)
-        for gauge in (GATE_FROZEN, GATE_FAILED, VERSION):
+        for gauge in (GATE_FROZEN, GATE_FAILED, GATE_WATCHED, VERSION):
             gauge.remove(self._name)

@@ -34,6 +34,12 @@ GATE_BOUND = Gauge(
 GATE_EPISODES = Gauge(
     "pawl_steward_gate_episodes", "Episodes that a trial rests on, by arm.", ["policy", "arm"]
 )
+GATE_WATCHED = Gauge(
+    "pawl_steward_gate_watched",
+    "1 while live rewards may roll back the trained version that serves; 0: nothing is watched, and"
+    " `pawl policies show`, or the steward's log (`nothing_watched`), says why.",
+    ["policy"],
+)
 GATE_FROZEN = Gauge(
     "pawl_steward_gate_frozen", "1 while only operators move a policy's traffic.", ["policy"]
 )

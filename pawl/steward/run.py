@@ -1,7 +1,6 @@
 """Run the steward's process: start it, answer on its port, and stop it at a signal."""
 
 import asyncio
-import signal
 from contextlib import AsyncExitStack
 
 import structlog
@@ -9,10 +8,11 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pawl.settings import StewardSettings
+from pawl.signals import stop_event
 from pawl.steward.gating import Gating
 from pawl.steward.known import Known
 from pawl.steward.replica import ReplicaKeeper
-from store.settings import address
+from proxy.admin_port import listen_on
 from trainer.publishing.replicas import Replicas
 
 log = structlog.get_logger()
@@ -24,12 +24,11 @@ async def steward(settings: StewardSettings) -> None:
     Raises:
         OSError: its port cannot be listened on.
     """
-    stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    stop = stop_event()
     async with AsyncExitStack() as exits:
         known = Known(settings, settings.steward_poll_s)
-        await _listen(exits, settings, known)
+        port = await listen_on(app_of(known), settings.steward_listen)
+        exits.push_async_callback(port.cleanup)
         replicas = await exits.enter_async_context(Replicas(settings.server_urls))
         poll_s = settings.steward_poll_s
         work = [known.follow(), Gating(settings, poll_s, replicas).follow()]
@@ -41,15 +40,6 @@ async def steward(settings: StewardSettings) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     log.info("steward_down")
-
-
-async def _listen(exits: AsyncExitStack, settings: StewardSettings, known: Known) -> None:
-    """Answer `/healthz`, `/readyz` and `/metrics` until `exits` is left."""
-    runner = web.AppRunner(app_of(known), access_log=None)
-    await runner.setup()
-    exits.push_async_callback(runner.cleanup)
-    host, port = address(settings.steward_listen)
-    await web.TCPSite(runner, host, port).start()
 
 
 def app_of(known: Known) -> web.Application:

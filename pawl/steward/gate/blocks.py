@@ -49,6 +49,10 @@ class Blocks:
         self._open.append((tested, family, value))
         if len(self._open) < self._size:
             return None
+        return self.close()
+
+    def close(self) -> Block | None:
+        """Complete the block that is open, however many it holds, and return what it says."""
         episodes, self._open = self._open, []
         block = self._compare(episodes)
         for _, one, reward in episodes:

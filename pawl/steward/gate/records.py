@@ -23,6 +23,7 @@ class Episode(msgspec.Struct, frozen=True):
         failed: whether a request of it failed. Without a reward it counts as the lowest one.
         malformed: whether a tool call of it was malformed; None if it called no tool.
         seconds: how long its calls took, in a unit that all arms share; None if unknown.
+        version: the number of the version that it was given.
     """
 
     arm: Arm
@@ -31,6 +32,7 @@ class Episode(msgspec.Struct, frozen=True):
     failed: bool = False
     malformed: bool | None = None
     seconds: float | None = None
+    version: int = 0
 
 
 class GateOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,13 @@
 """Keep how far a version was above the base model when it was promoted."""
 
 from collections.abc import Sequence
-from math import floor
+from math import floor, log
 from typing import Final
 
 import msgspec
 
 from pawl.steward.gate.blocks import Block
-from pawl.steward.gate.wealth import ABOVE, log_wealth
+from pawl.steward.gate.wealth import ABOVE, MOST_WEALTH, log_wealth
 
 # Differences of −1 to 1 are taken in cells of this width.
 CELLS: Final = 100
@@ -32,6 +32,12 @@ def reference_of(blocks: Sequence[Block]) -> Reference:
     """Return what blocks of canary and base say about their difference."""
     ends = [cell_start(cell + 1) for cell in range(CELLS)]
     return Reference([floor(100 * log_wealth(blocks, end, ABOVE)) / 100 for end in ends])
+
+
+def lead_of_base() -> Reference:
+    """Return what is known of how far the base model is above itself: neither more nor less."""
+    surely = floor(log(MOST_WEALTH))
+    return Reference([surely if cell_start(cell + 1) <= 0 else 0.0 for cell in range(CELLS)])
 
 
 def joined(one: Reference, other: Reference) -> Reference:

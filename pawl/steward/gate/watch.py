@@ -2,32 +2,36 @@
 
 What the world does to the rewards it does to the base model's too, which keeps a share of the
 episodes for good. So what counts is how far the version is above the base: now, and when it was
-promoted. The claim is that this has not fallen by more than the margin. For each difference d
-that the version may have had, the claim says that it now has d − margin or more; the wealth
-against "at most d then" times that against "d − margin or more now" has a mean of at most 1 if d
-is the true one. So the least of these products over all d refutes the claim at 1/α.
+promoted. The claim is that this has not fallen by more than the margin (`fall.py`).
 """
 
 from collections.abc import Iterable
-from math import exp, log
 
 import msgspec
 
 from pawl.steward.gate.blocks import Blocks, block_size
 from pawl.steward.gate.counts import ArmCount
+from pawl.steward.gate.fall import FallWealth
 from pawl.steward.gate.records import BASE, SERVING, Arm, ArmFigures, Episode, GateOptions
-from pawl.steward.gate.reference import CELLS, Reference, cell_start
-from pawl.steward.gate.wealth import BELOW, MOST_WEALTH, LateWealth
+from pawl.steward.gate.reference import Reference
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """Say whether a version is to be rolled back, and what that rests on (JSON as it is)."""
+    """Say whether a version is to be rolled back, and what that rests on (JSON as it is).
+
+    `since` is the first of several that served one after the other, and are to be rolled back with
+    it; of these, `lead` is how far they were above the base model, and `lead_before` how far what
+    served before them was, in units of the reward.
+    """
 
     roll_back: bool
     reason: str
     wealth: float
     needed: float
     arms: dict[str, ArmFigures]
+    since: int | None = None
+    lead: float | None = None
+    lead_before: float | None = None
 
 
 class Watch:
@@ -41,11 +45,9 @@ class Watch:
     def __init__(self, reference: Reference, options: GateOptions) -> None:
         """Begin without episodes."""
         self._options = options
-        self._logs = reference.logs
         served = 1 - options.canary_share - options.base_share
         self._rewards = Blocks(block_size(served, options.base_share))
-        margin = options.scaled_margin
-        self._now = [LateWealth(cell_start(cell) - margin, BELOW) for cell in range(CELLS)]
+        self._fall = FallWealth(reference, options.scaled_margin)
         self._arms: dict[Arm, ArmCount] = {BASE: ArmCount(), SERVING: ArmCount()}
         self._fallen = False
 
@@ -68,7 +70,7 @@ class Watch:
         return Watched(
             roll_back=self._fallen,
             reason=reason,
-            wealth=self._wealth(),
+            wealth=self._fall.value,
             needed=1 / self._options.mistakes,
             arms={arm: count.figures(self._options) for arm, count in self._arms.items()},
         )
@@ -81,12 +83,5 @@ class Watch:
         block = self._rewards.add(episode.arm == SERVING, episode.family, value)
         if block is None:
             return
-        for wealth in self._now:
-            wealth.update(block)
-        self._fallen = self._wealth() >= 1 / self._options.mistakes
-
-    def _wealth(self) -> float:
-        """Return the least product over all differences, at most MOST_WEALTH."""
-        pairs = zip(self._logs, self._now, strict=True)
-        least = min(then + log(now.value) for then, now in pairs)
-        return exp(min(least, log(MOST_WEALTH)))
+        self._fall.update(block)
+        self._fallen = self._fall.value >= 1 / self._options.mistakes

@@ -13,6 +13,7 @@ Howard, Ramdas, McAuliffe & Sekhon, Annals of Statistics 49 (2021), section 3.5.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import exp, fsum, log, log1p
 from typing import Final, Literal
 
@@ -46,11 +47,14 @@ class Wealth:
 
     def update(self, block: Block) -> None:
         """Settle the bets on one block."""
+        self._settle(block, 0.0)
+
+    def _settle(self, block: Block, more: float) -> None:
+        """Put `more` at stake for each player, and settle the bets on one block."""
         won = _odds(block, self._null, self._side)
-        weight = block.weight
         self._parts = [
-            min(part * (1 + min(stake * weight, MOST_BET) * won), MOST_WEALTH)
-            for part, stake in zip(self._parts, STAKES, strict=True)
+            min((part + more) * (1 + bet * won), MOST_WEALTH)
+            for part, bet in zip(self._parts, _bets(block.weight), strict=True)
         ]
 
 
@@ -76,20 +80,24 @@ class LateWealth(Wealth):
     def update(self, block: Block) -> None:
         """Put the next part at stake, and settle the bets on one block."""
         self._blocks += 1
-        part = 1 / (self._blocks * (self._blocks + 1))
-        self._parts = [one + part for one in self._parts]
-        super().update(block)
+        self._settle(block, 1 / (self._blocks * (self._blocks + 1)))
 
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
     """Return the logarithm of what `Wealth` has after these blocks (for nulls not known before)."""
-    odds = [(_odds(block, null, side), block.weight) for block in blocks]
+    odds = [(_odds(block, null, side), _bets(block.weight)) for block in blocks]
     logs = [
-        fsum([log1p(min(stake * weight, MOST_BET) * won) for won, weight in odds])
-        for stake in STAKES
+        fsum([log1p(bets[player] * won) for won, bets in odds]) for player in range(len(STAKES))
     ]
     most = max(logs)
     return most + log(fsum([exp(one - most) for one in logs]) / len(logs))
+
+
+# Blocks of one size have few weights, and each is bet on for many nulls.
+@lru_cache(maxsize=4096)
+def _bets(weight: float) -> tuple[float, ...]:
+    """Return the players' stakes for a block of this weight."""
+    return tuple([min(stake * weight, MOST_BET) for stake in STAKES])
 
 
 def _odds(block: Block, null: float, side: Side) -> float:

@@ -81,6 +81,7 @@ async def live(
     from_s: float = FROM_S,
     many: int = MANY,
     *,
+    to_s: float = TO_S,
     are_late: bool = False,
 ) -> Sequence[SpoolRecord]:
     """Episodes of arms and their versions, in turn, with these rewards over and over.
@@ -89,7 +90,7 @@ async def live(
     """
     records: list[SpoolRecord] = []
     late: list[SpoolRecord] = []
-    step = (from_s - TO_S) / many
+    step = (from_s - to_s) / many
     for number in range(many):
         for place, ((arm, version), values) in enumerate(rewards.items()):
             key = f"{run}-{arm}-{number}"

@@ -4,17 +4,19 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.policies.events import events_of
-from pawl.policies.moving import roll_back_by_hand
+from pawl.policies.moving import promote_by_hand, roll_back_by_hand
 from pawl.settings import StewardSettings
+from pawl.steward.again import Loaded, load_again
 from pawl.steward.gate.reference import CELLS
 from pawl.steward.gating import Gating
-from store.errors import StateChanged
+from store.errors import NotGated, StateChanged
 from store.updates.gating import roll_back
 from store.updates.policies import numbered_version
 from tests.integration.conftest import free_port
@@ -45,6 +47,8 @@ async def fallen(engine: AsyncEngine, root: Path, *, retired: bool = True) -> No
     async with engine.begin() as connection:
         gated = text("UPDATE policies SET gate = CAST(:rule AS jsonb) WHERE version = 2")
         await connection.execute(gated, {"rule": rule})
+        kept = text("UPDATE policies SET share = :share WHERE version = 0")
+        await connection.execute(kept, {"share": RULE.base_share})
         proven = "UPDATE policy_events SET evidence = CAST(:evidence AS jsonb) WHERE version = 2"
         proven += " AND to_state = 'serving'"
         await connection.execute(text(proven), {"evidence": evidence})
@@ -263,6 +267,54 @@ async def test_a_command_says_what_could_not_be_loaded(
         "m@2 is rolled back\nm serves\nm@1 could not be loaded: the model server did not load m@1"
     )
     assert await states(engine) == {0: "serving", 1: "retired", 2: "rolled_back"}
+
+
+async def test_an_operator_promotes_what_was_called_back_only_once_the_replicas_have_it(
+    database_url: str,
+    engine: AsyncEngine,
+    servers: tuple[FakeModelServer, FakeModelServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A steward called version 1 back, found no replica to load it on, and let the base serve."""
+    away = f"http://127.0.0.1:{free_port()}/v1"
+    await fallen(engine, tmp_path)
+    await look(database_url, engine, away)
+    before = await states(engine)
+    assert before == {0: "serving", 1: "published", 2: "rolled_back"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_UPSTREAM_URL", away)
+    refused = await command("promote", "m@1")
+    assert isinstance(refused.exception, NotGated)
+    assert "m@1 had been retired, and could not be loaded again" in str(refused.exception)
+    assert "PAWL_UPSTREAM_URL" in str(refused.exception)
+    assert await states(engine) == before
+    monkeypatch.setenv("PAWL_UPSTREAM_URL", servers[0].url)
+    assert (await command("promote", "m@1")).stdout == "m@1 serves\n"
+    assert set(servers[0].loaded) == {"m@1"}
+    assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
+
+
+async def test_what_was_retired_while_it_was_loaded_is_not_promoted(
+    database_url: str,
+    engine: AsyncEngine,
+    servers: tuple[FakeModelServer, FakeModelServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await fallen(engine, tmp_path)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
+
+    async def retired_meanwhile(*words: Any) -> Loaded:
+        await retire(engine, 1)
+        return await load_again(*words)
+
+    monkeypatch.setattr("pawl.policies.moving.load_again", retired_meanwhile)
+    async with Replicas([servers[0].url]) as replicas:
+        with pytest.raises(StateChanged, match="not 'published' any more"):
+            await promote_by_hand(engine, replicas, "m@1", "better than nothing")
+    assert (await states(engine))[1] == "retired"
 
 
 async def test_the_store_lets_nothing_serve_that_no_server_has(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.places import EXAMPLES, chat_template, find_scenario, interpreter
+from pawl.scenarios.places import EXAMPLES, chat_template, find_scenario, held, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file
+from pawl.scenarios.run import Run, RunOptions
 from pawl.scenarios.scenario import parse_scenario
 from trainer.recipes.recipe import load_recipe
 
@@ -51,6 +52,25 @@ def test_what_is_wrong_is_said_with_its_key(text: str, said: str) -> None:
 def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
     with pytest.raises(ScenarioFailed, match="there is no example 'nope': name one of"):
         find_scenario("nope")
+
+
+def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    """The last one may be ending yet, and its database write into the folder."""
+    var = tmp_path / "var" / "sums"
+    with held(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"), held(var):
+        pass
+    with held(var):
+        assert var.is_dir()
+
+
+async def test_a_run_whose_folder_is_in_use_starts_nothing(tmp_path: Path) -> None:
+    var = tmp_path / "calculator"
+    options = RunOptions(
+        name="calculator", minutes=1.0, seed=0, var=var, models=tmp_path / "models"
+    )
+    with held(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"):
+        await Run(options).run()
+    assert not (var / "data").exists()
 
 
 def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:

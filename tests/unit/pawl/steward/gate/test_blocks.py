@@ -71,6 +71,24 @@ def test_arms_that_change_places_turn_the_sign(stream: list[tuple[bool, str, flo
         assert (one.weight, one.reach) == (other.weight, other.reach)
 
 
+@pytest.mark.parametrize("tested", range(1, SIZE - 1))
+def test_a_block_that_is_closed_early_shows_the_effect_on_average_too(tested: int) -> None:
+    without, with_it = [0.0, 0.1, 0.5, 0.3, 0.6, 0.7], [0.2, 0.0, 0.9, 0.3, 1.0, 0.4]
+    shown = []
+    for chosen in combinations(range(len(without)), tested):
+        blocks = Blocks(SIZE)
+        for at, values in enumerate(zip(without, with_it, strict=True)):
+            assert blocks.add(at in chosen, "a", values[at in chosen]) is None
+        block = blocks.close()
+        if block is None:
+            assert tested == len(without)
+            continue
+        shown.append(block.difference)
+        assert blocks.close() is None
+    if shown:
+        assert fmean(shown) == pytest.approx(fmean(with_it) - fmean(without), abs=1e-12)
+
+
 def test_a_block_of_one_arm_says_nothing_and_is_over() -> None:
     blocks = Blocks(SIZE)
     assert [blocks.add(False, "a", 1.0) for _ in range(SIZE)] == [None] * SIZE

@@ -1,0 +1,1 @@
+"""Judges: programs and models that score finished episodes."""
