@@ -32,19 +32,41 @@ from rank_bm25 import BM25Okapi
 
 INSTRUCTIONS = "Answer the question. Search first. Put the answer in <answer></answer>."
 MOST_TURNS = 4
-# Worked examples, shown to the model as real earlier turns: question, what it found, answer.
-EXAMPLES = (
-    ("Who is the mayor of Oakstow?", "The mayor of Oakstow is Lena Marsh.", "Lena Marsh"),
-    ("When was Hartsea founded?", "Hartsea was founded in 1342.", "1342"),
+# Worked examples, shown to the model as real earlier turns: question, searches with what each
+# found, answer. The last needs two facts: a small model imitates the newest most.
+EXAMPLES: tuple[tuple[str, tuple[tuple[str, str], ...], str], ...] = (
+    (
+        "Who is the mayor of Oakstow?",
+        (("Who is the mayor of Oakstow?", "The mayor of Oakstow is Lena Marsh."),),
+        "Lena Marsh",
+    ),
+    (
+        "When was Hartsea founded?",
+        (("When was Hartsea founded?", "Hartsea was founded in 1342."),),
+        "1342",
+    ),
     (
         "Which river flows through Quenby?",
-        "The river Tavel flows through Quenby.",
+        (("Which river flows through Quenby?", "The river Tavel flows through Quenby."),),
         "Tavel",
     ),
     (
         "What is the favourite dish of Wyelow?",
-        "The favourite dish of Wyelow is turnip broth.",
+        (
+            (
+                "What is the favourite dish of Wyelow?",
+                "The favourite dish of Wyelow is turnip broth.",
+            ),
+        ),
         "turnip broth",
+    ),
+    (
+        "In which town was the mayor of Fernley born?",
+        (
+            ("Who is the mayor of Fernley?", "The mayor of Fernley is Ada Holt."),
+            ("Where was Ada Holt born?", "Ada Holt was born in Brackwell."),
+        ),
+        "Brackwell",
     ),
 )
 set_tracing_disabled(True)
@@ -70,14 +92,15 @@ def search(query: str) -> str:
 
 def shown_before() -> list[Any]:
     items: list[Any] = []
-    for number, (question, found, answer) in enumerate(EXAMPLES):
-        call = {"call_id": f"call_{number}", "name": "search"}
-        items += [
-            {"role": "user", "content": question},
-            {"type": "function_call", **call, "arguments": json.dumps({"query": question})},
-            {"type": "function_call_output", "call_id": call["call_id"], "output": found},
-            {"role": "assistant", "content": f"<answer>{answer}</answer>"},
-        ]
+    for question, searches, answer in EXAMPLES:
+        items.append({"role": "user", "content": question})
+        for query, found in searches:
+            call = {"call_id": f"call_{len(items)}", "name": "search"}
+            items += [
+                {"type": "function_call", **call, "arguments": json.dumps({"query": query})},
+                {"type": "function_call_output", "call_id": call["call_id"], "output": found},
+            ]
+        items.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
     return items
 
 

@@ -66,6 +66,43 @@ LEARNING: Final = Row(
     Band(
         7,
         stairs(
+            "Judges: difference on their sentinels",
+            "Scores of the same episodes now, less what they once were: mean, and mean size. A judge that drifts teaches the policy that it has drifted.",
+            "none",
+            Query(
+                "max by (tenant, judge, figure) (pawl_sentinel_difference)",
+                "{{tenant}} {{judge}} {{figure}}",
+            ),
+            min=None,
+        ),
+        stairs(
+            "Judges: evidence of drift",
+            "A judge that has not changed reaches c in at most one round of c. By default it counts as drifted from 10,000 on.",
+            "none",
+            Query("max by (tenant, judge) (pawl_sentinel_evidence)", "{{tenant}} {{judge}}"),
+            Query(
+                "max by (tenant, judge) (pawl_judge_drifted) > 0",
+                "{{tenant}} {{judge}} HAS DRIFTED",
+            ),
+        ),
+        stairs(
+            "Judges: sentinels",
+            "How many a judge has, and which share it could not score in its last round; how long ago that began, in days.",
+            "none",
+            Query("max by (tenant, judge) (pawl_sentinels)", "{{tenant}} {{judge}} sentinels"),
+            Query(
+                "max by (tenant, judge) (pawl_sentinel_unscored_share)",
+                "{{tenant}} {{judge}} share not scored",
+            ),
+            Query(
+                "(time() - max by (tenant, judge) (pawl_sentinel_round_begun)) / 86400",
+                "{{tenant}} {{judge}} days ago",
+            ),
+        ),
+    ),
+    Band(
+        7,
+        stairs(
             "Staleness",
             "Mean of the last update's rows: versions between the one that sampled and the one being trained.",
             "suffix:versions",
@@ -224,7 +261,7 @@ VERSIONS: Final = Row(
         ),
         stairs(
             "Moved by the gate",
-            "Versions that got another state, by what they became, since the steward's start; policies whose traffic is frozen, or that cannot be judged.",
+            "Versions that got another state, by what they became, since the steward's start; policies whose traffic is frozen, that cannot be judged, or of which nothing is watched.",
             "none",
             Query(
                 'sum by (policy, to) (pawl_steward_gate_moves_total{policy=~"$policy"})',
@@ -237,6 +274,10 @@ VERSIONS: Final = Row(
             Query(
                 'max by (policy) (pawl_steward_gate_failed{policy=~"$policy"}) > 0',
                 "{{policy}} cannot be judged",
+            ),
+            Query(
+                'max by (policy) (pawl_steward_gate_watched{policy=~"$policy"}) == 0',
+                "{{policy}} is not watched",
             ),
             decimals=0,
         ),

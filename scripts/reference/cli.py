@@ -18,12 +18,14 @@ are in [settings.md](settings.md).
 STATUSES: Final = {
     0: "Success; for `pawl proxy`, `pawl trainer` and `pawl up` also the end after SIGTERM or "
     "Ctrl-C.",
-    1: "`pawl judge` could not judge some episodes; runs of `pawl rollout` failed or could not be "
-    "judged; records of what `pawl episodes delete` deleted still wait in the spool; `pawl "
-    "policies check` found faults; or a failure that Pawl does not expect, with a traceback.",
+    1: "`pawl judge` could not judge some episodes, or did not score some sentinels; runs of `pawl "
+    "rollout` failed or could not be judged; records of what `pawl episodes delete` deleted still "
+    "wait in the spool; `pawl policies check` found faults; or a failure that Pawl does not "
+    "expect, with a traceback.",
     2: "An expected failure, such as a wrong setting, a port in use or an unusable recipe. One "
     "line on standard error, `pawl: MESSAGE`, says what happened and what to do. Usage errors "
     "(an unknown option, a value out of range) exit with 2, too.",
+    3: "A judge has drifted: `pawl judge --sentinels-once` and `pawl sentinels show`.",
     130: "The command was stopped with Ctrl-C before its end.",
 }
 HEAD: Final = ("option", "default, limits", "meaning")

@@ -46,6 +46,11 @@ TABLES: Final = {
     "lapses": "Times in which a worker lost records and could not say of which episodes. Episodes "
     "that were under way in one are set aside, whenever their calls are stored.",
     "judgements": "What `pawl judge` has asked, and what came of it.",
+    "sentinels": "Episodes that a judge scores again and again. Nothing about them is a reward.",
+    "sentinel_scores": "What a judge said of its sentinels, a row for each round: those that are "
+    "compared, and the last. Deleted with the sentinel.",
+    "sentinel_rounds": "What each scoring of a judge's sentinels came to. Rows stay when an "
+    "episode is deleted: they are figures of all.",
     "api_keys": "API keys: their hashes, and what each may do. A revoked key keeps its row.",
 }
 REASONS: Final = ", ".join(f"`{reason}`" for reason in get_args(Reason))
@@ -60,6 +65,7 @@ EPISODES: Final = {
     "task_from": "The call that the task comes from.",
     "policy": "Policy that served its first call.",
     "policy_version": "Policy version that served its first call.",
+    "api_key": "Id of the API key that its first call came with; null: let in without one.",
     "first_call_id": "First call.",
     "last_call_id": "Last call so far.",
     "last_call_at": "Time of the last call.",
@@ -197,6 +203,7 @@ TRAINING: Final = {
     "that it goes on with.",
     "episode_policies.claimed_by": "Update that holds or has spent the episode for the policy.",
     "episode_policies.task": "Task of the whole episode.",
+    "episode_policies.api_key": "As in `episodes`; what a recipe's `claim.most_of_key` counts by.",
     "episode_policies.scored_at": "As in `episodes`; by the policy's own sum, if it has one.",
     "episode_policies.call_scored_at": "As in `episodes`; by the policy's own sum, if it has one.",
     "episode_policies.reward": "As in `episodes`; by the policy's own sum, if it has one.",
@@ -239,6 +246,39 @@ TRAINING: Final = {
     "judgements.due_at": "Time of the next attempt; null: none.",
     "judgements.at": "Time of the answer.",
 }
+SENTINELS: Final = {
+    "sentinels.judge": "Name of the judge; that of a tenant other than the default one begins with "
+    "the tenant and U+001F, here and in the two tables below.",
+    "sentinels.episode_id": "Episode.",
+    "sentinels.metric": "Metric of the judge's answer whose value is the score.",
+    "sentinels.digest": "First 16 bytes of the SHA-256 of the line that the judge is shown. Once "
+    "the line has another, the judge is not asked.",
+    "sentinels.draws": "How many of its first scores are its reference.",
+    "sentinels.since_round": "Round from which on its scores count.",
+    "sentinels.at": "Time it was added.",
+    "sentinel_scores.judge": "Judge.",
+    "sentinel_scores.episode_id": "Episode.",
+    "sentinel_scores.round": "Number of the judge's round.",
+    "sentinel_scores.outcome": "What came of it; `changed`: the judge was not asked.",
+    "sentinel_scores.score": "Mean of what the judge stated of the metric.",
+    "sentinel_scores.reason": "Why it failed, or was not asked.",
+    "sentinel_scores.at": "Time of the answer.",
+    "sentinel_rounds.judge": "Judge.",
+    "sentinel_rounds.round": "Number of the round, from 1.",
+    "sentinel_rounds.begun_at": "Time it was begun.",
+    "sentinel_rounds.ended_at": "Time it ended; null: it was broken off, or goes on.",
+    "sentinel_rounds.scored": "Sentinels that were scored.",
+    "sentinel_rounds.unscored": "Those that the judge was asked about and did not score.",
+    "sentinel_rounds.changed": "Those that it was not asked about, as their line had changed.",
+    "sentinel_rounds.compared": "Those that were scored and have a reference.",
+    "sentinel_rounds.mean": "Mean difference of their scores from the means of their references; "
+    "null, as the next three: none were compared.",
+    "sentinel_rounds.mean_absolute": "Mean size of that difference.",
+    "sentinel_rounds.evidence": "Evidence that the judge has drifted "
+    "(`pawl/judging/sentinels/drift.py`).",
+    "sentinel_rounds.drifted": "Whether that was enough; null: too few were compared for any "
+    "evidence that is.",
+}
 KEYS: Final = {
     "api_keys.id": "Id of the key, which is a part of it and no secret.",
     "api_keys.name": "Name; no two keys that count have the same.",
@@ -258,4 +298,5 @@ COLUMNS: Final = {
     **FEEDBACK,
     **TRAINING,
     **KEYS,
+    **SENTINELS,
 }

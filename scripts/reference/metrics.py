@@ -36,7 +36,9 @@ HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
     "arm": "What an episode was given: `base`, `serving` or `canary`.",
     "bound": "`lower` or `upper`.",
-    "figure": "`mean`, or `low` or `high` for the limits of its 95 % interval.",
+    "figure": "`pawl_eval_reward`: `mean`, or `low` or `high` for the limits of its 95 % interval. "
+    "`pawl_sentinel_difference`: `mean`, or `mean_absolute` for its mean size.",
+    "judge": "Name of the judge.",
     "kind": "`pawl_tokens_total`: `prompt` or `sampled`. `pawl_calls_explored_total`: "
     "`temperature`, `seed` or `strict`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
@@ -55,10 +57,12 @@ LABELS: Final = {
     "`program` (it failed over the call).",
     "replica": "Base URL of a replica of the model server.",
     "result": "`known` if the target was seen before, else `pending`.",
+    "source": "`key` or `task`: what a recipe caps claims by.",
     "status": "`pawl_calls_total`: how the call ended, as in the column `transitions.status`. "
     "`pawl_tool_events_total`: the tool status. `pawl_forwarded_total`: the HTTP status.",
     "stream": "`true` or `false`: whether the reply was streamed.",
     "rule": "Name of a rule of redaction, or `program`.",
+    "tenant": "Whose the judge is.",
     "to": "State of a version: `canary`, `serving`, `rolled_back`, `published` or `rejected`.",
     "version": "Number of the policy version; empty if none served the call. "
     "`pawl_steward_altered_adapters`: its served name.",
