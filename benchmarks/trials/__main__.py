@@ -2,8 +2,9 @@
 
 The demo's agent works on a real stack (vLLM, proxy, steward, PostgreSQL) with a gate. Three
 adapters are tried one after the other: a random one, one that was learned from inverted rewards,
-and one that was learned from the demo's. Exit status: 1 where one ended otherwise than it should,
-or had more of the traffic.
+and one that was learned from the demo's. At last the world turns around: each reward is 1 less what
+it was, so that what serves is worse than the base model. No trainer runs. Exit status: 1 where one
+ended otherwise than it should, had more of the traffic, or kept it too long.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.client_process import ROOT
 from benchmarks.proxy.tables import bars_table
-from benchmarks.trials.figures import bars, table
+from benchmarks.trials.figures import bars, table, turned_bars, turned_table
 from benchmarks.trials.run import Options, measure
 
 # What a run writes, its logs among it, until the next run.
@@ -40,12 +41,12 @@ def main() -> int:
     )
     shutil.rmtree(VAR, ignore_errors=True)
     VAR.mkdir(parents=True)
-    trials, rule = asyncio.run(measure(options, VAR, ROOT / "var" / "models", console.print))
-    promises = bars(trials, rule)
-    for shown in (table(trials), bars_table(promises)):
+    came = asyncio.run(measure(options, VAR, ROOT / "var" / "models", console.print))
+    promises = [*bars(came.trials, came.rule), *turned_bars(came.turned)]
+    for shown in (table(came.trials), turned_table(came.turned), bars_table(promises)):
         console.print(shown.rich())
     if given.json:
-        print(json.dumps(msgspec.to_builtins(trials)))
+        print(json.dumps(msgspec.to_builtins(came)))
     return 0 if all(bar.holds for bar in promises) else 1
 
 

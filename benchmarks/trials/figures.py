@@ -10,6 +10,7 @@ from benchmarks.gate.runs import horizon
 from benchmarks.proxy.figures import Bar
 from benchmarks.proxy.tables import Rows, number
 from benchmarks.trials.ledger import Begun
+from benchmarks.trials.turning import Turned
 from pawl.steward.gate.records import GateOptions
 from store.records import Record
 from store.versions import PolicyEvent, PolicyState
@@ -17,6 +18,8 @@ from store.versions import PolicyEvent, PolicyState
 RANDOM, INVERTED, GOOD = "random", "inverted rewards", "good"
 # A proxy reads the policies twice a second; so long after a version lost its share none begins.
 KNOWN: Final = timedelta(seconds=5.0)
+# What turned bad is rolled back so long after there is enough evidence for it.
+IN_TIME_S: Final = 60.0
 # How many standard errors a share or a mean may be away from what it should be.
 ERRORS: Final = 3.0
 
@@ -134,6 +137,12 @@ def bars(trials: Sequence[Trial], options: GateOptions) -> list[Bar]:
     return found
 
 
+def turned_bars(turned: Turned | None) -> list[Bar]:
+    """Return what is promised of a version that turns bad while it serves."""
+    waited = turned.waited if turned is not None else None
+    return [Bar("turned bad: s to its roll-back once the evidence sufficed", waited, IN_TIME_S)]
+
+
 def _ends(trial: Trial, state: PolicyState) -> Bar:
     return Bar(f"{trial.name}: ends as {state}", float(trial.ended == state), 1, at_least=True)
 
@@ -172,3 +181,20 @@ def table(trials: Sequence[Trial]) -> Rows:
 
 def _shown(rewards: Mean | None) -> str:
     return "–" if rewards is None else f"{rewards.mean:.3f} ± {rewards.error:.3f}"
+
+
+def turned_table(turned: Turned | None) -> Rows:
+    """Return a line for the version that turned bad as it served."""
+    heads = ["turned bad", "rolled back after s", "of these, evidence sufficed", "its episodes"]
+    heads += ["their reward", "the base model's", "its reward before", "serves now"]
+    if turned is None:
+        return Rows("Turned bad", heads, [], ["The good adapter was not promoted."])
+    line = [
+        GOOD,
+        number(turned.seconds),
+        number(turned.waited, 1),
+        number(turned.episodes),
+        *(number(one, 3) for one in (turned.own, turned.base, turned.before)),
+        turned.serves,
+    ]
+    return Rows("Turned bad", heads, [line], [turned.reason])

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -19,16 +20,19 @@ from benchmarks.trials.making import (
     write_inverted,
     write_random,
 )
+from benchmarks.trials.turning import Turned, sufficed_at, turned_of
 from pawl.rollout.tasks import Task
 from pawl.scenarios.agent import WorkingAgent
 from pawl.scenarios.places import EXAMPLES, find_scenario
 from pawl.scenarios.run import DEMO
+from pawl.scenarios.scenario import Scenario
 from pawl.scenarios.tasks import make_tasks
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, running_stack
 from pawl.steward.evidence import rule_of
 from pawl.steward.gate.records import GateOptions
 from store.connection.engine import make_engine
+from store.read.standing import gated, promotion
 from store.records import Record
 from store.updates.policies import numbered_version
 from store.versions import PolicyState
@@ -77,14 +81,23 @@ class Options(Record, frozen=True, kw_only=True):
     seed: int
 
 
+class Outcome(Record, frozen=True, kw_only=True):
+    """Hold what came of the trials, and of the good adapter as it turned bad, and the gate's rule.
+
+    `turned` is None if the good adapter was not promoted.
+    """
+
+    trials: list[Trial]
+    turned: Turned | None
+    rule: GateOptions
+
+
 class NoEnd(Exception):
     """Report that a trial did not end in its time."""
 
 
-async def measure(
-    options: Options, folder: Path, models: Path, tell: Tell
-) -> tuple[list[Trial], GateOptions]:
-    """Make the adapters and try each; return what came of them, and the rule of the gate.
+async def measure(options: Options, folder: Path, models: Path, tell: Tell) -> Outcome:
+    """Make the adapters and try each, and let what serves at the end turn bad.
 
     `folder` holds all that the run writes.
 
@@ -105,7 +118,7 @@ async def measure(
         engine = make_engine(stack.database_url)
         try:
             trials = Trials(stack, engine, options, tell)
-            return await trials.run(adapters), trials.rule
+            return await trials.run(adapters, find_scenario(UPSIDE_DOWN, folder / "examples"))
         finally:
             await engine.dispose()
 
@@ -114,11 +127,12 @@ async def _adapters(options: Options, folder: Path, models: Path) -> dict[str, P
     """Return the folders of the adapters, the worst first."""
     learning = Learning(updates=options.updates, minutes=options.minutes, seed=options.seed)
     examples = folder / "examples"
+    # Its judge is what the world turns to at the end, too.
+    write_inverted(examples)
     good, inverted = options.good, options.inverted
     if good is None:
         good = await learned(DEMO, POLICY, learning, EXAMPLES, folder / DEMO, models)
     if inverted is None:
-        write_inverted(examples)
         inverted = await learned(
             UPSIDE_DOWN, POLICY, learning, examples, folder / UPSIDE_DOWN, models
         )
@@ -128,11 +142,7 @@ async def _adapters(options: Options, folder: Path, models: Path) -> dict[str, P
 
 
 class Trials:
-    """Try adapters while the demo's agent works.
-
-    Attributes:
-        rule: the gate's.
-    """
+    """Try adapters while the demo's agent works."""
 
     def __init__(self, stack: Stack, engine: AsyncEngine, options: Options, tell: Tell) -> None:
         """Store what runs, and whom to tell of each step."""
@@ -141,8 +151,8 @@ class Trials:
         self._options = options
         self._tell = tell
         self._folder = plan.data_dir
-        self._scenario = find_scenario(DEMO)
-        self._agent = WorkingAgent(self._scenario, stack.url, self._folder)
+        self._url = stack.url
+        self._agent: WorkingAgent | None = None
         self._settings = TrainerSettings.model_validate(
             {
                 "database_url": stack.database_url,
@@ -153,31 +163,49 @@ class Trials:
                 "model": plan.model,
             }
         )
-        self.rule = rule_of(load_recipe(plan.recipe).gate.model_dump(mode="json"))
+        self._rule = rule_of(load_recipe(plan.recipe).gate.model_dump(mode="json"))
         self._asked = 0
         self._tasks: tuple[Task, ...] = ()
 
-    async def run(self, adapters: Mapping[str, Path]) -> list[Trial]:
-        """Let the agent work without a trial, then try each adapter; return what came of them."""
-        count, seed = MOST_RUNS, self._options.seed
-        self._tasks = await make_tasks(self._scenario, count, seed, "train", self._folder)
-        await self._agent.start(samples=1, concurrency=self._scenario.at_once)
-        try:
+    async def run(self, adapters: Mapping[str, Path], turned: Scenario) -> Outcome:
+        """Let the agent work without a trial, try each adapter, then have what serves turn bad.
+
+        `turned` is the same agent with the judge that has it turn bad.
+        """
+        demo, count, seed = find_scenario(DEMO), MOST_RUNS, self._options.seed
+        self._tasks = await make_tasks(demo, count, seed, "train", self._folder)
+        versions: dict[str, int] = {}
+        async with self._working(demo):
             self._tell("the base model works")
             await self._work(BEFORE)
-            versions = {}
             for name, directory in adapters.items():
                 versions[name] = await self._try(name, directory)
                 await self._work(AFTER)
-        finally:
-            await self._agent.stop()
+        trials = await self._trials(versions)
+        async with self._working(turned):
+            bad = await self._turn(versions[GOOD])
+        return Outcome(trials=trials, turned=bad, rule=self._rule)
+
+    async def _trials(self, versions: Mapping[str, int]) -> list[Trial]:
+        """Return what the ledger says of each version's trial."""
         episodes = await begun(self._engine, POLICY)
         told = {name: await events(self._engine, POLICY, one) for name, one in versions.items()}
         first = min(one[0].at for one in told.values())
         return [
-            trial_of(name, versions[name], of_it, episodes, first, self.rule)
+            trial_of(name, versions[name], of_it, episodes, first, self._rule)
             for name, of_it in told.items()
         ]
+
+    @asynccontextmanager
+    async def _working(self, scenario: Scenario) -> AsyncIterator[None]:
+        """Have the scenario's agent at work."""
+        agent = WorkingAgent(scenario, self._url, self._folder, name=scenario.name)
+        await agent.start(samples=1, concurrency=scenario.at_once)
+        self._agent = agent
+        try:
+            yield
+        finally:
+            await agent.stop()
 
     async def _try(self, name: str, directory: Path) -> int:
         """Import an adapter, and work until it is decided about; return its version.
@@ -187,16 +215,45 @@ class Trials:
         """
         self._tell(f"{name}: importing {directory}")
         version = await import_adapter(self._settings, self._engine, POLICY, directory)
+        await self._until(version.version, name, ON_TRIAL)
+        return version.version
+
+    async def _turn(self, version: int) -> Turned | None:
+        """Work until the version is rolled back; return what came of it, None if it never served.
+
+        Raises:
+            NoEnd: it still serves, when the time is over.
+        """
+        async with self._engine.connect() as connection:
+            stands = await gated(connection, POLICY)
+            promoted = await promotion(connection, POLICY, version)
+        if stands is None or promoted is None or stands.serving.version.version != version:
+            return None
+        await self._until(version, "what served well turns bad", ("serving",))
+        end = (await events(self._engine, POLICY, version))[-1]
+        async with self._engine.connect() as connection:
+            now = await gated(connection, POLICY)
+        assert now is not None
+        serves = now.serving.version.served_name
+        sufficed = await sufficed_at(self._engine, stands, promoted, end.at)
+        all_of_them = await begun(self._engine, POLICY)
+        return turned_of(version, end, serves, stands.now, sufficed, all_of_them)
+
+    async def _until(self, version: int, name: str, states: Sequence[PolicyState]) -> None:
+        """Work for as long as the version has one of these states.
+
+        Raises:
+            NoEnd: it has one when the time is over.
+        """
         deadline = time.monotonic() + 60.0 * self._options.minutes
-        while (state := await self._state(version.version)) in ON_TRIAL:
+        while (state := await self._state(version)) in states:
             if time.monotonic() > deadline:
                 raise NoEnd(
-                    f"{name} is still {state!r} after {self._options.minutes:g} minutes: see the"
+                    f"{name}: still {state!r} after {self._options.minutes:g} minutes: see the"
                     f" logs in {self._folder / 'logs'}, or give it more with --minutes"
                 )
             self._tell(f"{name}: {state}, {self._asked} runs")
             await self._work(AT_A_TIME)
-        return version.version
 
     async def _state(self, version: int) -> PolicyState:
         async with self._engine.connect() as connection:
@@ -210,6 +267,7 @@ class Trials:
         if len(tasks) < runs:
             raise NoEnd(f"the {MOST_RUNS} tasks are used up: what is tried is not decided about")
         self._asked += runs
+        assert self._agent is not None
         self._agent.ask(tasks)
         await self._agent.finish()
         self._agent.collect()

@@ -12,9 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.trials.figures import GOOD, INVERTED, RANDOM, Trial, bars, lower, table, trial_of
+from benchmarks.trials.figures import (
+    GOOD,
+    INVERTED,
+    RANDOM,
+    Trial,
+    bars,
+    lower,
+    table,
+    trial_of,
+    turned_bars,
+    turned_table,
+)
 from benchmarks.trials.ledger import Begun
 from benchmarks.trials.making import UPSIDE_DOWN, write_inverted, write_random
+from benchmarks.trials.turning import Turned, turned_of
 from pawl.scenarios.places import find_scenario
 from pawl.steward.gate.records import GateOptions
 from store.records import Arm
@@ -108,6 +120,32 @@ def test_others_whose_rewards_fall_do_not_hold() -> None:
     assert "inverted: others' rewards, standard errors lower" in broken(
         tried(INVERTED, "rolled_back", fell)
     )
+
+
+def turned(sufficed_s: float | None) -> Turned:
+    """A version that turned bad as its trial ended, and was rolled back 200 s later."""
+    [end] = told(("rolled_back", END_S + 200.0))
+    given = episodes("serving", 1, CANARY_S, END_S, [1.0, 0.9] * 20)
+    given += episodes("serving", 1, END_S, END_S + 200.0, [0.1, 0.0] * 50)
+    given += episodes("base", 0, CANARY_S, END_S + 200.0, [0.25] * 10)
+    given += episodes("serving", 0, END_S + 200.0, END_S + 300.0, [0.5] * 10)
+    since = START + timedelta(seconds=END_S)
+    sufficed = None if sufficed_s is None else START + timedelta(seconds=sufficed_s)
+    return turned_of(1, end, "m", since, sufficed, given)
+
+
+def test_what_turned_bad_is_timed_from_when_its_evidence_sufficed() -> None:
+    bad = turned(END_S + 198.5)
+    assert (bad.seconds, bad.waited, bad.episodes, bad.serves) == (200.0, 1.5, 100, "m")
+    assert [bad.own, bad.base, bad.before] == pytest.approx([0.05, 0.25, 0.95])
+    assert all(bar.holds for bar in turned_bars(bad))
+    assert turned_table(bad).lines[0][1:3] == ["200", "1.5"]
+
+
+def test_what_keeps_the_traffic_too_long_or_was_never_shown_bad_does_not_hold() -> None:
+    for one in (turned(END_S + 139.0), turned(None), None):
+        assert not any(bar.holds for bar in turned_bars(one))
+    assert turned_table(None).notes == ["The good adapter was not promoted."]
 
 
 def test_a_random_adapter_has_the_shapes_of_the_other_and_is_so_much_larger(tmp_path: Path) -> None:
