@@ -8,7 +8,9 @@ needs, Pawl's PostgreSQL included; load and model server share the other.
 Needs nginx and wrk (Debian: nginx-light, wrk).
 
 `--against COMMIT` measures this checkout in turns with an earlier commit instead, whole calls only:
-a pair of turns a round, `--seconds 45 --rounds 15` for pairs of three seconds each.
+a pair of turns a round, `--seconds 45 --rounds 15` for pairs of three seconds each. `--with keys`
+and `--with arms` measure it in turns with itself: an API key with limits and a tenant, and arms of
+a policy, beside the same without.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.proxy.against import compared, ratios_table
+from benchmarks.proxy.additions import ADDITIONS
+from benchmarks.proxy.against import compared, compared_with, ratios_table
 from benchmarks.proxy.figures import STREAMS, Bar, Peer, bars
 from benchmarks.proxy.machine import LOAD_CORE, MEASURED_CORE, busy_share
 from benchmarks.proxy.measure import Lengths, measured
@@ -43,14 +46,15 @@ def main() -> None:
     options = _options()
     _check_machine()
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else FILE_WIDTH)
-    if "pawl" in options.peers and not options.against:
+    in_turns = options.against or options.addition
+    if "pawl" in options.peers and not in_turns:
         _build_wheel(console)
     busy = busy_share()
     if busy > QUIET_SHARE:
         console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
     os.sched_setaffinity(0, {LOAD_CORE})
     lengths = Lengths(options.seconds, options.rounds, tuple(options.streams))
-    if options.against:
+    if in_turns:
         _compare(options, lengths, console)
         return
     peers = measured([CONTENDERS[name] for name in options.peers], lengths, console)
@@ -83,17 +87,26 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {PICTURE}")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--against", metavar="COMMIT", help="compare this checkout with a commit")
+    turns = parser.add_mutually_exclusive_group()
+    turns.add_argument("--against", metavar="COMMIT", help="compare this checkout with a commit")
+    turns.add_argument(
+        "--with", dest="addition", choices=list(ADDITIONS), help="compare it with itself without"
+    )
     return parser.parse_args()
 
 
 def _compare(options: argparse.Namespace, lengths: Lengths, console: Console) -> None:
-    """Print how this checkout does beside a commit."""
+    """Print how this checkout does beside a commit, or beside itself without an addition."""
     try:
-        found = compared(options.against, lengths, console)
+        if options.addition:
+            title = f"with {options.addition}, in turns with the same without"
+            found = compared_with(ADDITIONS[options.addition], lengths, console)
+        else:
+            title = f"this checkout, in turns with {options.against}"
+            found = compared(options.against, lengths, console)
     except NotBuilt as error:
         sys.exit(f"benchmarks.proxy: {error}")
-    table = ratios_table(found, options.against)
+    table = ratios_table(found, title)
     console.print(table.rich())
     if options.json:
         print(json.dumps(found))

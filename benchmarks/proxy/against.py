@@ -1,4 +1,6 @@
-"""Measure this checkout's proxy and an earlier commit's in turns: medians of the pairs' ratios.
+"""Measure two proxies in turns: medians of the pairs' ratios.
+
+They are this checkout's and an earlier commit's, or this checkout's with and without an addition.
 
 Both are up at once, compiled, each with a PostgreSQL and a model server of its own. What disturbs
 a shared machine lasts longer than a pair of loads, so it disturbs both alike, and the ratio of a
@@ -15,6 +17,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.proxy.additions import Addition
 from benchmarks.proxy.figures import ALONE, MANY, Calls
 from benchmarks.proxy.measure import Lengths, brought_up, load_once
 from benchmarks.proxy.peers.contenders import Contender, Running, pawl_of
@@ -41,16 +44,38 @@ def compared(commit: str, lengths: Lengths, console: Console) -> dict[int, Ratio
         NotBuilt: one of them cannot be built.
         NotUp, WrongAnswer: one of them does not come up, or does not answer right.
     """
-    found: dict[int, Ratios] = {}
-    with Progress(*COLUMNS, console=console) as progress, ExitStack() as stack:
+    with Progress(*COLUMNS, console=console) as progress:
         building = progress.add_task("wheels", total=2)
         wheels = []
         for made in (partial(installed_wheel_of, commit), installed_wheel):
             wheels.append(made())
             progress.advance(building)
-        sides = [
-            brought_up(Contender(str(wheel), partial(pawl_of, wheel)), stack) for wheel in wheels
-        ]
+        sides = [Contender(str(wheel), partial(pawl_of, wheel)) for wheel in wheels]
+        return _in_turns(sides, lengths, progress)
+
+
+def compared_with(addition: Addition, lengths: Lengths, console: Console) -> dict[int, Ratios]:
+    """Return the ratios of this checkout's figures with an addition to those without it.
+
+    Raises:
+        NotBuilt, NotUp, WrongAnswer: as above.
+    """
+    wheel = installed_wheel()
+    sides = [
+        Contender(name, partial(pawl_of, wheel, prepare=prepare))
+        for name, prepare in (("without", addition.without), ("with", addition.added))
+    ]
+    with Progress(*COLUMNS, console=console) as progress:
+        return _in_turns(sides, lengths, progress)
+
+
+def _in_turns(
+    contenders: Sequence[Contender], lengths: Lengths, progress: Progress
+) -> dict[int, Ratios]:
+    """Bring both up, and load them in turns: the second's figures to the first's."""
+    found: dict[int, Ratios] = {}
+    with ExitStack() as stack:
+        sides = [brought_up(one, stack) for one in contenders]
         for at_once in (ALONE, MANY):
             measuring = progress.add_task(f"{at_once} at once", total=lengths.rounds)
             turns: list[tuple[Calls, Calls]] = []
@@ -81,7 +106,7 @@ def ratios(pairs: Sequence[tuple[Calls, Calls]]) -> Ratios:
     return found
 
 
-def ratios_table(found: Mapping[int, Ratios], commit: str) -> Rows:
+def ratios_table(found: Mapping[int, Ratios], title: str) -> Rows:
     """Return the table: medians, each with the lowest and the highest pair."""
     lines = [
         [f"{at_once} at once", *(_spread(of[head]) for head in HEADS)]
@@ -89,7 +114,7 @@ def ratios_table(found: Mapping[int, Ratios], commit: str) -> Rows:
     ]
     pairs = {len(of[HEADS[0]]) for of in found.values()}
     note = f"{pairs.pop()} pairs of turns each: the median, and the lowest and highest pair."
-    return Rows(f"this checkout, in turns with {commit}", ("ratio", *HEADS), lines, [note])
+    return Rows(title, ("ratio", *HEADS), lines, [note])
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -148,11 +148,12 @@ def _rounds(
 
 def _check(up: Running) -> None:
     for number in range(SAMPLE):
-        headers, reply = probe.one_call(up.url, f"sample {number} ")
+        headers, reply = probe.one_call(up.url, f"sample {number} ", key=up.key)
         probe.check_reply(reply, TOKENS)
         if up.ledger is not None:
             probe.check_hidden(headers, reply)
-    probe.check_reply(probe.one_call(up.url, "large ", SMALL_PROMPT_CHARS)[1], LARGE_TOKENS)
+    large = probe.one_call(up.url, "large ", SMALL_PROMPT_CHARS, up.key)[1]
+    probe.check_reply(large, LARGE_TOKENS)
 
 
 def load_once(
@@ -162,7 +163,7 @@ def load_once(
     before_stored = 0 if up.ledger is None else up.ledger.settled(0)[0]
     watch = Watch(up.roots, up.port)
     before = watch.cpu_seconds()
-    seen = wrk.run(up.url, folder, seconds, at_once, chars)
+    seen = wrk.run(up.url, folder, seconds, at_once, chars, up.key)
     if not seen.calls:
         raise probe.WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
     stored, drain_s = None, None

@@ -32,7 +32,9 @@ def fetched(url: str, body: object | None = None) -> Any:
         return json.load(response)
 
 
-def one_call(url: str, mark: str, chars: int = wire.PROMPT_CHARS) -> tuple[Mapping[str, str], Any]:
+def one_call(
+    url: str, mark: str, chars: int = wire.PROMPT_CHARS, key: str = wire.KEY
+) -> tuple[Mapping[str, str], Any]:
     """Return headers and reply of one call.
 
     Raises:
@@ -41,7 +43,7 @@ def one_call(url: str, mark: str, chars: int = wire.PROMPT_CHARS) -> tuple[Mappi
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=30)
     try:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         connection.request("POST", at.path, wire.prompt(mark, chars), headers)
         response = connection.getresponse()
         said = response.read()

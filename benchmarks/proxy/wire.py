@@ -56,11 +56,11 @@ def stream_prompt(mark: str, chunks: int) -> bytes:
     return f'{prompt(mark)[:-1]},"max_tokens":{chunks},"stream":true}}'.encode()
 
 
-def post(host: str, path: str, body: bytes) -> bytes:
+def post(host: str, path: str, body: bytes, key: str = KEY) -> bytes:
     """Write the whole HTTP request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 

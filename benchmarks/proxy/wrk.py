@@ -26,10 +26,12 @@ class Seen:
     p99_ms: float
 
 
-def run(url: str, folder: Path, seconds: int, at_once: int, chars: int) -> Seen:
+def run(
+    url: str, folder: Path, seconds: int, at_once: int, chars: int, key: str = wire.KEY
+) -> Seen:
     """Call for so long, so many at once, each call with a prompt of its own."""
     script = folder / "calls.lua"
-    script.write_text(lua(url, uuid4().hex, chars))
+    script.write_text(lua(url, uuid4().hex, chars, key))
     load = ["wrk", "-t1", f"-c{at_once}", f"-d{seconds}s", "--timeout", "30s", "--latency"]
     with on_core(LOAD_CORE):
         done = subprocess.run(
@@ -38,11 +40,12 @@ def run(url: str, folder: Path, seconds: int, at_once: int, chars: int) -> Seen:
     return parse(done.stdout)
 
 
-def lua(url: str, run_mark: str, chars: int) -> str:
+def lua(url: str, run_mark: str, chars: int, key: str = wire.KEY) -> str:
     """Write a script whose requests differ in a number of fixed width."""
     at = urlsplit(url)
     zeros = MARK % 0
-    whole = wire.post(at.netloc, at.path, wire.prompt(f"{run_mark} {zeros} ", chars).encode())
+    body = wire.prompt(f"{run_mark} {zeros} ", chars).encode()
+    whole = wire.post(at.netloc, at.path, body, key)
     before, after = whole.decode().split(zeros)
     return f"""local number = 0
 local before, after = [==[{before.replace(chr(13), "")}]==], [==[{after}]==]

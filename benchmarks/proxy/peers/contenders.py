@@ -16,6 +16,7 @@ from urllib.error import URLError
 import psutil
 
 from benchmarks.proxy import wire
+from benchmarks.proxy.additions import Prepare, prepared
 from benchmarks.proxy.ledger import Ledger
 from benchmarks.proxy.machine import MEASURED_CORE, NotUp, on_core, running, wait_for
 from benchmarks.proxy.peers.install import (
@@ -37,10 +38,14 @@ ROLLOUT = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Hold a peer that is up: `roots` names its process trees, `ledger` is where calls end."""
+    """Hold a peer that is up: `roots` names its process trees, `ledger` is where calls end.
+
+    `key` is what it is called with.
+    """
 
     port: int
     path: str = PATH
+    key: str = wire.KEY
     roots: Mapping[str, int] = field(default_factory=dict)
     ledger: Ledger | None = None
 
@@ -86,14 +91,17 @@ def pawl(folder: Path, upstream: int) -> Iterator[Running]:
 
 
 @contextmanager
-def pawl_of(wheel: Path, folder: Path, upstream: int) -> Iterator[Running]:
-    """Start the same from a wheel's folder."""
+def pawl_of(
+    wheel: Path, folder: Path, upstream: int, prepare: Prepare | None = None
+) -> Iterator[Running]:
+    """Start the same from a wheel's folder, with a database that `prepare` prepared."""
     port, admin, log = free_port(), free_port(), folder / "pawl.log"
     postgres = EmbeddedPostgres(folder)
     with ExitStack() as stack:
         with on_core(MEASURED_CORE):
             url = postgres.ensure_running()
         stack.callback(postgres.stop)
+        key = wire.KEY if prepare is None else prepared(url, prepare)
         environment = {
             **environment_of(wheel),
             "DATABASE_URL": url,
@@ -108,7 +116,7 @@ def pawl_of(wheel: Path, folder: Path, upstream: int) -> Iterator[Running]:
         _check_compiled(process.pid, wheel)
         assert postgres.pid is not None
         roots = {"proxy": process.pid, "postgres": postgres.pid}
-        yield Running(port, roots=roots, ledger=Ledger(url))
+        yield Running(port, key=key, roots=roots, ledger=Ledger(url))
 
 
 def _has_database(url: str) -> bool:
