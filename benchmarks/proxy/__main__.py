@@ -9,8 +9,9 @@ Needs nginx and wrk (Debian: nginx-light, wrk).
 
 `--against COMMIT` measures this checkout in turns with an earlier commit instead, whole calls only:
 a pair of turns a round, `--seconds 45 --rounds 15` for pairs of three seconds each. `--with keys`
-and `--with arms` measure it in turns with itself: an API key with limits and a tenant, and arms of
-a policy, beside the same without.
+measures it in turns with itself, with API keys beside without any; `limits` are a key's, `tenants`
+has a key of another tenant's, `arms` a canary of a policy and a share for the base model, and with
+`nothing` both do the same.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Prepare a database for what is measured as an addition: API keys, or arms of a policy."""
+"""Prepare a database for what is measured as an addition: API keys, say, or arms of a policy."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,9 +9,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from benchmarks.proxy import wire
 from store.connection.engine import make_engine
-from store.keys.grants import Limits
+from store.keys.grants import NO_LIMITS, Limits
 from store.keys.keys import create_key
 from store.schema.migrate import upgrade
+from store.tenants import DEFAULT
 from store.updates.claims import begin_update, consume
 from store.updates.gating import begin_canary, make_candidate
 from store.updates.policies import ensure_base, numbered_version, promote
@@ -53,11 +54,27 @@ async def _nothing(_: AsyncConnection) -> str:
     return wire.KEY
 
 
-async def _keys(connection: AsyncConnection) -> str:
-    """Make keys, one of which calls, with limits on calls at once and tokens."""
+async def _key(connection: AsyncConnection) -> str:
+    """Make keys, one of which calls."""
+    return await _key_with(connection)
+
+
+async def _limits(connection: AsyncConnection) -> str:
+    """Make the same, with limits on calls at once and tokens."""
+    return await _key_with(connection, limits=LIMITS)
+
+
+async def _tenant(connection: AsyncConnection) -> str:
+    """Make the same, of a tenant."""
+    return await _key_with(connection, tenant="bench")
+
+
+async def _key_with(
+    connection: AsyncConnection, *, limits: Limits = NO_LIMITS, tenant: str = DEFAULT
+) -> str:
     for number in range(OTHER_KEYS):
         await create_key(connection, f"other-{number}", ("infer",))
-    return (await create_key(connection, "bench", ("infer",), LIMITS, "bench")).key
+    return (await create_key(connection, "bench", ("infer",), limits, tenant)).key
 
 
 async def _one_version(connection: AsyncConnection) -> str:
@@ -89,6 +106,10 @@ async def _add_version(connection: AsyncConnection, number: int, parent: int) ->
 
 
 ADDITIONS: Final[Mapping[str, Addition]] = {
-    "keys": Addition(_nothing, _keys),
+    # How far apart two are that do the same.
+    "nothing": Addition(_nothing, _nothing),
+    "keys": Addition(_nothing, _key),
+    "limits": Addition(_key, _limits),
+    "tenants": Addition(_key, _tenant),
     "arms": Addition(_one_version, _arms),
 }

@@ -6,6 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.proxy import wire
 from benchmarks.proxy.additions import ADDITIONS, OTHER_KEYS
 from store.keys.keys import list_keys
+from store.keys.secrets import MARK
 from store.updates.policies import list_versions
 
 
@@ -32,17 +33,29 @@ async def test_with_arms_the_same_version_serves_beside_a_canary_and_the_base_mo
     }
 
 
-async def test_with_keys_one_of_many_calls_with_limits_for_a_tenant(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize(
+    ("name", "tenant", "limited"),
+    [("keys", "default", False), ("limits", "default", True), ("tenants", "bench", False)],
+)
+async def test_one_of_many_keys_calls(
+    engine: AsyncEngine, name: str, tenant: str, limited: bool
+) -> None:
     async with engine.begin() as connection:
-        assert await ADDITIONS["keys"].without(connection) == wire.KEY
-        assert not await list_keys(connection)
-        key = await ADDITIONS["keys"].added(connection)
+        key = await ADDITIONS[name].added(connection)
         keys = {one.name: one for one in await list_keys(connection)}
     assert len(keys) == OTHER_KEYS + 1
     calling = keys["bench"]
-    assert key != wire.KEY
-    assert (calling.tenant, calling.scopes) == ("bench", ("infer",))
-    assert None not in (calling.at_once, calling.tokens_per_minute)
+    assert key.startswith(MARK.decode())
+    assert calling.id in key
+    assert (calling.tenant, calling.scopes) == (tenant, ("infer",))
+    assert (calling.at_once is not None, calling.tokens_per_minute is not None) == (limited,) * 2
+
+
+async def test_limits_and_tenants_are_compared_with_a_key_without(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        assert await ADDITIONS["keys"].without(connection) == wire.KEY
+        assert not await list_keys(connection)
+    assert {ADDITIONS[name].without for name in ("limits", "tenants")} == {ADDITIONS["keys"].added}
 
 
 @pytest.mark.parametrize("name", sorted(ADDITIONS))
@@ -52,4 +65,5 @@ async def test_an_addition_has_no_more_policies_or_keys_than_it_says(
     async with engine.begin() as connection:
         await ADDITIONS[name].added(connection)
         has_versions = bool(await list_versions(connection, wire.MODEL))
-        assert (has_versions, bool(await list_keys(connection))) == (name == "arms", name == "keys")
+        has_keys = bool(await list_keys(connection))
+    assert (has_versions, has_keys) == (name == "arms", name in ("keys", "limits", "tenants"))
