@@ -21,6 +21,8 @@ TWICE: list[tuple[bytes, str]] = [
     (b'{"model": "a", "model": "b", "x": [":", ": "]}', "model"),
     (b'{"model": "a", "model": "b", "x": [1e400, {"y": 1}]}', "model"),
     (b'{"x": [1e400, {"y": 1, "y": 2}]}', "y"),
+    # Blanks of all kinds before the colon.
+    (b'{"a":1,"a"\n\t:2,"x" \r:"y"}', "a"),
 ]
 ONCE = [
     b"{}",
@@ -50,19 +52,23 @@ values = st.recursive(
 )
 
 
-def written(pairs: list[tuple[str, Any]], ascii_only: bool) -> bytes:
+# What may stand before a colon (RFC 8259, section 2).
+blanks = st.text(st.sampled_from(" \t\n\r"), max_size=2)
+
+
+def written(pairs: list[tuple[str, Any]], ascii_only: bool, blank: str) -> bytes:
     members = (
-        f"{json.dumps(name, ensure_ascii=ascii_only)} : {json.dumps(value)}"
+        f"{json.dumps(name, ensure_ascii=ascii_only)}{blank}: {json.dumps(value)}"
         for name, value in pairs
     )
     return ("{" + ",".join(members) + "}").encode()
 
 
-@given(st.lists(st.tuples(texts, values), max_size=6), st.booleans())
+@given(st.lists(st.tuples(texts, values), max_size=6), st.booleans(), blanks)
 def test_any_object_has_a_name_twice_or_has_not(
-    pairs: list[tuple[str, Any]], ascii_only: bool
+    pairs: list[tuple[str, Any]], ascii_only: bool, blank: str
 ) -> None:
     names = [name for name, _ in pairs]
-    found = repeated_name(read_request(written(pairs, ascii_only)))
+    found = repeated_name(read_request(written(pairs, ascii_only, blank)))
     assert (found is None) == (len(set(names)) == len(names))
     assert found is None or names.count(found) > 1
