@@ -21,6 +21,9 @@ INFER: Final[Scope] = "infer"
 _ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
 # What an id that is not known is compared with: no key has this hash.
 _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
+# An id that is always known, as nobody's, and one that never is; no key has either.
+_ALWAYS: Final = bytes(2 * ID_BYTES)
+_NEVER: Final = b"\1" * (2 * ID_BYTES)
 _SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 
@@ -36,7 +39,7 @@ class Gate:
         self._workers = workers
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
-        self._grants: dict[bytes, Grant] = {}
+        self._grants: dict[bytes, Grant] = {bytes(bytearray(_ALWAYS)): _NOBODY}
         # Keys are asked for, or would be if they were known.
         self._asks = True
 
@@ -51,6 +54,8 @@ class Gate:
         self._asks = ring is None or ring.made or self._access == "keys"
         grants = () if ring is None else ring.grants
         self._grants = {grant.id.encode(): grant for grant in grants}
+        # An equal one, not the same: bytes are compared as they are for any key's id.
+        self._grants[bytes(bytearray(_ALWAYS))] = _NOBODY
         # Those of revoked keys are forgotten; what runs ends all the same.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
         for grant in grants:
@@ -124,8 +129,14 @@ class Gate:
         return grant
 
     def grant_of(self, key: bytes) -> Grant | None:
-        """Return what a key is for, or None if it is none; both take the same time."""
-        grant = self._grants.get(key[_ID], _NOBODY)
+        """Return what a key is for, or None if it is none; both take the same time.
+
+        A look-up that finds something takes 10 ns longer than one that does not. So there are two,
+        of which one does.
+        """
+        known = self._grants.get(key[_ID])
+        other = self._grants.get(_ALWAYS if known is None else _NEVER)
+        grant = known or other or _NOBODY
         return grant if compare_digest(hash_of(key), grant.hash) else None
 
 

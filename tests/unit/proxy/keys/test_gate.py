@@ -16,7 +16,7 @@ from proxy.keys.key_file import NO_KEYS, KeyFile
 from store.errors import BadKey
 from store.keys.grants import SCOPES, Access, Grant, Scope, check_name, check_tenant, read_scopes
 from store.keys.keys import KeyRing
-from store.keys.secrets import hash_of, new_secret
+from store.keys.secrets import MARK, hash_of, new_secret
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:
@@ -67,6 +67,8 @@ def test_a_wrong_a_revoked_and_no_key_are_refused_from_anywhere() -> None:
     assert refused(gate, shown) is None
     key = shown.credential or b""
     wrong = [b"sk-x", b"", key[:-1], key + b"x", key[:22] + b"A" * 43, b"pawl_" + b"0" * 60]
+    # The ids that stand for nobody's, by which an unknown one takes as long as a known one.
+    wrong += [MARK + one * 16 + key[21:] for one in (b"\0", b"\1")]
     for credential in (shown_revoked.credential, None, *wrong):
         assert refused(gate, Shown(credential)) is NoKey
 
