@@ -98,8 +98,8 @@ def list_all(
     from pawl.output import write_lines
     from store.keys.keys import list_keys
 
-    found = in_database(lambda connection: list_keys(connection, tenant))
-    write_lines(found, shown.table, as_json=as_json)
+    listed = in_database(lambda connection: list_keys(connection, tenant))
+    write_lines(listed, shown.table, as_json=as_json)
 
 
 @app.command()

@@ -130,8 +130,8 @@ def list_all(
     from store.judge.sentinels import list_sentinels
 
     kept = scoped(tenant, judge) if tenant and judge else None
-    found = in_database(lambda connection: list_sentinels(connection, kept))
-    lines = [one for one in found if tenant in (None, one.tenant) and judge in (None, one.judge)]
+    listed = in_database(lambda connection: list_sentinels(connection, kept))
+    lines = [one for one in listed if tenant in (None, one.tenant) and judge in (None, one.judge)]
     write_lines(lines, sentinels_table, as_json=as_json)
 
 
@@ -210,12 +210,12 @@ def show(
     async def work(connection: "AsyncConnection") -> "tuple[list[Round], list[Watched]]":
         return await rounds(connection, kept, most), await watched(connection, kept)
 
-    found, known = in_database(work)
-    if not found and not known:
+    shown, known = in_database(work)
+    if not shown and not known:
         _fail_without(kept)
-    write_lines(found[::-1], rounds_table, as_json=as_json)
-    told = verdict_in_words(known[0]) if known else "the judge has no sentinels any more"
-    print(told, file=sys.stderr)
+    write_lines(shown[::-1], rounds_table, as_json=as_json)
+    verdict = verdict_in_words(known[0]) if known else "the judge has no sentinels any more"
+    print(verdict, file=sys.stderr)
     if known and known[0].drifted:
         raise SystemExit(3)
 

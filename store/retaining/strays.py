@@ -38,4 +38,4 @@ async def remove_strays(driver: Any, cuts: Cuts, latest: date, most: int) -> int
         for table in ("feedback", "tool_events")
     ]
     done.append(await driver.execute(_REQUESTS, *values, id_at(latest), midnight(latest), most))
-    return sum(int(said.rpartition(" ")[2]) for said in done)
+    return sum(int(status.rpartition(" ")[2]) for status in done)

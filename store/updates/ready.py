@@ -239,8 +239,8 @@ class Backlog:
 
     async def locked(self, chosen: Sequence[Candidate]) -> list[UUID]:
         """Lock the members of groups, and return those that are free, of groups that still are."""
-        found = [member.id for group in chosen for member in group.members]
-        free = await lock_free(self.connection, self.rule.policy, found)
+        wanted = [member.id for group in chosen for member in group.members]
+        free = await lock_free(self.connection, self.rule.policy, wanted)
         fewest = min(self.rule.smallest_group, self.rule.group_size)
         taken: list[UUID] = []
         for group in chosen:

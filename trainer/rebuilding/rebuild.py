@@ -277,10 +277,10 @@ def _refuse_missing(seen: Outlook, done: Done) -> None:
     missing = needed(seen, done)
     if missing:
         counted = Counter(one.why for one in missing)
-        told = ", ".join(f"{number} {why}" for why, number in sorted(counted.items()))
+        reasons = ", ".join(f"{number} {why}" for why, number in sorted(counted.items()))
         raise TrainerError(
             f"{len(missing)} episodes that the line was trained on cannot be read any more"
-            f" ({told}): `--dry-run --json` names them, and `--leave-out-missing` rebuilds it"
+            f" ({reasons}): `--dry-run --json` names them, and `--leave-out-missing` rebuilds it"
             " without them, too"
         )
 

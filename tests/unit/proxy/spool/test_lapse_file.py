@@ -13,7 +13,7 @@ from proxy.spool.lapse_file import (
     PAGE,
     PAGES,
     LapseFile,
-    note_told,
+    note_reported,
     parse_state,
     read_lapse,
 )
@@ -50,7 +50,7 @@ def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
     file.begin(10.0)
     first = file.end(12.0, named=False)
     assert first is not None
-    note_told(tmp_path / LAPSE, first)
+    note_reported(tmp_path / LAPSE, first)
     assert read_lapse(tmp_path / LAPSE).untold is None
     file.begin(20.0)
     second = read_lapse(tmp_path / LAPSE).untold
