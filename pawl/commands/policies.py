@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look at the policies and their versions; take one out, bring one in, rebuild.",
+    help="Show policies and versions; export, import, promote, roll back or rebuild them.",
 )
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]

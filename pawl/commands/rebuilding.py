@@ -66,7 +66,10 @@ def rebuild(
 
     queries = read_queries(without or ())
     if not (queries or leave_missing):
-        fail("say what to leave out, with --without or --leave-out-missing")
+        fail(
+            "nothing would be left out, so there is nothing to rebuild: say what to leave out, with"
+            " --without or --leave-out-missing"
+        )
     settings = read_settings(TrainerSettings)
     try:
         importing_policy(settings, open_policies(settings.policies), name, tenant)
@@ -93,7 +96,7 @@ def _agree(yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        fail("nobody can be asked whether to begin: add --yes")
+        fail("nobody can be asked whether to begin, as standard input is no terminal: add --yes")
     if not typer.confirm("Begin?", err=True):
         raise SystemExit(2)
 
