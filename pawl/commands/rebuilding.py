@@ -112,7 +112,7 @@ async def _look(
     from pawl.policies.rebuilding import as_text, forecast
     from pawl.stack.database import open_engine
     from store.rebuilding.outlook import outlook
-    from trainer.rebuilding.going_on import furthest, needed
+    from trainer.rebuilding.resuming import furthest, needed
 
     async with open_engine(settings) as engine, engine.connect() as connection:
         await policy_versions(connection, name, tenant)

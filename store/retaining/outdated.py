@@ -29,7 +29,7 @@ from store.records import Record
 from store.retaining.calls import few, note, remove_calls
 from store.retaining.periods import Cuts
 from store.retaining.strays import remove_strays
-from store.retaining.whose import NOWHERE, id_at, parameters, with_cut
+from store.retaining.tenant_cuts import NOWHERE, id_at, parameters, with_cut
 from store.schema.partitions import partition_name
 from store.tenants import tenant_of
 

@@ -4,7 +4,7 @@ from datetime import date
 from typing import Any, Final
 
 from store.retaining.periods import Cuts
-from store.retaining.whose import id_at, midnight, parameters, with_cut
+from store.retaining.tenant_cuts import id_at, midnight, parameters, with_cut
 
 _STRAY: Final = """
     DELETE FROM {table} WHERE id IN (
