@@ -27,7 +27,7 @@ class Source(NamedTuple):
     name: str
 
 
-class Member(NamedTuple):
+class GroupMember(NamedTuple):
     """Name an episode that waits, and what it counts for."""
 
     id: UUID
@@ -44,7 +44,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     name: str
     has_signal: bool
     age_s: float
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     earlier: int = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Local names in the product say what the thing is; `found`, `said` and `told` do not."""
+"""Names in the product say what the thing is, and one word names one thing."""
 
 import ast
 from collections import Counter
@@ -11,6 +11,8 @@ PRODUCT = ("store", "proxy", "trainer", "pawl")
 SAY_NOTHING = frozenset({"found", "said", "told"})
 # So many functions have one still. None is added.
 MOST = 40
+# Words that once named two or three classes each.
+ONE_CLASS = ("Batch", "Call", "Learner", "Member", "StreamedReply", "WholeReply")
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
@@ -51,3 +53,14 @@ def test_each_way_of_binding_a_name_is_seen() -> None:
         "def f(told):\n try:\n  said = told\n except OSError as found:\n  pass\n for x in (): pass"
     )
     assert set(bound_names(ast.parse(text))) == {"told", "said", "found", "x"}
+
+
+def test_a_word_names_one_class() -> None:
+    classes = Counter(
+        node.name
+        for package in PRODUCT
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {word: classes[word] for word in ONE_CLASS} == dict.fromkeys(ONE_CLASS, 1)
