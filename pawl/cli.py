@@ -3,9 +3,12 @@
 Each command imports only what it needs, so that none starts slower for the sake of another.
 """
 
+from collections.abc import Iterable
+from inspect import getdoc
 from typing import Final
 
 import typer
+from typer.models import CommandInfo
 
 from pawl.commands.common import fail
 from pawl.commands.deleting import app as episodes
@@ -57,6 +60,20 @@ for command in COMMANDS:
     app.command()(command)
 for verb in (promote, rollback, freeze, rebuild):
     policies.command()(verb)
+
+
+def wrap_to_the_terminal(commands: Iterable[CommandInfo]) -> None:
+    """Let the help of commands be wrapped where the terminal ends, and not where the source does.
+
+    typer keeps the line breaks of a docstring, but for those of its first paragraph.
+    """
+    for one in commands:
+        paragraphs = (getdoc(one.callback) or "").split("\n\n")
+        one.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+
+
+for group in (app, episodes, policies, keys, sentinels):
+    wrap_to_the_terminal(group.registered_commands)
 app.add_typer(episodes, name="episodes")
 app.add_typer(policies, name="policies")
 app.add_typer(keys, name="keys")

@@ -42,8 +42,8 @@ async def choose(
                 "deleted: correct them, or add --unrecorded if their calls may still wait in the "
                 "spool of a proxy"
             )
-        found = [] if selection is None else await selected(connection, selection)
-    return msgspec.structs.replace(chosen, wholes=(*chosen.wholes, *found))
+        matching = [] if selection is None else await selected(connection, selection)
+    return msgspec.structs.replace(chosen, wholes=(*chosen.wholes, *matching))
 
 
 async def delete(

@@ -193,8 +193,8 @@ class LibraryLines(logging.Handler):
         log = structlog.get_logger()
         tell = log.error if record.levelno >= logging.ERROR else log.warning
         try:
-            said = record.getMessage()
-            tell("library", library=record.name, said=said, exc_info=record.exc_info)
+            text = record.getMessage()
+            tell("library", library=record.name, said=text, exc_info=record.exc_info)
         except Exception:
             self.handleError(record)
 

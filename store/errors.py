@@ -73,7 +73,7 @@ class BadKey(StoreError):
 
 
 class UnknownKey(StoreError):
-    """Report that no API key that counts has that name or id."""
+    """Report that no API key that is not revoked has that name or id."""
 
 
 class BadPage(StoreError):

@@ -52,8 +52,8 @@ class Explore(BaseModel):
 
     def __str__(self) -> str:
         """Return its keys as a file has them."""
-        said = self.model_dump(exclude_defaults=True)
-        return ", ".join(f"{key} = {msgspec.json.encode(said[key]).decode()}" for key in said)
+        fields = self.model_dump(exclude_defaults=True)
+        return ", ".join(f"{key} = {msgspec.json.encode(fields[key]).decode()}" for key in fields)
 
 
 class PolicySpec(BaseModel):

@@ -17,12 +17,12 @@ from store.policy_table import open_policies
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
-from trainer.alone import base_model, hold_alone
 from trainer.batches.rows import Row
 from trainer.chosen import check_gate, importing_policy
 from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
+from trainer.policy_lock import base_model, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion, sha256_of
 from trainer.publishing.foreign import (
@@ -64,7 +64,7 @@ async def import_adapter(
     _refuse(directory, why_not_plain(config, recipe.lora))
     async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
         try:
-            await hold_alone(guard, name, "import")
+            await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)
             if not _names_base_by_hash(directory):
                 _refuse(directory, why_another_base(config, model))

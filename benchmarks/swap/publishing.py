@@ -26,7 +26,7 @@ from store.connection.engine import make_engine
 from store.records import Record
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
-from trainer.alone import hold_alone
+from trainer.policy_lock import lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.pacing import Pacing
@@ -89,7 +89,7 @@ async def publishing(place: Place, tell: Callable[[Event], None]) -> AsyncIterat
     engine = make_engine(place.database_url)
     try:
         async with engine.connect() as guard, Replicas([place.server_url]) as servers:
-            await hold_alone(guard, place.policy, "publish")
+            await lock_policy(guard, place.policy, "publish")
             await begin_policy(engine, place.policy, None, None)
             yield Publishing(place, engine, servers, tell)
             await guard.invalidate()

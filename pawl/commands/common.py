@@ -41,11 +41,11 @@ def a_tenant(name: str | None) -> str | None:
     return name
 
 
-# Whoever has the database sees what is everybody's: this narrows it.
+# Whoever can read the database sees the data of all tenants: this narrows it.
 OfTenant = Annotated[
     str | None,
     typer.Option(
-        "--tenant", callback=a_tenant, help="Only what is this tenant's; default: everybody's."
+        "--tenant", callback=a_tenant, help="Only this tenant's data; default: every tenant's."
     ),
 ]
 

@@ -59,7 +59,8 @@ def delete(
     unrecorded: Annotated[
         bool,
         typer.Option(
-            "--unrecorded", help="Keep what comes of unknown names from being stored, too."
+            "--unrecorded",
+            help="Names may be unknown: what is recorded of them later is not stored either.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -74,10 +75,10 @@ def delete(
 ) -> None:
     """Delete episodes: their calls, feedback, judgements and all else, with a receipt for each.
 
-    Several of --task, --prefix, --since and --before select what meets all of them. What comes
-    later of a deleted episode (calls, feedback, a spooled record) is not stored. A receipt lists
-    what was removed, and the versions that had been trained on the episode; that it was spent
-    stays known. Run it again after a kill: what was deleted is not deleted twice.
+    Several of --task, --prefix, --since and --before select the episodes that meet all of them.
+    Records of a deleted episode that arrive later (calls, feedback) are not stored. A receipt lists
+    what was removed, and the versions that had been trained on the episode; the database still
+    knows that it was consumed. Run it again after a kill: nothing is deleted twice.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR), and PAWL_SPOOL_DIR for
     the dead letters of this machine; keepers elsewhere remove their own. Status 1: records of a
@@ -95,7 +96,10 @@ def delete(
     )
     is_selected = selection != Selection(tenant=tenant)
     if is_selected == bool(names):
-        fail("name episodes, or select them by --task, --prefix, --since or --before: one of both")
+        fail(
+            "the episodes to delete must be either named or selected: give names, or --task,"
+            " --prefix, --since or --before; one of both"
+        )
     chosen = selection if is_selected else None
     kept = [scoped(tenant, name) for name in names or ()]
     run = _Run(kept, chosen, unrecorded, dry_run, patience_s, as_json)

@@ -47,7 +47,10 @@ def export(
     from pawl.export import Selection, export, export_curve
 
     if curve and any(option is not None for option in (since, agent)):
-        fail("a curve is of all evaluation of a policy: leave out --since and --agent")
+        fail(
+            "--curve is about all evaluation episodes of a policy, so none can be chosen: leave out"
+            " --since and --agent"
+        )
     selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
     write, what = (export_curve, "versions") if curve else (export, "episodes")
     asyncio.run(_export(read_settings(StackSettings), selection, out, write, what))

@@ -83,9 +83,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     ] = 5
     once: Annotated[
         bool,
-        typer.Option(
-            "--once", help="End when no episode waits to be judged, as cron jobs need it."
-        ),
+        typer.Option("--once", help="End when no episode waits to be judged, for cron jobs."),
     ] = False
     again: Annotated[
         bool,
@@ -112,7 +110,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         typer.Option(
             min=1,
             max=MOST_THRESHOLD,
-            help="Evidence from which on the judge counts as drifted, above 1; default: "
+            help="Evidence at which the judge counts as drifted, above 1; default: "
             "PAWL_JUDGE_DRIFT_EVIDENCE, or 10000.",
         ),
     ] = None
@@ -125,9 +123,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     ] = None
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="With --once or --sentinels-once: print what it came to as JSON."
-        ),
+        typer.Option("--json", help="With --once or --sentinels-once: print the result as JSON."),
     ] = False
 
 
@@ -195,7 +191,7 @@ def _judge(options: "JudgeOptions", *, as_json: bool) -> None:
 
 
 def _score_sentinels(options: "JudgeOptions", *, as_json: bool) -> None:
-    """Score the sentinels once, print what that came to, and set the exit status."""
+    """Score the sentinels once, print the result, and set the exit status."""
     from pawl.judging.command import score_sentinels
     from pawl.judging.sentinels.tables import in_words
 

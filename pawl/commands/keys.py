@@ -32,8 +32,8 @@ def create(
     tenant: Annotated[
         str,
         typer.Option(
-            help="Whose the key is: with it one sees and scores what is this tenant's, and its "
-            "calls train this tenant's policies."
+            help="Tenant that the key belongs to: a client with it sees and scores only this "
+            "tenant's data, and its calls train this tenant's policies."
         ),
     ] = DEFAULT,
     per_minute: Annotated[
@@ -55,13 +55,13 @@ def create(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it: this once, for only its hash is kept.
+    """Make a key and print it. It cannot be shown again: only its hash is kept.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxies take the key
-    within two seconds. From the first key on, they refuse whoever has none, on both ports.
+    within two seconds. Once there is a key, both ports refuse every request without one.
 
-    Status 2: a key that counts has this name already, or there is no such scope, or a tenant other
-    than the default one asks for admin.
+    Status 2: a key that is not revoked has this name already, a scope is unknown, or a tenant other
+    than the default one was to have a key with the scope admin.
     """
     from pawl.keys import shown
     from store.keys.grants import Limits, read_scopes
@@ -98,8 +98,8 @@ def list_all(
     from pawl.output import write_lines
     from store.keys.keys import list_keys
 
-    found = in_database(lambda connection: list_keys(connection, tenant))
-    write_lines(found, shown.table, as_json=as_json)
+    listed = in_database(lambda connection: list_keys(connection, tenant))
+    write_lines(listed, shown.table, as_json=as_json)
 
 
 @app.command()
@@ -110,10 +110,10 @@ def revoke(
 ) -> None:
     """Revoke a key: proxies that reach the database refuse it within two seconds.
 
-    Calls under way are finished. After the last key is revoked nobody may call, on loopback
-    neither, until a new one is made.
+    Calls under way are finished. After the last key is revoked nobody may call, not even on
+    loopback, until a new one is made.
 
-    Status 2: no key that counts has this name or id.
+    Status 2: no key with this name or id exists that is not revoked already.
     """
     import msgspec
 

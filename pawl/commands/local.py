@@ -20,14 +20,16 @@ Updates = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Go on until so many updates are done, whatever was learned, or time is up; "
+        help="Number of updates after which to stop, whatever was learned, if time allows; "
         "default: the waves end when two in a row were good.",
     ),
 ]
 HeldOutEvery = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Ask the held-out tasks after so many waves; default: as the example says."
+        min=1,
+        help="Number of waves after which the held-out tasks are asked again; default: the "
+        "example's own.",
     ),
 ]
 
@@ -118,7 +120,7 @@ def example(
         typer.Option(help="Folder for results, data and logs; default: var/examples/NAME."),
     ] = None,
 ) -> None:
-    """Have an example's agent, made with a framework as it is, get better while it works.
+    """Let an example's agent, built with an unmodified framework, get better while it works.
 
     Does with the example NAME what `pawl demo` does with its agent, and writes `reward.png`,
     `report.html` and `summary.json` to its folder. Needs a checkout of the repository with

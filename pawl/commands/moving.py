@@ -22,14 +22,14 @@ BY_HAND = "by hand"
 
 
 def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
-    """Give a version the traffic now: by default the one that is tried, or waits for it.
+    """Give a version the traffic now: by default the one that is tried, or waits to be.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). New episodes begin with
     the version; those under way keep theirs. It must be loaded: its state is `candidate`, `canary`,
-    `ready` or `published`. One that had been retired and was called back, which no model server may
-    have yet, is loaded first: for that run this where the model servers (PAWL_UPSTREAM_URL,
-    PAWL_REPLICA_URLS) and the adapters' files are within reach. The next candidate is judged as
-    before: `pawl policies freeze` keeps the traffic where it is.
+    `ready` or `published`. A version that was retired and called back may be on no server yet, and
+    is loaded first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and
+    the adapters' files can be reached. The next candidate is judged as before; `pawl policies
+    freeze` keeps the traffic where it is.
 
     Status 2: there is no such version, or it cannot serve.
     """
@@ -45,14 +45,14 @@ def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None
 
 
 def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
-    """Take the new episodes from a version: by default the one that serves.
+    """Let no new episode begin with a version: by default the one that serves.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
     the one before it serves again, or the base model. For that it must be loaded: run this where
-    the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files are within
-    reach, as for a steward. What cannot be loaded does not serve: the base model does. Episodes
-    under way keep their version, and are not trained on. What was trained from it never serves.
-    Nothing undoes this; the adapter can be exported and imported again.
+    the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files can be
+    reached, as for a steward. If it cannot be loaded, the base model serves instead. Episodes under
+    way keep their version, and are not trained on. Versions that were trained from it never serve.
+    This cannot be undone; the adapter can be exported and imported again.
 
     Status 2: there is no such version, or it has no new episodes.
     """
@@ -79,7 +79,7 @@ def freeze(
     reason: Reason = BY_HAND,
     tenant: OfTenant = None,
 ) -> None:
-    """Keep a policy's traffic where it is, until `--off`: nothing but a command moves it.
+    """Keep a policy's traffic where it is until `--off`; only commands move it meanwhile.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). A version that is tried
     keeps its share of the new episodes; training goes on.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look at the policies and their versions; take one out, bring one in, rebuild.",
+    help="Show policies and versions; export, import, promote, roll back or rebuild them.",
 )
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
@@ -149,17 +149,17 @@ def export_version(
     Status 2: there is no such policy or version, its files are damaged, or the folder cannot be
     written.
     """
-    from pawl.policies.found import chosen_version, found_versions
+    from pawl.policies.lookup import chosen_version, policy_versions
     from trainer.errors import TrainerError
     from trainer.publishing.exported import export_adapter
 
-    async def found() -> "PolicyVersion":
+    async def look() -> "PolicyVersion":
         from pawl.stack.database import open_engine
 
         async with open_engine(read_settings(StackSettings)) as engine, engine.connect() as one:
-            return chosen_version(await found_versions(one, name, tenant), version)
+            return chosen_version(await policy_versions(one, name, tenant), version)
 
-    chosen = asyncio.run(found())
+    chosen = asyncio.run(look())
     try:
         export_adapter(Path(chosen.adapter_path or ""), directory)
     except TrainerError as error:

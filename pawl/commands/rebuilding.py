@@ -66,14 +66,17 @@ def rebuild(
 
     queries = read_queries(without or ())
     if not (queries or leave_missing):
-        fail("say what to leave out, with --without or --leave-out-missing")
+        fail(
+            "nothing would be left out, so there is nothing to rebuild: say what to leave out, with"
+            " --without or --leave-out-missing"
+        )
     settings = read_settings(TrainerSettings)
     try:
         importing_policy(settings, open_policies(settings.policies), name, tenant)
-        said, words = asyncio.run(_look(settings, name, queries, leave_missing, tenant))
+        expected, words = asyncio.run(_look(settings, name, queries, leave_missing, tenant))
         as_lines = as_json or not sys.stdout.isatty()
         if dry_run:
-            print(msgspec.json.encode(said).decode() if as_lines else words)
+            print(msgspec.json.encode(expected).decode() if as_lines else words)
             return
         print(words, file=sys.stderr)
         _agree(yes)
@@ -93,7 +96,7 @@ def _agree(yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        fail("nobody can be asked whether to begin: add --yes")
+        fail("nobody can be asked whether to begin, as standard input is no terminal: add --yes")
     if not typer.confirm("Begin?", err=True):
         raise SystemExit(2)
 
@@ -105,18 +108,18 @@ async def _look(
     leave_missing: bool,
     tenant: str | None,
 ) -> "tuple[Forecast, str]":
-    from pawl.policies.found import found_versions
+    from pawl.policies.lookup import policy_versions
     from pawl.policies.rebuilding import as_text, forecast
     from pawl.stack.database import open_engine
     from store.rebuilding.outlook import outlook
-    from trainer.rebuilding.going_on import furthest, needed
+    from trainer.rebuilding.resuming import furthest, needed
 
     async with open_engine(settings) as engine, engine.connect() as connection:
-        await found_versions(connection, name, tenant)
+        await policy_versions(connection, name, tenant)
         seen = await outlook(connection, name, queries, leave_missing=leave_missing)
     done = furthest(seen.done, seen.line, settings.adapter_dir, name)
-    said = forecast(name, seen, done, needed(seen, done))
-    return said, as_text(said)
+    expected = forecast(name, seen, done, needed(seen, done))
+    return expected, as_text(expected)
 
 
 async def _rebuild(settings: "TrainerSettings", name: str, wish: "Wish") -> "tuple[Result, str]":

@@ -20,8 +20,8 @@ def spool(
 ) -> None:
     """Show the records that wait on disk, and the dead letters that could not be stored.
 
-    With --tenant only dead letters of the tenant are shown and tried again; the segments hold what
-    is everybody's. Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if
+    With --tenant only dead letters of the tenant are shown and tried again; a segment holds records
+    of all tenants. Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if
     --replay could not store some letters: they stay on disk, and each is listed with the reason.
     """
     from pawl import spool as letters

@@ -105,7 +105,7 @@ class RolloutFlags(Record, frozen=True, kw_only=True):
         str | None,
         typer.Option(
             callback=a_tenant,
-            help="Tenant whose key PAWL_API_KEY must be; default: whosever it is.",
+            help="Tenant that PAWL_API_KEY must belong to; default: any.",
         ),
     ] = None
     url: Annotated[

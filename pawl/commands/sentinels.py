@@ -46,14 +46,16 @@ def add(
         typer.Option(
             min=1,
             max=10_000,
-            help="Instead of names: so many episodes that the judge scored, evenly over the range "
-            "of its scores.",
+            help="Instead of names: number of episodes to take from those that the judge scored, "
+            "evenly over the range of its scores.",
         ),
     ] = None,
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=2**31 - 1, help="With --sample: chooses among episodes of like scores."
+            min=0,
+            max=2**31 - 1,
+            help="With --sample: random seed of the choice among similar scores.",
         ),
     ] = 0,
     policy: Annotated[
@@ -67,7 +69,7 @@ def add(
         typer.Option(
             min=1,
             max=4,
-            help="First rounds whose scores are the reference that later ones are compared with.",
+            help="Number of first rounds whose scores are the reference for later ones.",
         ),
     ] = 3,
     tenant: Whose = DEFAULT,
@@ -76,8 +78,9 @@ def add(
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). The running `pawl
     judge` of this name scores them every --sentinels-every seconds, or `pawl judge
-    --sentinels-once` does. No score of a sentinel is a reward. An episode that is deleted, or
-    outdated, is a sentinel no more. Those that are sentinels of the judge already stay as they are.
+    --sentinels-once` does. No score of a sentinel is a reward. An episode that is deleted or
+    outdated is no longer a sentinel. Episodes that are sentinels of the judge already stay as they
+    are.
 
     Status 2: an episode is not recorded, or cannot be read back; nothing is added then.
     """
@@ -87,7 +90,10 @@ def add(
     from store.judge.sentinels import sentinels_of
 
     if bool(names) == (sample is not None):
-        fail("name episodes, or take a --sample of those that the judge scored: one of both")
+        fail(
+            "the episodes must be either named or drawn: give names, or --sample for some of those"
+            " that the judge scored; one of both"
+        )
     kept = scoped(tenant, judge)
     choice = Choice(
         names=tuple(names or ()), number=sample or 0, seed=seed, metric=metric, policy=policy
@@ -130,8 +136,8 @@ def list_all(
     from store.judge.sentinels import list_sentinels
 
     kept = scoped(tenant, judge) if tenant and judge else None
-    found = in_database(lambda connection: list_sentinels(connection, kept))
-    lines = [one for one in found if tenant in (None, one.tenant) and judge in (None, one.judge)]
+    listed = in_database(lambda connection: list_sentinels(connection, kept))
+    lines = [one for one in listed if tenant in (None, one.tenant) and judge in (None, one.judge)]
     write_lines(lines, sentinels_table, as_json=as_json)
 
 
@@ -152,7 +158,10 @@ def remove(
     from store.judge.sentinels import remove_sentinels
 
     if bool(names) == whole:
-        fail("name episodes, or remove --all sentinels of the judge: one of both")
+        fail(
+            "it is not clear which sentinels to remove: name their episodes, or say --all; one of"
+            " both"
+        )
     kept = scoped(tenant, judge)
 
     async def work(connection: "AsyncConnection") -> int:
@@ -186,17 +195,17 @@ def renew(judge: OfJudge, tenant: Whose = DEFAULT) -> None:
 @app.command()
 def show(
     judge: OfJudge,
-    most: Annotated[int, typer.Option(min=1, help="Show so many rounds, the newest.")] = 20,
+    most: Annotated[int, typer.Option(min=1, help="Number of rounds to show, the newest.")] = 20,
     tenant: Whose = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a judge's rounds came to, the newest last: has it drifted?
+    """Show the results of a judge's rounds, newest last, and whether the judge has drifted.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it. `mean` and `mean_absolute` are of the differences between a sentinel's score and the
     mean of its references. `gone` counts sentinels that were there a round before: their episodes
-    were deleted or outdated, or they were removed. What is known of the judge by the last round
-    that could show a drift, since it was renewed, is said on standard error.
+    were deleted or outdated, or they were removed. Standard error says whether the judge has
+    drifted, by the last round since its renewal that could show it.
 
     Status 2: no judge of this name has, or had, sentinels. Status 3: the judge has drifted, as of
     that round.
@@ -210,12 +219,12 @@ def show(
     async def work(connection: "AsyncConnection") -> "tuple[list[Round], list[Watched]]":
         return await rounds(connection, kept, most), await watched(connection, kept)
 
-    found, known = in_database(work)
-    if not found and not known:
+    shown, known = in_database(work)
+    if not shown and not known:
         _fail_without(kept)
-    write_lines(found[::-1], rounds_table, as_json=as_json)
-    told = verdict_in_words(known[0]) if known else "the judge has no sentinels any more"
-    print(told, file=sys.stderr)
+    write_lines(shown[::-1], rounds_table, as_json=as_json)
+    verdict = verdict_in_words(known[0]) if known else "the judge has no sentinels any more"
+    print(verdict, file=sys.stderr)
     if known and known[0].drifted:
         raise SystemExit(3)
 

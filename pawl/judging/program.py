@@ -60,6 +60,6 @@ class ProgramJudge:
         except TooMuchOutput as error:
             raise JudgeFailed(str(error)) from error
         if ended.status:
-            said = last_line(ended.errors)
-            raise JudgeFailed(f"exit code {ended.status}{f': {said}' if said else ''}")
+            last_error = last_line(ended.errors)
+            raise JudgeFailed(f"exit code {ended.status}{f': {last_error}' if last_error else ''}")
         return ended.output

@@ -34,7 +34,7 @@ async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
     """
     async with engine.connect() as connection:
         versions = await versions_with_files(connection)
-    found = [(one, _problem(one)) for one in versions if _is_looked_at(one, tenant)]
+    problems = [(one, _problem(one)) for one in versions if _is_looked_at(one, tenant)]
     return [
         Fault(
             version=version.served_name,
@@ -42,7 +42,7 @@ async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
             folder=version.adapter_path or "",
             problem=problem,
         )
-        for version, problem in found
+        for version, problem in problems
         if problem is not None
     ]
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.output import cell
-from pawl.policies.found import found_versions
+from pawl.policies.lookup import policy_versions
 from pawl.steward.evidence import OnTrial
 from pawl.steward.gate.records import Decision
 from pawl.steward.watching import why_unwatched
@@ -46,7 +46,7 @@ async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -
         UnknownPolicy: there is no policy of that name; the message names those that there are.
     """
     async with engine.connect() as connection:
-        await found_versions(connection, name, tenant)
+        await policy_versions(connection, name, tenant)
         events = await list_events(connection, name, most=MOST_EVENTS)
     return [
         EventLine(

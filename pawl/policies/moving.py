@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.policies.found import found_versions
+from pawl.policies.lookup import policy_versions
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.evidence import OnTrial
 from store.errors import NotGated, StateChanged, UnknownPolicy
@@ -48,7 +48,7 @@ async def promote_by_hand(
     """
     name, number = split_name(named)
     async with engine.begin() as connection:
-        versions = await found_versions(connection, name, tenant)
+        versions = await policy_versions(connection, name, tenant)
         chosen = _chosen(versions, number)
         _refuse_what_cannot_serve(chosen)
         called_back = await was_called_back(connection, chosen)
@@ -151,7 +151,7 @@ async def roll_back_by_hand(
     """
     name, number = split_name(named)
     async with engine.begin() as connection:
-        versions = await found_versions(connection, name, tenant)
+        versions = await policy_versions(connection, name, tenant)
         if number is None:
             [chosen] = [one for one in versions if one.state == "serving"]
         else:
@@ -177,5 +177,5 @@ async def freeze_by_hand(
         UnknownPolicy: there is no such policy.
     """
     async with engine.begin() as connection:
-        await found_versions(connection, name, tenant)
+        await policy_versions(connection, name, tenant)
         await freeze(connection, name, frozen=frozen, reason=reason, actor=OPERATOR)

@@ -54,22 +54,22 @@ def forecast(policy: str, seen: Outlook, done: Done, missing: list[Missing]) -> 
     )
 
 
-def as_text(said: Forecast) -> str:
+def as_text(plan: Forecast) -> str:
     """Return a forecast in words."""
-    if not said.episodes:
+    if not plan.episodes:
         return (
-            f"{said.replaces} and the versions before it were trained on none of these episodes:"
-            f" nothing is rebuilt; {said.waiting} that wait would be consumed"
+            f"{plan.replaces} and the versions before it were trained on none of these episodes:"
+            f" nothing is rebuilt; {plan.waiting} that wait would be consumed"
         )
     line = (
-        f"{said.updates} updates of {said.policy} are trained again from {said.begins_at}, without"
-        f" {said.episodes} episodes that they were trained on or compared with; their last version"
-        f" replaces {said.replaces}, and the old ones are retired; {said.waiting} episodes that"
+        f"{plan.updates} updates of {plan.policy} are trained again from {plan.begins_at}, without"
+        f" {plan.episodes} episodes that they were trained on or compared with; their last version"
+        f" replaces {plan.replaces}, and the old ones are retired; {plan.waiting} episodes that"
         " wait are consumed"
     )
-    if said.missing:
+    if plan.missing:
         line += (
-            f"; refused, because {len(said.missing)} more episodes cannot be read any more"
+            f"; refused, because {len(plan.missing)} more episodes cannot be read any more"
             " (`--json` names them; `--leave-out-missing` leaves them out, too)"
         )
     return line

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
 from pawl.policies.events import trial_of, unwatched_of
-from pawl.policies.found import found_versions
+from pawl.policies.lookup import policy_versions
 from pawl.steward.gate.records import Decision
 from store.policy_table import PolicyTable
 from store.read.evaluations import evaluations
@@ -69,7 +69,7 @@ async def versions_of(
         UnknownPolicy: there is no policy of that name; the message names those that there are.
     """
     async with engine.connect() as connection:
-        versions = await found_versions(connection, name, tenant)
+        versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         tried = await trial_of(connection, name)
         unwatched = await unwatched_of(connection, name)
@@ -135,13 +135,13 @@ def _of_files(version: PolicyVersion) -> dict[str, bool]:
 def table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
-    said = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
-    said += [
+    notes = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
+    notes += [
         f"no reward rolls {line.version} back: {line.unwatched}"
         for line in lines
         if line.unwatched is not UNSET
     ]
-    grid = Table(box=None, pad_edge=False, caption="\n".join(said) or None)
+    grid = Table(box=None, pad_edge=False, caption="\n".join(notes) or None)
     far = ["KL to base"] if any(line.kl_to_base is not UNSET for line in lines) else []
     evaluated = ("eval episodes", "scored", "mean reward", "95 % interval")
     for name in ("version", "state", *evaluated, *far):

@@ -89,10 +89,10 @@ def chat_template(scenario: Scenario) -> Path | None:
     name = scenario.chat_template
     if name is None:
         return None
-    found = file_of(scenario, name) or packaged_template(name)
-    if not found.is_file():
+    template = file_of(scenario, name) or packaged_template(name)
+    if not template.is_file():
         raise ScenarioFailed(f"{scenario.folder / FILE}: chat_template: there is no {name!r}")
-    return found
+    return template
 
 
 def packaged_template(name: str) -> Path:

@@ -44,8 +44,8 @@ class Wave:
     @property
     def well_formed(self) -> float | None:
         """Return the share of results with a well-formed tool call; None: nobody says it."""
-        said = [_well_formed(one) for one in self.results]
-        known = [one for one in said if one is not None]
+        verdicts = [_well_formed(one) for one in self.results]
+        known = [one for one in verdicts if one is not None]
         return fmean(known) if known else None
 
 

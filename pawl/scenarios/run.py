@@ -299,8 +299,8 @@ class Run:
             named = await named_calls(ledger, response_ids(self._results))
             return {**named, "failed_requests": failed}
         metrics_url = f"http://{stack.plan.admin_listen}/metrics"
-        found = await all_calls(ledger, metrics_url, self._specs)
-        return None if found is None else {**found, "failed_runs": failed}
+        counts = await all_calls(ledger, metrics_url, self._specs)
+        return None if counts is None else {**counts, "failed_runs": failed}
 
 
 def tasks_a_wave(recipe: Recipe) -> int:

@@ -52,6 +52,6 @@ async def _run(command: list[str]) -> bytes:
         await process.wait()
         raise
     if process.returncode:
-        said = err.decode(errors="replace")[-800:]
-        raise ScenarioFailed(f"{Path(command[1]).name} failed: {said}")
+        errors = err.decode(errors="replace")[-800:]
+        raise ScenarioFailed(f"{Path(command[1]).name} failed: {errors}")
     return out

@@ -117,17 +117,17 @@ def _boundary(content_type: str) -> bytes:
 
 def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
     """Return the parameters of a header from a place on, by lower-case name, quotes included."""
-    found: dict[bytes, bytes] = {}
+    parameters: dict[bytes, bytes] = {}
     while at < len(header):
         parameter = _PARAMETER.match(header, at)
         name = b"" if parameter is None else parameter[1].lower()
         # Any other in this form, or in pieces, is one more of the same name (RFC 2231).
-        is_again = name in found or (name.endswith(b"*") and name != _FILE_NAME)
+        is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
             raise ValueError("a header of it has parameters that are malformed or said twice")
-        found[name] = parameter[2]
+        parameters[name] = parameter[2]
         at = parameter.end()
-    return found
+    return parameters
 
 
 def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[_Head, bytes | None]]:

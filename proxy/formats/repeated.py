@@ -32,8 +32,8 @@ def repeated_name(request: ModelRequest) -> str | None:
     # Values that were left unread have members too, so the names themselves are compared now.
     try:
         json.loads(request.body, object_pairs_hook=once_each)
-    except RepeatedName as found:
-        return str(found)
+    except RepeatedName as repeated:
+        return str(repeated)
     return None
 
 

@@ -97,9 +97,9 @@ def place_name(fields: Mapping[str, Any]) -> str | None:
             return name
     for holder in _BESIDE:
         inner = fields.get(holder)
-        found = place_name(inner) if isinstance(inner, dict) else None
-        if found is not None:
-            return found
+        place = place_name(inner) if isinstance(inner, dict) else None
+        if place is not None:
+            return place
     return _place_in_notes(fields)
 
 

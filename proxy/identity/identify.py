@@ -109,8 +109,8 @@ def identify(
         episode = _named(key, name.method, body if retry else None, split, stitches)
     else:
         conversation = conversation or route.speaks.turns.read(fields)
-        said = needed_fingerprints(route.speaks.turns, fields, conversation)
-        needs = own_digests(tenant_of(own), said)
+        fingerprints = needed_fingerprints(route.speaks.turns, fields, conversation)
+        needs = own_digests(tenant_of(own), fingerprints)
         episode = _unnamed(headers, needs, body if retry else None, own, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(

@@ -88,7 +88,7 @@ def _ready_reply(
         {
             "status": _status(ready=ready, degraded=bool(degraded)),
             "workers": workers,
-            "database": _told(database),
+            "database": _database_state(database),
             "serving": serving,
             "drain": drain.told(),
             "lapse_s": round(lapse_s, 1),
@@ -103,7 +103,7 @@ def _status(*, ready: bool, degraded: bool) -> str:
     return "degraded" if degraded else "ready"
 
 
-def _told(database: Database) -> str:
+def _database_state(database: Database) -> str:
     if database.up:
         return "up"
     why = f"refuses us ({database.refusal})" if database.refusal else "away"

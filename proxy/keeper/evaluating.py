@@ -80,15 +80,15 @@ def show_judges(judges: list[Watched], before: set[Names]) -> set[Names]:
 
     What nobody knows is not shown, and nothing of those shown `before` that have no sentinels now.
     """
-    found = {(one.tenant, one.judge): _figures(one) for one in judges}
-    for names in before | found.keys():
-        values = dict.fromkeys(OF_A_JUDGE) | found.get(names, {})
+    figures = {(one.tenant, one.judge): _figures(one) for one in judges}
+    for names in before | figures.keys():
+        values = dict.fromkeys(OF_A_JUDGE) | figures.get(names, {})
         for (gauge, *labels), value in values.items():
             if value is None:
                 forget(gauge, *names, *labels)
             else:
                 gauge.labels(*names, *labels).set(value)
-    return set(found)
+    return set(figures)
 
 
 def _figures(one: Watched) -> dict[Series, float | None]:

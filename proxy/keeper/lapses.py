@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.errors import SpoolInUse
 from proxy.metrics import LAPSE_SECONDS, LAPSES
 from proxy.spool.folders import hold
-from proxy.spool.lapse_file import LAPSE, Lapse, LapseFile, note_told, read_lapse
+from proxy.spool.lapse_file import LAPSE, Lapse, LapseFile, note_reported, read_lapse
 from store.connection.availability import is_no_records_fault
 from store.connection.engine import answers
 from store.records import LapseRecord
@@ -44,7 +44,7 @@ class Lapses:
         self._ingester = Ingester()
         self._not_before = 0.0
         # The lapse that lasts in each file, and how far it has been told.
-        self._told: dict[Path, tuple[bytes, float]] = {}
+        self._reported: dict[Path, tuple[bytes, float]] = {}
         # For how long the longest has lasted (s); 0 if none does.
         self.lasts_s = 0.0
         # Why not all could be told; empty if they could.
@@ -63,12 +63,12 @@ class Lapses:
             if lapse.until is None:
                 await self._tell_of_lasting(engine, path, lapse)
             elif await self._store(engine, path, lapse, lapse.until):
-                await self._note_told(path, lapse, lapse.until - lapse.since)
+                await self._note_reported(path, lapse, lapse.until - lapse.since)
 
     async def look(self) -> dict[Path, Lapse]:
         """Return the lapses that are to be told, by their files; end those of workers gone."""
         self.trouble = ""
-        found = {}
+        lapses = {}
         for path in await asyncio.to_thread(lambda: sorted(self._root.glob(f"*/{LAPSE}"))):
             try:
                 lapse = await asyncio.to_thread(_untold, path)
@@ -76,16 +76,16 @@ class Lapses:
                 self._fail(path, error)
                 continue
             if lapse is not None:
-                found[path] = lapse
+                lapses[path] = lapse
         now = time()
-        lasting = [max(now - one.since, 0.0) for one in found.values() if one.until is None]
+        lasting = [max(now - one.since, 0.0) for one in lapses.values() if one.until is None]
         self.lasts_s = max(lasting, default=0.0)
         LAPSE_SECONDS.set(self.lasts_s)
-        return found
+        return lapses
 
-    async def _note_told(self, path: Path, lapse: Lapse, lasted_s: float) -> None:
+    async def _note_reported(self, path: Path, lapse: Lapse, lasted_s: float) -> None:
         try:
-            await asyncio.to_thread(note_told, path, lapse)
+            await asyncio.to_thread(note_reported, path, lapse)
         except OSError as error:
             # It is stored again, which changes nothing.
             self._fail(path, error)
@@ -100,12 +100,12 @@ class Lapses:
 
     async def _tell_of_lasting(self, engine: AsyncEngine, path: Path, lapse: Lapse) -> None:
         now = time()
-        known, told = self._told.get(path, (lapse.id, lapse.since))
-        since = told if known == lapse.id else lapse.since
+        known, reported = self._reported.get(path, (lapse.id, lapse.since))
+        since = reported if known == lapse.id else lapse.since
         # A clock that was set back is no reason to wait.
         is_due = not 0 <= now - since < self._patience_s
         if is_due and await self._store(engine, path, lapse, max(now, lapse.since)):
-            self._told[path] = (lapse.id, now)
+            self._reported[path] = (lapse.id, now)
 
     async def _store(self, engine: AsyncEngine, path: Path, lapse: Lapse, until: float) -> bool:
         """Store a lapse up to `until`, and return whether that worked.
@@ -135,7 +135,7 @@ def _untold(path: Path) -> Lapse | None:
     Raises:
         OSError: the file cannot be read, or the lapse cannot be ended.
     """
-    lapse = read_lapse(path).untold
+    lapse = read_lapse(path).unreported
     if lapse is None or lapse.until is not None:
         return lapse
     try:
@@ -150,4 +150,4 @@ def _untold(path: Path) -> Lapse | None:
             file.close()
     finally:
         lock.release()
-    return read_lapse(path).untold
+    return read_lapse(path).unreported

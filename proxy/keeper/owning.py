@@ -55,7 +55,7 @@ class OwnersFile:
         if self._path is None:
             return "none"
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return "lost"
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ino, status.st_size

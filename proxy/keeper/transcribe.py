@@ -122,11 +122,11 @@ def transcribe(
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
     reason = TOO_DEEP if deep else _reason(captured, facts, settings, shown)
-    events, said = captured.tool_events, None
+    events, quotable = captured.tool_events, None
     if _reads_results(captured, readers):
         events = (*events, *_results(captured, shown, readers))
-        said = _quotable(facts)
-    return _record(captured, request, raw, facts, settings, reason, events, said)
+        quotable = _quotable(facts)
+    return _record(captured, request, raw, facts, settings, reason, events, quotable)
 
 
 def unread_call(captured: CapturedCall) -> CallRecord:
@@ -146,7 +146,7 @@ def _record(
     settings: Judged,
     reason: Reason | None,
     events: tuple[ToolEvent, ...],
-    said: UUID | None,
+    quotable: UUID | None,
 ) -> CallRecord:
     """Return the record of a call; all that is to be found out about it is known."""
     response_id = facts.response_id
@@ -188,7 +188,7 @@ def _record(
         split=captured.split,
         arm=captured.arm,
         api_key=captured.api_key,
-        text_digest=said,
+        text_digest=quotable,
     )
 
 

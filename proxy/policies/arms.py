@@ -65,8 +65,8 @@ class Arms(msgspec.Struct, frozen=True):
 
 def fraction(policy: str, version: int, episode: str) -> float:
     """Return where an episode lies among all, evenly spread over [0, 1)."""
-    said = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
-    return int.from_bytes(blake2b(said, digest_size=_BYTES).digest()) / _ALL
+    hashed = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _ALL
 
 
 def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:

@@ -33,10 +33,10 @@ class Owners:
 
     def owns(self, tenant: str, policy: str) -> bool:
         """Return whether a policy is a tenant's."""
-        said, began = self._said.get(policy), self._began.get(policy)
-        if said is not None and began is not None and said != began:
+        declared, began = self._said.get(policy), self._began.get(policy)
+        if declared is not None and began is not None and declared != began:
             return False
-        return (said or began or DEFAULT) == tenant
+        return (declared or began or DEFAULT) == tenant
 
     def hides_some(self, tenant: str) -> bool:
         """Return whether there may be versions that are hidden from a tenant."""

@@ -179,17 +179,17 @@ def _call(call: ToolCall, patterns: Patterns, hits: set[str]) -> ToolCall:
 
 
 def _event(event: ToolEvent, patterns: Patterns, hits: set[str]) -> ToolEvent:
-    said = {
+    texts = {
         name: _text(text, patterns, hits)
         for name, text in (("name", event.name), ("detail", event.detail))
         if text is not None
     }
-    return msgspec.structs.replace(event, **said)
+    return msgspec.structs.replace(event, **texts)
 
 
 def _text(text: str, patterns: Patterns, hits: set[str]) -> str:
-    found = patterns.text(text.encode(errors="surrogatepass"), hits)
-    return found.decode(errors="replace")
+    redacted = patterns.text(text.encode(errors="surrogatepass"), hits)
+    return redacted.decode(errors="replace")
 
 
 def _plain(value: Any) -> Any:

@@ -147,10 +147,10 @@ class Program:
         try:
             async with asyncio.timeout(self._within_s):
                 process = await self._running()
-                said = await _exchanged(process, line)
-            if not said.endswith(b"\n"):
+                answer = await _exchanged(process, line)
+            if not answer.endswith(b"\n"):
                 raise BadAnswer("ended without an answer")
-            return _read(said)
+            return _read(answer)
         except TimeoutError as error:
             why = BadAnswer(f"took longer than {self._within_s} s")
             await self.close()
@@ -201,8 +201,8 @@ async def _exchanged(process: asyncio.subprocess.Process, line: bytes) -> bytes:
     if writer is None or reader is None:
         raise BadAnswer("has no standard input or output")
     writer.write(line)
-    _, said = await asyncio.gather(writer.drain(), reader.readline())
-    return said
+    _, answer = await asyncio.gather(writer.drain(), reader.readline())
+    return answer
 
 
 def _read(line: bytes) -> _Answer:

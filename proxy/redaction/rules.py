@@ -80,9 +80,9 @@ def compiled(pattern: str) -> Finder:
         finder: Finder = re2.compile(pattern.encode(), options)
     except re2.error as error:
         reason: Any = error.args[0] if error.args else error
-        said = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        why = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
         raise ValueError(
-            f"RE2 cannot read {pattern!r} ({said}). It has no look-around and no back-references, "
+            f"RE2 cannot read {pattern!r} ({why}). It has no look-around and no back-references, "
             "so that no text can make it slow: write the rule without them, or use a program"
         ) from error
     return finder

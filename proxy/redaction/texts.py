@@ -64,7 +64,7 @@ class Patterns:
         """Return a JSON document without what the patterns find in its strings."""
         if not self._patterns:
             return document
-        return _STRING.sub(lambda found: self._string(found.group(), hits, depth), document)
+        return _STRING.sub(lambda match: self._string(match.group(), hits, depth), document)
 
     def _string(self, literal: bytes, hits: set[str], depth: int) -> bytes:
         text = _decoded(literal)
@@ -90,7 +90,7 @@ def _decoded(literal: bytes) -> bytes:
 def _encoded(text: bytes) -> bytes:
     """Return a text as a JSON string; bytes that are not UTF-8 become U+FFFD."""
     try:
-        said = text.decode(errors="surrogatepass")
+        decoded = text.decode(errors="surrogatepass")
     except UnicodeDecodeError:
-        said = text.decode(errors="replace")
-    return json.dumps(said).encode()
+        decoded = text.decode(errors="replace")
+    return json.dumps(decoded).encode()

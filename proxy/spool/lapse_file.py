@@ -28,7 +28,7 @@ LAPSE: Final = "lapse"
 # A disk writes a page whole or not at all.
 PAGE: Final = 4096
 PAGES: Final = 3
-_TOLD: Final = 2
+_REPORTED: Final = 2
 # Magic, number, id, beginning and end.
 _STATE: Final = struct.Struct("<8sQ16sdd")
 _CHECK: Final = struct.Struct("<I")
@@ -52,20 +52,22 @@ class State(NamedTuple):
 
     number: int
     lapse: Lapse | None
-    told: Lapse | None
+    reported: Lapse | None
 
     @property
-    def untold(self) -> Lapse | None:
+    def unreported(self) -> Lapse | None:
         """Return the lapse, unless the keeper has told all of it."""
-        return None if self.lapse == self.told else self.lapse
+        return None if self.lapse == self.reported else self.lapse
 
 
 def parse_state(data: bytes) -> State:
     """Return what the bytes of a file say; a page that is damaged says nothing (pure)."""
     pages = [_parsed(data[at * PAGE : (at + 1) * PAGE]) for at in range(PAGES)]
-    number, lapse = max(filter(None, pages[:_TOLD]), default=(0, None), key=lambda page: page[0])
-    told = pages[_TOLD]
-    return State(number, lapse, None if told is None else told[1])
+    number, lapse = max(
+        filter(None, pages[:_REPORTED]), default=(0, None), key=lambda page: page[0]
+    )
+    reported_page = pages[_REPORTED]
+    return State(number, lapse, None if reported_page is None else reported_page[1])
 
 
 def _parsed(page: bytes) -> tuple[int, Lapse | None] | None:
@@ -130,11 +132,11 @@ class LapseFile:
         lapse = self._lapse
         if self.lasts and lapse is not None and lapse.since <= now:
             return False
-        untold = _read(self._file).untold
-        if untold is not None:
+        unreported = _read(self._file).unreported
+        if unreported is not None:
             # Also if it lasts and the clock was set back.
-            self._joined |= untold.until is not None
-            self._set(Lapse(untold.id, min(untold.since, now), None))
+            self._joined |= unreported.until is not None
+            self._set(Lapse(unreported.id, min(unreported.since, now), None))
         else:
             self._joined, self._latest = False, now
             self._set(Lapse(new_id().bytes, now, None))
@@ -159,7 +161,7 @@ class LapseFile:
 
     def _set(self, lapse: Lapse | None) -> None:
         # A page whose write failed may be half written: the next try takes the same one.
-        _write(self._file, _packed(self._number + 1, lapse), (self._number + 1) % _TOLD * PAGE)
+        _write(self._file, _packed(self._number + 1, lapse), (self._number + 1) % _REPORTED * PAGE)
         self._number, self._lapse = self._number + 1, lapse
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ def read_lapse(path: Path) -> State:
     return parse_state(path.read_bytes())
 
 
-def note_told(path: Path, lapse: Lapse) -> None:
+def note_reported(path: Path, lapse: Lapse) -> None:
     """Note in a file that PostgreSQL has been told of a lapse; only the keeper does so.
 
     Raises:
@@ -184,7 +186,7 @@ def note_told(path: Path, lapse: Lapse) -> None:
     """
     handle = os.open(path, os.O_WRONLY)
     try:
-        _write(handle, _packed(0, lapse), _TOLD * PAGE)
+        _write(handle, _packed(0, lapse), _REPORTED * PAGE)
     finally:
         os.close(handle)
 

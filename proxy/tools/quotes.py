@@ -29,6 +29,6 @@ def text_digest(text: str) -> UUID | None:
 
 def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
     """Return the digests of a tool call's texts, each once; of the first `MOST_QUOTES`."""
-    found = filter(None, map(text_digest, texts))
+    digests = filter(None, map(text_digest, texts))
     # No more is digested than is kept: a tool call may have a million arguments.
-    return tuple(dict.fromkeys(islice(found, MOST_QUOTES)))
+    return tuple(dict.fromkeys(islice(digests, MOST_QUOTES)))

@@ -90,11 +90,11 @@ class LitellmUpstream:
                 code="upstream_silent",
             ) from error
         except self.errors as error:
-            return WholeReply(status_of(error), [JSON, *retry_headers(error)], refusal(error))
+            return LitellmReply(status_of(error), [JSON, *retry_headers(error)], refusal(error))
         if request.stream:
-            return StreamedReply(self, answer, request.model)
+            return LitellmStream(self, answer, request.model)
         reply = answer.model_dump(mode="json", exclude_none=True)
-        return WholeReply(200, [JSON], whole_reply(reply, request.model))
+        return LitellmReply(200, [JSON], whole_reply(reply, request.model))
 
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"
@@ -108,7 +108,7 @@ class LitellmUpstream:
     async def fetch(self, target: str, headers: Headers) -> Reply:
         """Return an entry for the model in the path: a claimed model is taken to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")
-        return WholeReply(200, [JSON], self._entry(model))
+        return LitellmReply(200, [JSON], self._entry(model))
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
         """Return an entry for each name that is claimed whole; the provider is not asked."""
@@ -144,7 +144,7 @@ class LitellmUpstream:
         closing.add_done_callback(self._closing.discard)
 
 
-class WholeReply:
+class LitellmReply:
     """Give a reply in one piece."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
@@ -183,7 +183,7 @@ class WholeReply:
         self.close()
 
 
-class StreamedReply(WholeReply):
+class LitellmStream(LitellmReply):
     """Give a reply as OpenAI's events, made of litellm's chunks as they come."""
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:

@@ -27,7 +27,7 @@ class Source(NamedTuple):
     name: str
 
 
-class Member(NamedTuple):
+class GroupMember(NamedTuple):
     """Name an episode that waits, and what it counts for."""
 
     id: UUID
@@ -44,7 +44,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     name: str
     has_signal: bool
     age_s: float
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     earlier: int = 0
 
     @property
@@ -119,11 +119,11 @@ def ages(
     Of a source in `full` more waits than an update takes, so what it has left is always old. It
     counts as waiting since an update trained on any of that source: `trained_s` seconds ago.
     """
-    found = []
+    ages_s = []
     for one in candidates:
         since = [trained_s(source) for source in one.sources if source in full]
-        found.append(min([one.age_s, *(seconds for seconds in since if seconds is not None)]))
-    return found
+        ages_s.append(min([one.age_s, *(seconds for seconds in since if seconds is not None)]))
+    return ages_s
 
 
 def whole_updates(sizes: Sequence[float], groups: int, cap: float) -> float:

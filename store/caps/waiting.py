@@ -84,11 +84,11 @@ async def capped_episodes(
     alone are not counted.
     """
     groups, group_size = sizes
-    found: dict[Kind, int] = {}
+    capped: dict[Kind, int] = {}
     for kind, cap in caps.items():
         most = limit_of(cap, groups * group_size, group_size)
         query = text(_CAPPED.format(name=NAMES[kind], ready=ready))
         over = int(await connection.scalar(query, {**values, "most": most}) or 0)
         is_lone = over > 0 and kind in (await recall(connection, [kind], ready, values)).lone
-        found[kind] = 0 if is_lone else over
-    return found
+        capped[kind] = 0 if is_lone else over
+    return capped

@@ -58,13 +58,13 @@ async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
     before: dict[str, UUID] = {}
     unknown: list[str] = []
     for name in names:
-        found = await _find(connection, name)
-        if found is None:
+        episode = await _find(connection, name)
+        if episode is None:
             unknown.append(name)
-        elif found.deleted:
-            before[name] = found.whole
+        elif episode.deleted:
+            before[name] = episode.whole
         else:
-            wholes[found.whole] = None
+            wholes[episode.whole] = None
     return Chosen(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
 
 

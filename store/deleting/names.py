@@ -23,8 +23,8 @@ PREFIX: Final = "\x1fdeleted:"
 
 def digest_of(kind: TargetKind, name: str) -> UUID:
     """Return the tombstone of a name: the first 16 bytes of a SHA-256."""
-    said = f"{kind}\0{name}".encode(errors="surrogatepass")
-    return UUID(bytes=sha256(said).digest()[:16])
+    hashed = f"{kind}\0{name}".encode(errors="surrogatepass")
+    return UUID(bytes=sha256(hashed).digest()[:16])
 
 
 def key_once_deleted(key: str) -> str:

@@ -134,14 +134,14 @@ async def begin_deletion(driver: Any) -> int:
 
 async def add(driver: Any, names: Iterable[Named], deletion: int) -> None:
     """Add tombstones in the driver's transaction."""
-    if found := digests(names):
-        await driver.execute(_ADD, list(found), deletion)
+    if tombstones := digests(names):
+        await driver.execute(_ADD, list(tombstones), deletion)
 
 
 async def known(connection: AsyncConnection, wanted: Collection[UUID]) -> set[UUID]:
     """Return those digests that are tombstones."""
-    found = await connection.execute(_KNOWN, {"wanted": list(wanted)})
-    return set(found.scalars())
+    rows = await connection.execute(_KNOWN, {"wanted": list(wanted)})
+    return set(rows.scalars())
 
 
 async def last_deletion(connection: AsyncConnection) -> int:

@@ -304,8 +304,8 @@ class Cluster:
             os.chown(folder, owner.pw_uid, owner.pw_gid)
 
 
-def _one_line(said: str) -> str:
-    return " ".join(said.split())
+def _one_line(output: str) -> str:
+    return " ".join(output.split())
 
 
 def _await_reaped(pid: int, deadline: float) -> None:

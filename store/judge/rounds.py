@@ -245,7 +245,7 @@ async def rounds(connection: AsyncConnection, judge: str, most: int) -> list[Rou
 
 async def watched(connection: AsyncConnection, judge: str | None = None) -> list[Watched]:
     """Return every judge that has sentinels, or the one that is named if it has any."""
-    found: list[Watched] = []
+    judges: list[Watched] = []
     for row in (await connection.execute(_WATCHED, {"judge": judge})).all():
         ended = [one for one in await rounds(connection, row.judge, 1) if one.round >= row.since]
         one = Watched(
@@ -256,8 +256,8 @@ async def watched(connection: AsyncConnection, judge: str | None = None) -> list
             drifted=row.drifted,
             unfinished_since=row.unfinished_since,
         )
-        found.append(one)
-    return found
+        judges.append(one)
+    return judges
 
 
 def _round(row: Any) -> Round:

@@ -177,8 +177,8 @@ async def waiting(
     Their order is chosen by chance: one that is refused each time is not always the first.
     """
     query = _with_outcome(judge, number).where(sentinel_scores.c.outcome.is_(None))
-    found = await connection.execute(query.order_by(func.random()).limit(most))
-    return [_sentinel(row) for row in found]
+    rows = await connection.execute(query.order_by(func.random()).limit(most))
+    return [_sentinel(row) for row in rows]
 
 
 async def another(
@@ -255,11 +255,11 @@ _LINES: Final = text(
 
 async def list_sentinels(connection: AsyncConnection, judge: str | None) -> list[SentinelLine]:
     """Return the sentinels of a judge, or of all judges, those of the lowest references first."""
-    found: list[SentinelLine] = []
+    lines: list[SentinelLine] = []
     for row in await connection.execute(_LINES, {"judge": judge}):
         fields: dict[str, Any] = {
             name: getattr(row, name, None) for name in SentinelLine.__struct_fields__
         }
         fields |= {"tenant": tenant_of(row.judge), "judge": bare(row.judge)}
-        found.append(SentinelLine(**fields | {"episode": bare(row.key)}))
-    return found
+        lines.append(SentinelLine(**fields | {"episode": bare(row.key)}))
+    return lines

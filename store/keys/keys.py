@@ -67,8 +67,8 @@ async def create_key(
     """Make a key and keep its hash, in the caller's transaction.
 
     Raises:
-        BadKey: the name cannot be a key's, or a key that counts has it; or the tenant cannot have
-            such a key.
+        BadKey: the name cannot be a key's, a key that is not revoked has it, or the tenant cannot
+            have such a key.
     """
     key_id, key = new_secret()
     row = {"id": key_id, "name": check_name(name), "hash": hash_of(key.encode())}
@@ -93,7 +93,7 @@ async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> l
 
 
 async def revoke_key(connection: AsyncConnection, named: str, tenant: str | None = None) -> ApiKey:
-    """Revoke the key that counts with this name or id, in the caller's transaction.
+    """Revoke the key with this name or id that is not revoked yet, in the caller's transaction.
 
     Raises:
         UnknownKey: there is no such key, or with `tenant` none of this tenant's.
@@ -108,7 +108,8 @@ async def revoke_key(connection: AsyncConnection, named: str, tenant: str | None
     row = revoked.first()
     if row is None:
         raise UnknownKey(
-            f"no key that counts is named {named!r:.80} or has that id; `pawl keys list` shows them"
+            f"no key has the name or id {named!r:.80}, or it was revoked before; `pawl keys list` "
+            "shows the keys"
         )
     return _shown(row)
 
@@ -128,7 +129,10 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
     )
     tenant: str | None = await connection.scalar(query)
     if tenant is None:
-        raise UnknownKey("PAWL_API_KEY is wrong or was revoked: set it to a key that counts")
+        raise UnknownKey(
+            "PAWL_API_KEY is wrong or was revoked: set it to a key that `pawl keys list` shows as "
+            "not revoked"
+        )
     return tenant
 
 

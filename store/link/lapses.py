@@ -80,8 +80,8 @@ async def find_lapsed(driver: Any, episodes: Sequence[UUID], span: Span | None) 
 
     `span` is their time, all together, or None if there are none.
     """
-    found = [] if span is None else await driver.fetch(AMONG, episodes, *span)
-    return {row[0]: row[1] for row in found}
+    rows = [] if span is None else await driver.fetch(AMONG, episodes, *span)
+    return {row[0]: row[1] for row in rows}
 
 
 async def find_under_way(driver: Any, lapses: Sequence[UUID]) -> dict[UUID, bool]:

@@ -19,5 +19,5 @@ async def is_response(connection: AsyncConnection, name: str, dialect: str) -> b
         name: the id, as it is kept for its tenant.
         dialect: the wire format that the API speaks.
     """
-    found = await connection.scalar(_KNOWN, {"name": name, "dialect": dialect})
-    return bool(found)
+    known = await connection.scalar(_KNOWN, {"name": name, "dialect": dialect})
+    return bool(known)

@@ -168,12 +168,12 @@ async def _score_all(connection: AsyncConnection, policy: str) -> None:
         ),
         {"policy": policy},
     )
-    after, found = UUID(int=0), True
-    while found:
+    after, is_unfinished = UUID(int=0), True
+    while is_unfinished:
         values = {"policy": policy, "after": after, "most": AT_ONCE}
         ids: Sequence[UUID] = (await connection.execute(_SPOKEN_OF, values)).scalars().all()
-        found = bool(ids)
-        if found:
+        is_unfinished = bool(ids)
+        if is_unfinished:
             await driver.execute(_SCORE_SUMS, list(ids))
             after = ids[-1]
 

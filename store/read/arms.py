@@ -156,10 +156,12 @@ async def arm_episodes(
         "most": most,
     }
     rows = (await connection.execute(_EPISODES, values)).all()
-    found = [_episode_of(row) for row in rows if row.arm in given and row.version in given[row.arm]]
+    episodes = [
+        _episode_of(row) for row in rows if row.arm in given and row.version in given[row.arm]
+    ]
     is_whole = len(rows) < most
     after = None if is_whole else UUID(int=rows[-1].first_call_id.int + 1)
-    return ArmPart(episodes=found, goes_on_from=after)
+    return ArmPart(episodes=episodes, goes_on_from=after)
 
 
 async def begin_of_newest(
@@ -175,8 +177,8 @@ async def begin_of_newest(
         "last": lowest_id_at(until),
         "most": most,
     }
-    found: UUID | None = await connection.scalar(_NEWEST, values)
-    return until if found is None else time_of(found)
+    newest: UUID | None = await connection.scalar(_NEWEST, values)
+    return until if newest is None else time_of(newest)
 
 
 def _episode_of(row: Row[Any]) -> ArmEpisode:

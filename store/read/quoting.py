@@ -41,47 +41,47 @@ def quoted_calls(
         calls: rows of `transitions`.
         requested: ids of the tool calls that replies asked for.
     """
-    said: dict[UUID, list[Any]] = {}
+    by_digest: dict[UUID, list[Any]] = {}
     for call in calls:
         if call.text_digest is not None:
-            said.setdefault(call.text_digest, []).append(call)
+            by_digest.setdefault(call.text_digest, []).append(call)
     made_up: dict[str, list[Any]] = {}
     for event in events:
         if event.tool_id and event.tool_id not in requested and event.asked_by is None:
             made_up.setdefault(event.tool_id, []).append(event)
-    found: dict[UUID, QuotedCall] = {}
+    quoted: dict[UUID, QuotedCall] = {}
     for tool_id, own in made_up.items():
-        found |= _of_one_id(tool_id, own, said)
-    return found
+        quoted |= _of_one_id(tool_id, own, by_digest)
+    return quoted
 
 
 def _of_one_id(
-    tool_id: str, events: Sequence[Any], said: Mapping[UUID, Sequence[Any]]
+    tool_id: str, events: Sequence[Any], by_digest: Mapping[UUID, Sequence[Any]]
 ) -> dict[UUID, QuotedCall]:
     """Return what the events of one tool call's id are about."""
-    owners = {event.id: _owner(event, said) for event in events if event.quotes}
+    owners = {event.id: _owner(event, by_digest) for event in events if event.quotes}
     known = {owner.id: owner for owner in owners.values() if owner is not None}
     only = next(iter(known.values())) if len(known) == 1 else None
-    found = {}
+    quoted = {}
     for event in events:
         owner = owners.get(event.id, only)
         if owner is not None:
             names = [one.name for one in events if one.name and owners.get(one.id) is owner]
-            found[event.id] = QuotedCall(
+            quoted[event.id] = QuotedCall(
                 call_id=owner.id,
                 text_digest=owner.text_digest,
                 tool_id=tool_id,
                 name=min(names, default=""),
             )
-    return found
+    return quoted
 
 
-def _owner(event: Any, said: Mapping[UUID, Sequence[Any]]) -> Any:
+def _owner(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
     """Return the one call before the event whose text is among those that it quotes, or None."""
     spoken = [
         call
         for digest in set(event.quotes)
-        for call in said.get(digest, ())
+        for call in by_digest.get(digest, ())
         if time_of(call.id) < event.at
     ]
     return spoken[0] if len(spoken) == 1 else None

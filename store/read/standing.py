@@ -127,16 +127,16 @@ async def gated_policies(connection: AsyncConnection) -> list[str]:
 async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     """Return where a policy stands, or None if no version of it serves: there is no such policy."""
     rows = (await connection.execute(_STANDING, {"name": name})).all()
-    found: dict[PolicyState, Standing] = {row.state: _standing(row) for row in rows}
-    if "serving" not in found:
+    by_state: dict[PolicyState, Standing] = {row.state: _standing(row) for row in rows}
+    if "serving" not in by_state:
         return None
     return Gated(
         now=rows[0].now,
         frozen=rows[0].frozen,
         base_share=rows[0].base_share,
-        serving=found["serving"],
-        canary=found.get("canary"),
-        candidate=found.get("candidate"),
+        serving=by_state["serving"],
+        canary=by_state.get("canary"),
+        candidate=by_state.get("candidate"),
     )
 
 

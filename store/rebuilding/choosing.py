@@ -52,7 +52,7 @@ class Query(Record, frozen=True, kw_only=True):
     scored_before: datetime | None = None
 
 
-async def found(
+async def matching_episodes(
     connection: AsyncConnection, policy: str, tenant: str, queries: Sequence[Query]
 ) -> set[UUID]:
     """Return the episodes with a call of `policy` that one of the queries selects.
@@ -125,9 +125,9 @@ def _selecting(tenant: str, query: Query, keys: Sequence[str]) -> Select[tuple[U
             feedback_requests.c.api_key.in_(keys),
         )
         built = built.where(or_(exists().where(whole, *called), exists().where(whole, *stated)))
-    said = _said(query)
-    if said:
-        built = built.where(exists().where(whole, feedback.c.episode_id == part.c.id, *said))
+    conditions = _said(query)
+    if conditions:
+        built = built.where(exists().where(whole, feedback.c.episode_id == part.c.id, *conditions))
     return built
 
 

@@ -135,11 +135,11 @@ def _walk(
         wanted = left_out.get(item.source.id, NOTHING)
         again = _rebuilt(rows, item.source.id, done.last, wanted)
         own = item.source if not wanted and _continues(item, done) else None
-        found = (own or again) if own_first or done.rows else (again or own)
-        if found is None:
+        update = (own or again) if own_first or done.rows else (again or own)
+        if update is None:
             break
-        made = done.version if found.version is None or not item.trains else found.version
-        done = Done(rows=(*done.rows, found), version=made)
+        made = done.version if update.version is None or not item.trains else update.version
+        done = Done(rows=(*done.rows, update), version=made)
     return done
 
 
@@ -147,14 +147,14 @@ def _rebuilt(
     rows: Sequence[PastRow], source: UUID, after: UUID | None, left_out: Set[UUID]
 ) -> PastRow | None:
     """Return the newest rebuild of `source` that stands at this place of a line."""
-    found = [
+    rebuilds = [
         row
         for row in rows
         if row.rebuilt is not None
         and (row.rebuilt.source, row.rebuilt.after) == (source, after)
         and set(row.rebuilt.left_out) == left_out
     ]
-    return found[-1] if found else None
+    return rebuilds[-1] if rebuilds else None
 
 
 def _continues(item: Item, done: Done) -> bool:

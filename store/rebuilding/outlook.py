@@ -8,7 +8,7 @@ from sqlalchemy import or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
-from store.rebuilding.choosing import Query, found
+from store.rebuilding.choosing import Query, matching_episodes
 from store.rebuilding.leaving import waiting_of
 from store.rebuilding.line import Done, Line, PastRow, done_of, line_of, row_of
 from store.records import Record
@@ -109,7 +109,7 @@ async def outlook(
             " list` names those that there are"
         )
     head = await head_of(connection, policy)
-    chosen = await found(connection, policy, base.tenant, queries)
+    chosen = await matching_episodes(connection, policy, base.tenant, queries)
     rows = await past_rows(connection, policy)
     line = line_of(rows, head.version)
     missing = await _missing(connection, policy, line, chosen)

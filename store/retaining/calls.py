@@ -6,7 +6,7 @@ from uuid import UUID
 
 from store.deleting.delete import rewrite
 from store.retaining.periods import Cuts
-from store.retaining.whose import id_at
+from store.retaining.tenant_cuts import id_at
 
 # Most calls that one transaction removes, unless a single episode has more.
 MOST_CALLS: Final = 1000

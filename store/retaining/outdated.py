@@ -29,7 +29,7 @@ from store.records import Record
 from store.retaining.calls import few, note, remove_calls
 from store.retaining.periods import Cuts
 from store.retaining.strays import remove_strays
-from store.retaining.whose import NOWHERE, id_at, parameters, with_cut
+from store.retaining.tenant_cuts import NOWHERE, id_at, parameters, with_cut
 from store.schema.partitions import partition_name
 from store.tenants import tenant_of
 
@@ -157,19 +157,19 @@ async def _alone(driver: Any) -> None:
 async def _remove_outdated(step: _Step) -> Removed | None:
     """Remove some episodes that are outdated."""
     driver, values = step.driver, parameters(step.cuts)
-    found = [row[0] for row in await driver.fetch(_OUTDATED, *values, step.after, MOST)]
-    if not found:
+    outdated = [row[0] for row in await driver.fetch(_OUTDATED, *values, step.after, MOST)]
+    if not outdated:
         return None
     await _alone(driver)
     # One of those that were outdated may have got a call since.
-    still = dict(await driver.fetch(_STILL_OUTDATED, *values, found))
+    still = dict(await driver.fetch(_STILL_OUTDATED, *values, outdated))
     parts: dict[UUID, list[UUID]] = {whole: [] for whole in still}
     for part, whole in await driver.fetch(_PARTS, list(still)):
         parts[whole].append(part)
     groups = {whole: (tenant_of(key), parts[whole]) for whole, key in still.items()}
     some = list(groups)[: await few(driver, step.cuts, groups)]
     removed = await _remove_episodes(step, {whole: groups[whole] for whole in some})
-    last = found[-1] if len(some) == len(groups) else some[-1]
+    last = outdated[-1] if len(some) == len(groups) else some[-1]
     return msgspec.structs.replace(removed, last=last)
 
 
@@ -205,11 +205,11 @@ async def _remove_old_calls(step: _Step) -> Removed | None:
     """Remove outdated calls of some episodes that go on, from days that are kept for others."""
     driver, cuts = step.driver, step.cuts
     nobodys = id_at(cuts.of_all) or NOWHERE
-    found = await driver.fetch(_WITH_OLD_CALLS, *parameters(cuts), nobodys, MOST)
-    if not found:
+    episodes = await driver.fetch(_WITH_OLD_CALLS, *parameters(cuts), nobodys, MOST)
+    if not episodes:
         return None
     await _alone(driver)
-    groups = {part: (tenant_of(key), [part]) for part, key in found}
+    groups = {part: (tenant_of(key), [part]) for part, key in episodes}
     some = list(groups)[: await few(driver, cuts, groups)]
     parts_of = _by_tenant(groups[part] for part in some)
     await note(driver, cuts, list(parts_of))
@@ -219,10 +219,10 @@ async def _remove_old_calls(step: _Step) -> Removed | None:
 
 
 def _by_tenant(groups: Iterable[tuple[str, Sequence[UUID]]]) -> dict[str, list[UUID]]:
-    found: dict[str, list[UUID]] = {}
+    by_tenant: dict[str, list[UUID]] = {}
     for tenant, parts in groups:
-        found.setdefault(tenant, []).extend(parts)
-    return found
+        by_tenant.setdefault(tenant, []).extend(parts)
+    return by_tenant
 
 
 async def _set_aside(step: _Step, parts: Sequence[UUID]) -> None:
@@ -245,10 +245,10 @@ async def _end_a_day(step: _Step) -> Removed | None:
         await _alone(driver)
         await driver.execute(_NOTE, day, 0)
         return Removed(last=step.after)
-    found = await driver.fetch(_GOING_ON.format(partition=partition), MOST)
-    if found:
+    going_on = await driver.fetch(_GOING_ON.format(partition=partition), MOST)
+    if going_on:
         await _alone(driver)
-        await _set_aside(step, [row[0] for row in found])
+        await _set_aside(step, [row[0] for row in going_on])
         return Removed(last=step.after)
     return await _drop_day(step, partition, day)
 

@@ -61,10 +61,10 @@ class Cuts(Record, frozen=True, kw_only=True):
         named one's is taken for that. Those that hold no tenant's name are the default one's.
         """
         begins = {tenant: beginning(tenant) for tenant in self.of}
-        found = {one for one, begin in begins.items() if begin and begin.encode() in payload}
-        if not found:
-            found = {UNNAMED if SEPARATOR.encode() in payload else DEFAULT}
-        return any(is_before(made, self.before(tenant)) for tenant in found)
+        tenants = {one for one, begin in begins.items() if begin and begin.encode() in payload}
+        if not tenants:
+            tenants = {UNNAMED if SEPARATOR.encode() in payload else DEFAULT}
+        return any(is_before(made, self.before(tenant)) for tenant in tenants)
 
 
 class Periods(Record, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from datetime import date
 from typing import Any, Final
 
 from store.retaining.periods import Cuts
-from store.retaining.whose import id_at, midnight, parameters, with_cut
+from store.retaining.tenant_cuts import id_at, midnight, parameters, with_cut
 
 _STRAY: Final = """
     DELETE FROM {table} WHERE id IN (
@@ -38,4 +38,4 @@ async def remove_strays(driver: Any, cuts: Cuts, latest: date, most: int) -> int
         for table in ("feedback", "tool_events")
     ]
     done.append(await driver.execute(_REQUESTS, *values, id_at(latest), midnight(latest), most))
-    return sum(int(said.rpartition(" ")[2]) for said in done)
+    return sum(int(status.rpartition(" ")[2]) for status in done)

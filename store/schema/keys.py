@@ -17,7 +17,7 @@ from sqlalchemy import (
 from store.schema.base import When, metadata
 from store.tenants import DEFAULT
 
-# The condition for a key that counts.
+# The condition for a key that is not revoked.
 STANDING: Final = "revoked_at IS NULL"
 
 # A revoked key keeps its row: a database that ever had a key never serves anybody without one.

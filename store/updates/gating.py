@@ -297,9 +297,9 @@ async def _instead(
 
 
 async def _numbered(connection: AsyncConnection, name: str, number: int) -> PolicyVersion:
-    found = await numbered_version(connection, name, number)
-    assert found is not None
-    return found
+    version = await numbered_version(connection, name, number)
+    assert version is not None
+    return version
 
 
 async def end_base_share(connection: AsyncConnection, name: str) -> None:
@@ -333,8 +333,10 @@ async def freeze(
         .where(policies.c.name == name, policies.c.version == 0)
         .values(frozen_at=text("now()") if frozen else None)
     )
-    said = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
-    await add_event(connection, name, 0, base.state, before=base.state, reason=said, actor=actor)
+    described = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
+    await add_event(
+        connection, name, 0, base.state, before=base.state, reason=described, actor=actor
+    )
 
 
 async def is_frozen(connection: AsyncConnection, name: str) -> bool:

@@ -100,8 +100,8 @@ async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
     tenant = await connection.scalar(began)
     if tenant is not None:
         return {tenant}
-    found = await connection.execute(_TENANTS_OF_CALLS, {"name": name})
-    return {tenant_of(row.tenant) for row in found}
+    rows = await connection.execute(_TENANTS_OF_CALLS, {"name": name})
+    return {tenant_of(row.tenant) for row in rows}
 
 
 async def list_versions(
@@ -178,8 +178,8 @@ async def add_version(
 
 def _tenant_of_base(name: str) -> ScalarSelect[str]:
     base = policies.alias("base")
-    found = select(base.c.tenant).where(base.c.name == name, base.c.version == 0)
-    return found.scalar_subquery()
+    tenant = select(base.c.tenant).where(base.c.name == name, base.c.version == 0)
+    return tenant.scalar_subquery()
 
 
 async def promote(

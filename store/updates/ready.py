@@ -14,7 +14,7 @@ from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.caps.choosing import NOBODY
-from store.caps.sources import Candidate, Kind, Member, Source, sources_of
+from store.caps.sources import Candidate, GroupMember, Kind, Source, sources_of
 from store.caps.waiting import but_full
 from store.records import Record
 from store.schema.claimable import FREE, minute_of
@@ -223,7 +223,7 @@ class Backlog:
             text(_MEMBERS.format(ready=ready, best=best, also=self._with_key)),
             values | {"tasks": [row.task for row in rows], "group_size": self.rule.group_size},
         )
-        members: dict[str, list[Member]] = {}
+        members: dict[str, list[GroupMember]] = {}
         for row in chosen:
             members.setdefault(row.task, []).append(self._member(row))
         return [
@@ -233,14 +233,14 @@ class Backlog:
             if row.task in members
         ]
 
-    def _member(self, row: Any) -> Member:
+    def _member(self, row: Any) -> GroupMember:
         caps = self.rule.caps
-        return Member(row.id, sources_of(caps, row.api_key, row.task) if caps else ())
+        return GroupMember(row.id, sources_of(caps, row.api_key, row.task) if caps else ())
 
     async def locked(self, chosen: Sequence[Candidate]) -> list[UUID]:
         """Lock the members of groups, and return those that are free, of groups that still are."""
-        found = [member.id for group in chosen for member in group.members]
-        free = await lock_free(self.connection, self.rule.policy, found)
+        wanted = [member.id for group in chosen for member in group.members]
+        free = await lock_free(self.connection, self.rule.policy, wanted)
         fewest = min(self.rule.smallest_group, self.rule.group_size)
         taken: list[UUID] = []
         for group in chosen:
@@ -250,7 +250,7 @@ class Backlog:
         return taken
 
 
-def _candidate(row: Any, name: str, members: Sequence[Member], earlier: int = 0) -> Candidate:
+def _candidate(row: Any, name: str, members: Sequence[GroupMember], earlier: int = 0) -> Candidate:
     return Candidate(
         name=name,
         has_signal=row.has_signal,

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import HoldsRolledBack
 from store.schema.claimable import FREE
-from store.updates.turned import TOLD
+from store.updates.late_evaluation import TOLD
 
 REASON: Final = "rolled_back"
 # How long after it was retired a version may still get episodes that began with another, in

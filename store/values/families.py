@@ -19,7 +19,7 @@ def task_family(task: str | None) -> str:
     they are kept.
     """
     name = bare(task or "")
-    found = _FAMILY.match(name)
-    assert found is not None
-    family = found[0] if found[0] != name else _NUMBER.sub("", name)
+    match = _FAMILY.match(name)
+    assert match is not None
+    family = match[0] if match[0] != name else _NUMBER.sub("", name)
     return scoped(tenant_of(task or ""), family)

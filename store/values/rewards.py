@@ -31,9 +31,9 @@ class RewardTerm(Record, frozen=True, kw_only=True):
     default: float | None = None
     texts: Mapping[str, float] = NO_TEXTS
 
-    def value_of(self, said: float | str | None) -> float | None:
+    def value_of(self, stated: float | str | None) -> float | None:
         """Return what a statement counts for, clipped; None if it counts for nothing."""
-        value = self.texts.get(said) if isinstance(said, str) else said
+        value = self.texts.get(stated) if isinstance(stated, str) else stated
         return None if value is None else max(self.low, min(self.high, value))
 
 
@@ -93,8 +93,8 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
 
     There is one if each metric without a default has a value, and any metric has one.
     """
-    said = list(statements)
-    own = [newest(said, term.metric) for term in rule.terms]
+    stated_all = list(statements)
+    own = [newest(stated_all, term.metric) for term in rule.terms]
     stated = [
         None if one is None else term.value_of(one.value)
         for term, one in zip(rule.terms, own, strict=True)

@@ -114,9 +114,9 @@ async def write(
     if lapses:
         written.lapses += await note_lapses(driver, lapses)
     if statements:
-        said = list(statements.values())
-        written.keyed += await _write_feedback(driver, said)
-        written.rescored += await _set_back(driver, [one for one in said if one.idempotency_key])
+        pending = list(statements.values())
+        written.keyed += await _write_feedback(driver, pending)
+        written.rescored += await _set_back(driver, [one for one in pending if one.idempotency_key])
         written.statements += statements.values()
     return written
 

@@ -24,8 +24,8 @@ from store.records import (
     ToolEvent,
 )
 from store.tenants import bare, same_tenant
-from store.values.asked import asked
 from store.values.call_fields import kept_fields
+from store.values.question import question_digest
 from store.write.bases import Stored
 
 Row = tuple[Any, ...]
@@ -133,7 +133,7 @@ def derived_task(record: CallRecord) -> str | None:
     """
     if not record.tokens.prompt_ids:
         return None
-    question = asked(record.dialect, record.request) or record.tokens.prompt_ids
+    question = question_digest(record.dialect, record.request) or record.tokens.prompt_ids
     return same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 

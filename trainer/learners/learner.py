@@ -176,14 +176,14 @@ class Learner:
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
         trained, off_policy = self._take_steps(rows, newest)
-        told = self._take_metrics()
+        metrics = self._take_metrics()
         far = self._meter(rows)
         give_freed_memory_back()
         return {
             **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
-            **told,
+            **metrics,
             **far,
         }
 

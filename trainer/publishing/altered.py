@@ -51,8 +51,8 @@ def why_altered(version: PolicyVersion) -> str | None:
             return f"{folder / MANIFEST} is not the one that its update wrote; {RESTORE}"
     except AdapterError as error:
         return str(error)
-    found = (manifest.policy, manifest.version, manifest.update_id)
-    if found != (version.name, version.version, version.update_id):
+    written_for = (manifest.policy, manifest.version, manifest.update_id)
+    if written_for != (version.name, version.version, version.update_id):
         name = f"{manifest.policy}@{manifest.version}"
         return f"{folder} has the files of {name}, of update {manifest.update_id}; {RESTORE}"
     return None

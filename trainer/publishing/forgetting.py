@@ -14,12 +14,12 @@ def check_forgetting(version: PolicyVersion, gate: GateOptions) -> None:
     Raises:
         TooFar: it is above the bound.
     """
-    found, most = version.kl_to_base, gate.most_kl_to_base
-    if found is None or most is None or found <= most:
+    kl, most = version.kl_to_base, gate.most_kl_to_base
+    if kl is None or most is None or kl <= most:
         return
     raise TooFar(
-        f"its KL to the base model is {found:.4g} nats a token on what it was trained on, and"
+        f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
         f" gate.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on; set"
         " kl.coefficient, lower optimizer.learning_rate, or raise the bound",
-        {KL_TO_BASE: found, "most_kl_to_base": most},
+        {KL_TO_BASE: kl, "most_kl_to_base": most},
     )

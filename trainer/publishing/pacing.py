@@ -29,13 +29,13 @@ log = structlog.get_logger()
 
 # How long what the model servers name is taken as known.
 KNOWN_S: Final = 60.0
-_TOLD: Final = re.compile(r'^vllm:lora_requests_info\{[^}\n]*\bmax_lora="(\d+)"', re.MULTILINE)
+_MAX_LORAS: Final = re.compile(r'^vllm:lora_requests_info\{[^}\n]*\bmax_lora="(\d+)"', re.MULTILINE)
 
 
-def told_slots(metrics: str) -> int | None:
+def slots_named_in(metrics: str) -> int | None:
     """Return the adapter slots that vLLM's metrics name, or None before its first LoRA request."""
-    told = _TOLD.search(metrics)
-    return int(told[1]) if told else None
+    match = _MAX_LORAS.search(metrics)
+    return int(match[1]) if match else None
 
 
 class Pacing:
@@ -73,7 +73,7 @@ class Pacing:
         self._known_until = -inf
         # Since when there is room for one, and not for all that go live together.
         self._short_since: float | None = None
-        self._told: str | None = None
+        self._logged: str | None = None
         self._warned: set[str] = set()
         # Whether the last look allowed no update.
         self.waits = False
@@ -136,9 +136,9 @@ class Pacing:
         except UpstreamAway:
             # They are asked again; training needs no model server.
             return self._named
-        told = [number for number in map(told_slots, texts) if number is not None]
-        self._named = min(told, default=USUAL_SLOTS)
-        if len(told) == len(self._servers.each):
+        of_servers = [number for number in map(slots_named_in, texts) if number is not None]
+        self._named = min(of_servers, default=USUAL_SLOTS)
+        if len(of_servers) == len(self._servers.each):
             self._known_until = now + KNOWN_S
         return self._named
 
@@ -188,8 +188,8 @@ class Pacing:
             waits_for = "trainer_waits_for_a_slot"
         else:
             waits_for = "trainer_waits_for_its_time" if wait_s > 0.0 else None
-        if waits_for != self._told:
-            self._told = waits_for
+        if waits_for != self._logged:
+            self._logged = waits_for
             log.info(
                 waits_for or "trainer_has_a_slot",
                 policy=self._policy,

@@ -21,8 +21,8 @@ def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[Polic
     """
     bases = {name for name, model in listed.items() if model.get("parent") is None}
     here = {one.name for one in versions if one.version == 0 and one.served_name in bases}
-    found = [one for one in versions if is_servable(one) and one.name in here]
-    return sorted(found, key=lambda one: (one.state != "serving", -one.version, one.name))
+    servable = [one for one in versions if is_servable(one) and one.name in here]
+    return sorted(servable, key=lambda one: (one.state != "serving", -one.version, one.name))
 
 
 def lacking(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVersion]:

@@ -224,8 +224,8 @@ class ModelServer:
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
         # Tokens that mark a tool call may be special ones.
-        told = {"ignore_eos": False, "skip_special_tokens": False}
-        choice, sampled = await self._sampled(name, ids, {**settings, **told})
+        fields = {"ignore_eos": False, "skip_special_tokens": False}
+        choice, sampled = await self._sampled(name, ids, {**settings, **fields})
         return Completion(
             text=str(choice.get("text", "")),
             ids=tuple(token for token, _ in sampled),

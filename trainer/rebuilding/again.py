@@ -207,8 +207,8 @@ def _recipe(past: PastClaim) -> Recipe:
 
 def _as_it_was(claim: Claim, past: PastClaim, recipe: Recipe) -> Plan:
     """Plan an update whose version is not of the line, for the baselines that it left."""
-    told = past.metrics
-    return plan_update(claim, recipe, lost_in(told), unreplayed_in(told), far_in(told))
+    metrics = past.metrics
+    return plan_update(claim, recipe, lost_in(metrics), unreplayed_in(metrics), far_in(metrics))
 
 
 def _untrained(plan: Plan) -> dict[UUID, str]:

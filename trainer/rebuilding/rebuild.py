@@ -21,17 +21,17 @@ from store.rebuilding.outlook import Outlook, outlook
 from store.rebuilding.reading import baselines_after
 from store.records import Record
 from store.versions import SERVABLE, PolicyVersion
-from trainer.alone import base_model, hold_alone
 from trainer.chosen import check_gate, importing_policy
 from trainer.errors import AdapterError, FilesUnread, PublishError, TrainerError, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
+from trainer.policy_lock import base_model, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.foreign import WEIGHTS
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.rebuilding.again import Again, Place
-from trainer.rebuilding.going_on import furthest, needed
 from trainer.rebuilding.loading import Learners
+from trainer.rebuilding.resuming import furthest, needed
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import Recording
@@ -92,7 +92,7 @@ async def rebuild_policy(
     check_gate(chosen, recipe)
     async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
         try:
-            await hold_alone(guard, name, "rebuild")
+            await lock_policy(guard, name, "rebuild")
             model = await base_model(settings, chosen, name, servers)
             # Alone: a line that replaces another waits for no other policy.
             publisher = Publisher(engine, servers, name, recipe.publish, gate=recipe.judged_by)
@@ -277,10 +277,10 @@ def _refuse_missing(seen: Outlook, done: Done) -> None:
     missing = needed(seen, done)
     if missing:
         counted = Counter(one.why for one in missing)
-        told = ", ".join(f"{number} {why}" for why, number in sorted(counted.items()))
+        reasons = ", ".join(f"{number} {why}" for why, number in sorted(counted.items()))
         raise TrainerError(
             f"{len(missing)} episodes that the line was trained on cannot be read any more"
-            f" ({told}): `--dry-run --json` names them, and `--leave-out-missing` rebuilds it"
+            f" ({reasons}): `--dry-run --json` names them, and `--leave-out-missing` rebuilds it"
             " without them, too"
         )
 

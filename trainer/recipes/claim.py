@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from store.caps.sources import ROUNDING
 from trainer.recipes.options import Count, Positive, RecipeOptions
 
-# What one source may have of an update: never nothing, or its episodes would wait for ever.
+# What one source may have of an update: never nothing, or its episodes would wait forever.
 Cap = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -53,7 +53,7 @@ class ClaimOptions(RecipeOptions):
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         default=64,
         description="Versions with traffic that may lie between sampling and training; older "
-        "episodes are consumed, untrained. It only keeps anything from waiting for ever: what is "
+        "episodes are consumed, untrained. It only keeps anything from waiting forever: what is "
         "too far off the policy is measured (off_policy.min_effective_sample). Not less than twice "
         "the model server's adapter slots, or long episodes are lost.",
     )

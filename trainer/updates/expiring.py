@@ -48,13 +48,13 @@ class Expiring:
     async def _count_waiting(self, parent: int) -> None:
         rule = self._rule
         async with self._engine.connect() as connection:
-            found = await lacking(connection, rule.policy)
+            lacks = await lacking(connection, rule.policy)
             oldest = await expiry.oldest_version(
                 connection, rule.policy, parent, rule.max_staleness
             )
             over = await capped(connection, rule, oldest)
         for why in get_args(Lack):
-            LACKING.labels(rule.policy, why).set(found.get(why, 0))
+            LACKING.labels(rule.policy, why).set(lacks.get(why, 0))
         for kind, episodes in over.items():
             CAPPED.labels(rule.policy, kind).set(episodes)
 

@@ -107,7 +107,7 @@ def plan_update(
         outcomes=outcomes,
         metrics={
             **_metrics(claim, credited, rows, outcomes),
-            **_told(lost, unreplayed, far),
+            **_left_out(lost, unreplayed, far),
             "signal_groups": signal,
             "step_share": step_share,
         },
@@ -180,8 +180,8 @@ def _signal_groups(
 
 def _finals_differ(group: Group, credited: Credited) -> bool:
     """Return whether the group's final rewards differ, or are compared with earlier ones."""
-    found = [credited.returns.get(one.id) for one in group.episodes]
-    finals = {one.r_final for one in found if one is not None and one.r_final is not None}
+    returns = [credited.returns.get(one.id) for one in group.episodes]
+    finals = {one.r_final for one in returns if one is not None and one.r_final is not None}
     return bool(group.earlier) or len(finals) > 1
 
 
@@ -214,13 +214,13 @@ def _metrics(
     }
 
 
-def _told(
+def _left_out(
     lost: Mapping[int, str], unreplayed: Mapping[str, str], far: Mapping[UUID, float]
 ) -> dict[str, Any]:
     by_version = {str(version): reason for version, reason in lost.items()}
     by_episode = {str(episode): share for episode, share in far.items()}
-    told = {LOST: by_version, UNREPLAYED: dict(unreplayed), FAR: by_episode}
-    return {name: reasons for name, reasons in told.items() if reasons}
+    left_out = {LOST: by_version, UNREPLAYED: dict(unreplayed), FAR: by_episode}
+    return {name: reasons for name, reasons in left_out.items() if reasons}
 
 
 def lost_in(metrics: Mapping[str, Any]) -> dict[int, str]:

@@ -61,12 +61,12 @@ class Recovery:
             running = await claims.running_update(connection, self._policy)
         if running is None:
             return
-        found = adapters.find_update(self._adapter_dir, self._policy, running)
-        if found is None:
+        written = adapters.find_update(self._adapter_dir, self._policy, running)
+        if written is None:
             await self.give_up(running, why)
             return
         try:
-            await self._recording.found_version(running, *found)
+            await self._recording.found_version(running, *written)
         except ClaimSpoilt as error:
             await self.give_up(running, str(error))
 

@@ -54,7 +54,7 @@ def shares_by_episode(
     for row, own in zip(rows, policy, strict=True):
         pairs = zip(own, row.sampled_logprobs, strict=True)
         log_ratios.setdefault(row.episode_id, []).extend(new - old for new, old in pairs)
-    return {episode: effective_share(found, cap) for episode, found in log_ratios.items()}
+    return {episode: effective_share(ratios, cap) for episode, ratios in log_ratios.items()}
 
 
 def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:

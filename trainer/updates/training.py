@@ -69,8 +69,8 @@ class Training:
             log.warning("version_lost", version=version, reason=VERSION_GONE, why=why)
 
         def work() -> dict[int, str]:
-            found = {version: self._why_lost(version) for version in sorted(asked - deleted)}
-            return {version: why for version, why in found.items() if why is not None}
+            reasons = {version: self._why_lost(version) for version in sorted(asked - deleted)}
+            return {version: why for version, why in reasons.items() if why is not None}
 
         return dict.fromkeys(asked & deleted, VERSION_GONE) | await in_thread(self._learner, work)
 
@@ -92,13 +92,13 @@ class Training:
         """Return why, by call id, for the calls of a claim whose grammar cannot be replayed."""
 
         def work() -> dict[str, str]:
-            found = {
+            reasons = {
                 str(call.id): self._learner.why_unreplayable(
                     distribution_of(call.sampling), tuple(unpack_ids(call.tokens.sampled_ids))
                 )
                 for call in calls_with_grammar(claim)
             }
-            return {call: why for call, why in found.items() if why is not None}
+            return {call: why for call, why in reasons.items() if why is not None}
 
         return await in_thread(self._learner, work)
 
@@ -147,16 +147,16 @@ class Training:
         """Return the rows, with log-probabilities from the versions that sampled them."""
         values: dict[RowKey, Sequence[float]] = {}
         for version, own in rows_to_compute(rows).items():
-            found = self._learner.version_logprobs(self._versions.folder(version), own)
-            values |= zip((row.key for row in own), found, strict=True)
+            logprobs = self._learner.version_logprobs(self._versions.folder(version), own)
+            values |= zip((row.key for row in own), logprobs, strict=True)
         return with_logprobs(rows, values)
 
     async def probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
         """Return `rows` as probes, with their log-probabilities under the trained policy."""
-        found = await in_thread(self._learner, partial(self._learner.logprobs, rows))
+        of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         return tuple(
             ProbeRow(ids=row.ids, logprobs=tuple(logprobs))
-            for row, logprobs in zip(rows, found, strict=True)
+            for row, logprobs in zip(rows, of_rows, strict=True)
         )
 
     async def write(self, new: NewVersion) -> Path:

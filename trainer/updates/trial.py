@@ -161,8 +161,10 @@ def _sampled_row(row: Row, sampled: Sequence[int], temperature: float) -> Row:
 
 
 async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
-    found = [(await server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :] for row in rows]
-    return _flat(found)
+    by_row = [
+        (await server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :] for row in rows
+    ]
+    return _flat(by_row)
 
 
 def _flat(values: Sequence[Sequence[float]]) -> tuple[float, ...]:

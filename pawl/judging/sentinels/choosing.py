@@ -41,11 +41,11 @@ async def add(engine: AsyncEngine, judge: str, choice: Choice, draws: int) -> in
         JudgeError, Damaged: as `chosen`; nothing is added then.
     """
     async with engine.connect() as connection:
-        found = await chosen(connection, judge, choice)
+        episodes = await chosen(connection, judge, choice)
     new = 0
-    for first in range(0, len(found), AT_ONCE):
+    for first in range(0, len(episodes), AT_ONCE):
         async with engine.begin() as connection:
-            new += await add_sentinels(connection, judge, found[first : first + AT_ONCE], draws)
+            new += await add_sentinels(connection, judge, episodes[first : first + AT_ONCE], draws)
     return new
 
 
@@ -97,15 +97,15 @@ async def named_ids(connection: AsyncConnection, judge: str, names: Sequence[str
     Raises:
         JudgeError: a name is not recorded, or was deleted.
     """
-    found = await named(connection, [scoped(tenant_of(judge), name) for name in names])
-    missing = [*found.unknown, *found.deleted_before]
+    episodes = await named(connection, [scoped(tenant_of(judge), name) for name in names])
+    missing = [*episodes.unknown, *episodes.deleted_before]
     if missing:
         shown = ", ".join(repr(bare(name))[:80] for name in missing[:5])
         raise JudgeError(
             f"{len(missing)} episodes are not recorded, or were deleted ({shown}): correct the "
             "names, or leave them out; nothing is changed"
         )
-    return list(found.wholes)
+    return list(episodes.wholes)
 
 
 async def as_shown(

@@ -14,7 +14,7 @@ many scores are the newest, is one as well.
 
 The product has a mean of 1 only if sentinels are independent given their scores. A judge whose
 noise is shared by all that it scores in one round (a backend, a sample of examples drawn once a
-day) is not: all its sentinels move together, and it is told as a drift far more often.
+day) is not: all its sentinels move together, and it is reported as a drift far more often.
 
 See Koning, "Post-hoc and anytime valid permutation and
 group invariance testing", arXiv:2310.01153, 2023, and Ramdas & Wang, "Hypothesis testing with

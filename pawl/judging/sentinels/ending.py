@@ -39,13 +39,13 @@ def figures_of(compared: Sequence[Scores], evidence: float) -> RoundFigures:
     """Return what scores came to; whether the judge has drifted is null if they could not tell."""
     if not compared:
         return RoundFigures(compared=0)
-    found = drift(compared)
+    measured = drift(compared)
     return RoundFigures(
-        compared=found.compared,
-        mean=found.mean,
-        mean_absolute=found.mean_absolute,
-        evidence=found.evidence,
-        drifted=found.evidence >= evidence if can_show(compared, evidence) else None,
+        compared=measured.compared,
+        mean=measured.mean,
+        mean_absolute=measured.mean_absolute,
+        evidence=measured.evidence,
+        drifted=measured.evidence >= evidence if can_show(compared, evidence) else None,
     )
 
 

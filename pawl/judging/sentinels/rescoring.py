@@ -221,12 +221,12 @@ class Rescoring:
     async def _asked(self, sentinel: Sentinel) -> Rescored:
         try:
             async with self._engine.connect() as connection:
-                found = await read_episodes(connection, [sentinel.episode_id])
+                episodes = await read_episodes(connection, [sentinel.episode_id])
             # One that was deleted meanwhile is a sentinel no more, and nothing of it is written.
-            line = sentinel_line(found[0]) if found else b""
+            line = sentinel_line(episodes[0]) if episodes else b""
             if digest_of_line(line) != sentinel.digest:
                 return Rescored(outcome="changed", reason=CHANGED)
-            statements = await self._judge.judge(bare(found[0].key), line)
+            statements = await self._judge.judge(bare(episodes[0].key), line)
             score = score_of(statements, sentinel.metric)
         except Damaged as error:
             return Rescored(outcome="changed", reason=reason_of(error))

@@ -53,11 +53,11 @@ def verdict_in_words(one: Watched) -> str:
     if last is None:
         return "no round has ended since the references were to be taken: nothing is known yet"
     if one.drifted is None:
-        told = VERDICTS[None] if last.compared else "not all references are there yet"
-        return f"nothing is known of a drift: {told}"
+        reason = VERDICTS[None] if last.compared else "not all references are there yet"
+        return f"nothing is known of a drift: {reason}"
     if last.drifted is None:
-        told = f"{VERDICTS[one.drifted]}, by an earlier round; in the last one {VERDICTS[None]}"
-        return f"{told}: see `pawl sentinels list`"
+        reason = f"{VERDICTS[one.drifted]}, by an earlier round; in the last one {VERDICTS[None]}"
+        return f"{reason}: see `pawl sentinels list`"
     return VERDICTS[one.drifted]
 
 
@@ -70,10 +70,10 @@ def rounds_table(rounds: Sequence[Round]) -> Table:
         values = {name: getattr(one, name) for name in COLUMNS}
         values["at"] = f"{one.at.astimezone():%Y-%m-%d %H:%M:%S}"
         values["evidence"] = None if one.evidence is None else f"{one.evidence:.4g}"
-        told = "DRIFTED" if one.drifted else None
+        verdict = "DRIFTED" if one.drifted else None
         if one.compared and one.drifted is None:
-            told = "too few sentinels"
-        grid.add_row(*map(cell, values.values()), cell(told))
+            verdict = "too few sentinels"
+        grid.add_row(*map(cell, values.values()), cell(verdict))
     return grid
 
 

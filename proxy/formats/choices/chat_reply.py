@@ -21,50 +21,50 @@ REPLACED: Final = rb"\ufffd"
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class Function(msgspec.Struct):
+class ChatFunction(msgspec.Struct):
     """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class ChatToolCall(msgspec.Struct):
     """Hold a tool call, or a piece of one."""
 
     index: int = 0
     id: str | None = None
-    function: Function = msgspec.field(default_factory=Function)
+    function: ChatFunction = msgspec.field(default_factory=ChatFunction)
 
 
-class Said(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """Hold a message, or a piece of one."""
 
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
-class Token(msgspec.Struct):
+class ChatToken(msgspec.Struct):
     """Hold the log-probability of one sampled token."""
 
     logprob: float
 
 
-class Logprobs(msgspec.Struct):
+class ChatLogprobs(msgspec.Struct):
     """Hold the log-probabilities of a choice, or of a piece of one."""
 
-    content: list[Token] | None = None
+    content: list[ChatToken] | None = None
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     """Hold the only choice of a whole reply (`message`) or of a chunk (`delta`)."""
 
-    message: Said | None = None
-    delta: Said | None = None
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Details(msgspec.Struct):
@@ -74,7 +74,7 @@ class Details(msgspec.Struct):
     created_cache_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChatUsage(msgspec.Struct):
     """Count tokens, as the server states them."""
 
     prompt_tokens: int = 0
@@ -82,32 +82,32 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: Details | None = None
 
 
-class Reply(msgspec.Struct):
+class ChatReply(msgspec.Struct):
     """Hold a chat completion, a chunk of one, or an error in its place."""
 
     id: str | None = None
     model: str | None = None
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+    choices: list[ChatChoice] | None = None
+    usage: ChatUsage | None = None
     prompt_token_ids: list[TokenId] | None = None
     error: Any = None
 
 
-def read_reply(payload: bytes) -> Reply | None:
+def read_reply(payload: bytes) -> ChatReply | None:
     """Return the parsed reply or chunk, or None if it is neither."""
     try:
-        return msgspec.json.decode(payload, type=Reply)
+        return msgspec.json.decode(payload, type=ChatReply)
     except UNREADABLE:
         return None
 
 
-def read_repaired(body: bytes) -> Reply | None:
+def read_repaired(body: bytes) -> ChatReply | None:
     """Return a reply with U+FFFD for each lone surrogate and each byte that is not UTF-8."""
     text = body.decode(errors="replace").encode()
     return read_reply(ESCAPE.sub(lambda m: REPLACED if m[1] else m[0], text))
 
 
-class Tokens:
+class ChatTokens:
     """Gather ids and log-probabilities, chunk by chunk."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Tokens:
         self._told: set[str] = set()
         self._counted: int | None = None
 
-    def take(self, reply: Reply) -> None:
+    def take(self, reply: ChatReply) -> None:
         """Add the token data of a reply, or of a chunk of one."""
         if reply.prompt_token_ids is not None:
             self._prompt = reply.prompt_token_ids

@@ -130,8 +130,8 @@ def _facts(
 
 def _text(choice: dict[str, Any]) -> str:
     message = choice.get("message")
-    said = message.get("content") if isinstance(message, dict) else choice.get("text")
-    return said if isinstance(said, str) else ""
+    content = message.get("content") if isinstance(message, dict) else choice.get("text")
+    return content if isinstance(content, str) else ""
 
 
 def _tool_calls(message: Any) -> tuple[ToolCall, ...]:

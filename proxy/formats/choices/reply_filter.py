@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from proxy.formats.base import ModelRequest, Object, Sampled
-from proxy.formats.blind import Member, without
 from proxy.formats.requests import NULL, UNREADABLE, own_name, value_of
+from proxy.formats.unparsed import JsonMember, without
 
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
@@ -41,15 +41,15 @@ class ReplyFilter:
         self.took = False
         self._served_name = served_name
 
-    def _added_members(self) -> dict[bytes, Member]:
-        members: dict[bytes, Member] = {}
+    def _added_members(self) -> dict[bytes, JsonMember]:
+        members: dict[bytes, JsonMember] = {}
         if self.hide_ids:
-            members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Member(opens=b"["))
+            members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), JsonMember(opens=b"["))
         if self.hide_logprobs:
-            members[b"logprobs"] = Member(opens=b"{")
+            members[b"logprobs"] = JsonMember(opens=b"{")
         if self._model is not None:
             served = _encode(self._served_name)
-            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+            members[b"model"] = JsonMember(opens=b'"', instead=bytes(self._model), only=served)
         return members
 
     def hide(self, payload: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.formats.base import ModelRequest, ReplySummary
-from proxy.formats.choices.chat_reply import Reply, read_repaired, read_reply
+from proxy.formats.choices.chat_reply import ChatReply, read_repaired, read_reply
 from proxy.formats.choices.replies import DONE
 from proxy.formats.choices.reply_filter import ReplyFilter
 from proxy.formats.messages.errors import ANTHROPIC, ERRORS
@@ -52,7 +52,7 @@ class WholeMessage:
         self._message, self._whole = decoded_object(out), True
         return out
 
-    def _read(self, body: bytes) -> Reply | None:
+    def _read(self, body: bytes) -> ChatReply | None:
         return read_reply(body)
 
     @property
@@ -123,7 +123,7 @@ class StreamedMessage:
         payload, self._parts = b"\n".join(self._parts), []
         return self._chunk(read_reply(payload), payload)
 
-    def _chunk(self, chunk: Reply | None, payload: bytes) -> bytes:
+    def _chunk(self, chunk: ChatReply | None, payload: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
             self._failed = True
             return _error_event(decoded_object(payload) or {})
@@ -144,7 +144,7 @@ class StreamedMessage:
         return message_summary(self._message)
 
 
-def _translated(reply: Reply | None, model: str | None) -> bytes | None:
+def _translated(reply: ChatReply | None, model: str | None) -> bytes | None:
     if reply is None or not reply.choices or reply.choices[0].message is None:
         return None
     return msgspec.json.encode(whole_message(reply, reply.choices[0], model or reply.model))

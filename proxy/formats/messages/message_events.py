@@ -11,10 +11,16 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.choices.chat_reply import Call, Choice, Reply, Said, Usage
+from proxy.formats.choices.chat_reply import (
+    ChatChoice,
+    ChatMessage,
+    ChatReply,
+    ChatToolCall,
+    ChatUsage,
+)
 
 Event = dict[str, Any]
-NO_MESSAGE: Final = Said()
+NO_MESSAGE: Final = ChatMessage()
 
 
 def encode_event(event: Event) -> bytes:
@@ -22,7 +28,7 @@ def encode_event(event: Event) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
-def usage_of(usage: Usage | None) -> dict[str, int]:
+def usage_of(usage: ChatUsage | None) -> dict[str, int]:
     """Return Anthropic's usage; it counts cached tokens beside the input, OpenAI's within it."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
@@ -65,7 +71,7 @@ def signature_of(reply_id: str | None, index: int) -> str:
     return sha256(f"{reply_id}/{index}".encode()).hexdigest()[:32]
 
 
-def whole_message(reply: Reply, choice: Choice, model: str | None) -> dict[str, Any]:
+def whole_message(reply: ChatReply, choice: ChatChoice, model: str | None) -> dict[str, Any]:
     """Return the message that a whole chat completion makes."""
     answer = choice.message or NO_MESSAGE
     calls = answer.tool_calls or []
@@ -88,7 +94,7 @@ def whole_message(reply: Reply, choice: Choice, model: str | None) -> dict[str, 
     )
 
 
-def _tool_use(call: Call) -> dict[str, Any]:
+def _tool_use(call: ChatToolCall) -> dict[str, Any]:
     block = {"type": "tool_use", "id": call.id, "name": call.function.name}
     return block | {"input": _input(call.function.arguments or "")}
 
@@ -133,7 +139,7 @@ class MessageEvents:
         self._finish: str | None = None
         self._stop: int | str | None = None
 
-    def take(self, chunk: Reply) -> list[Event]:
+    def take(self, chunk: ChatReply) -> list[Event]:
         """Return a chunk's events; the first opens the message, one without choices ends it."""
         if not self._started:
             return [self._start(chunk)]
@@ -148,14 +154,14 @@ class MessageEvents:
         """Return the last events."""
         return [*self._close(), {"type": "message_stop"}]
 
-    def _start(self, chunk: Reply) -> Event:
+    def _start(self, chunk: ChatReply) -> Event:
         self._started, self._id = True, chunk.id
         message: Event = {"id": chunk.id, "type": "message", "role": "assistant", "content": []}
         message |= {"model": self._model or chunk.model, "stop_reason": None}
         message |= {"stop_sequence": None, "usage": usage_of(chunk.usage)}
         return {"type": "message_start", "message": message}
 
-    def _end(self, usage: Usage | None) -> Event:
+    def _end(self, usage: ChatUsage | None) -> Event:
         arguments = self._arguments
         reason, sequence = stop_reason(
             self._finish or "stop",
@@ -166,7 +172,7 @@ class MessageEvents:
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return {"type": "message_delta", "delta": delta, "usage": usage_of(usage)}
 
-    def _said(self, delta: Said) -> list[Event]:
+    def _said(self, delta: ChatMessage) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
             events += self._piece("thinking", delta.reasoning)
@@ -183,7 +189,7 @@ class MessageEvents:
         events = [] if self._open == kind else [*self._close(), self._block(kind, {kind: ""})]
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: Call) -> list[Event]:
+    def _call(self, call: ChatToolCall) -> list[Event]:
         events: list[Event] = []
         name, arguments = call.function.name, call.function.arguments
         if call.id is not None:

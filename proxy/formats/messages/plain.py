@@ -16,10 +16,10 @@ from proxy.formats.base import (
     ReplySummary,
     Sampled,
 )
-from proxy.formats.blind import Member, without
 from proxy.formats.messages.merge import PARTIAL_INPUT, merge_message_event
 from proxy.formats.requests import decoded_object, own_name, parse_object
 from proxy.formats.sse import EventStream, Unread
+from proxy.formats.unparsed import JsonMember, without
 from store.records import ToolCall
 
 ENVELOPE: Final = "message"
@@ -86,10 +86,12 @@ class Renaming:
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin with the client's name from `request`, and the version's name."""
         self._model = own_name(request, served_name)
-        self._members: dict[bytes, Member] = {}
+        self._members: dict[bytes, JsonMember] = {}
         if self._model is not None:
             served = msgspec.json.encode(served_name)
-            self._members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+            self._members[b"model"] = JsonMember(
+                opens=b'"', instead=bytes(self._model), only=served
+            )
 
     def restore(self, payload: bytes) -> bytes:
         """Return the payload with the client's name; the same object if nothing changes."""

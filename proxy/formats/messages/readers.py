@@ -1,7 +1,7 @@
 """Read recorded replies that became messages, for all that the ledger stores of them (pure)."""
 
 from proxy.formats.base import ModelRequest, ReplyFacts
-from proxy.formats.choices.chat_reply import Reply, Tokens, read_reply
+from proxy.formats.choices.chat_reply import ChatReply, ChatTokens, read_reply
 from proxy.formats.messages.from_chat import StreamedMessage, WholeMessage
 from proxy.formats.messages.plain import message_facts
 from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
@@ -15,13 +15,13 @@ class WholeMessageReader(WholeMessage):
     ) -> None:
         """Begin the reply to `request`, which came with this HTTP `status`."""
         super().__init__(request, served_name, status=status)
-        self._tokens = Tokens()
+        self._tokens = ChatTokens()
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""
         self.feed(raw)
 
-    def _read(self, body: bytes) -> Reply | None:
+    def _read(self, body: bytes) -> ChatReply | None:
         reply = super()._read(body)
         if reply is not None:
             self._tokens.take(reply)
@@ -43,13 +43,13 @@ class StreamedMessageReader(StreamedMessage):
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""
         super().__init__(request, served_name)
-        self._tokens = Tokens()
+        self._tokens = ChatTokens()
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""
         self.feed(raw)
 
-    def _chunk(self, chunk: Reply | None, payload: bytes) -> bytes:
+    def _chunk(self, chunk: ChatReply | None, payload: bytes) -> bytes:
         if chunk is not None and chunk.choices is not None:
             self._tokens.take(chunk)
         return super()._chunk(chunk, payload)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from proxy.formats.base import ModelRequest, Object, Sampled
-from proxy.formats.blind import NUMBER, Member, without
 from proxy.formats.requests import NULL, UNREADABLE, own_name, value_of
+from proxy.formats.unparsed import NUMBER, JsonMember, without
 
 IDS: Final = "enable_response_messages"
 INCLUDE: Final = "include"
@@ -42,23 +42,27 @@ class ResponseFilter:
         self._one_sample = True
         self._members = self._added_members(served_name)
 
-    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
-        members: dict[bytes, Member] = {}
+    def _added_members(self, served_name: str | None) -> dict[bytes, JsonMember]:
+        members: dict[bytes, JsonMember] = {}
         if self._hide_ids:
-            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=b"["))
+            members |= dict.fromkeys(
+                (b"input_messages", b"output_messages"), JsonMember(opens=b"[")
+            )
         if self._hide_logprobs:
-            members[TOP.encode()] = Member(opens=NUMBER)
-            members[b"logprobs"] = Member(opens=b"[", unless_empty=True)
+            members[TOP.encode()] = JsonMember(opens=NUMBER)
+            members[b"logprobs"] = JsonMember(opens=b"[", unless_empty=True)
         if self._model is not None:
             served = msgspec.json.encode(served_name)
-            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+            members[b"model"] = JsonMember(opens=b'"', instead=bytes(self._model), only=served)
         return members
 
     def hide(self, payload: bytes) -> bytes:
         """Return a payload that cannot be parsed with the values of added members replaced."""
         members = self._members
         if b"logprobs" in members and DELTA in payload:
-            members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
+            members = members | {
+                b"logprobs": JsonMember(opens=b"[", instead=b"[]", unless_empty=True)
+            }
         return without(payload, members)
 
     @property

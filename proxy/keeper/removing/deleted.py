@@ -155,14 +155,14 @@ def replace_letter(path: Path, left: Frame | None, why: bytes) -> None:
 
 async def waiting(connection: AsyncConnection, root: Path) -> int:
     """Return how many records about deleted episodes are in this machine's segments."""
-    found = 0
+    records = 0
     for _, path in segment_files(root):
         frames = await asyncio.to_thread(_frames_in, path)
         deleted = await known(
             connection, {one for frame in frames for one in digests(names_in(frame))}
         )
-        found += sum(without_deleted(frame, deleted) != frame for frame in frames)
-    return found
+        records += sum(without_deleted(frame, deleted) != frame for frame in frames)
+    return records
 
 
 def _frames_in(path: Path) -> list[Frame]:

@@ -21,7 +21,7 @@ from store.ids import time_of
 from store.records import CallRecord
 from store.retaining.outdated import Removed, remove_some
 from store.retaining.periods import Cuts, Periods, is_before
-from store.retaining.whose import NOWHERE
+from store.retaining.tenant_cuts import NOWHERE
 from store.tenants import tenant_of
 
 log = structlog.get_logger()

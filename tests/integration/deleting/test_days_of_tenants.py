@@ -22,7 +22,7 @@ from store.records import CallRecord, FeedbackRecord, SpoolRecord
 from store.retaining import outdated
 from store.retaining.outdated import LOST_CALLS, remove_some
 from store.retaining.periods import Periods
-from store.retaining.whose import tenant_in
+from store.retaining.tenant_cuts import tenant_in
 from store.tenants import DEFAULT, own_digests, scoped, tenant_of
 from store.values.digests import PREFIX
 from store.write.gaps import LOST_CALL

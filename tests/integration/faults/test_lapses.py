@@ -241,7 +241,7 @@ async def test_a_lapse_waits_for_the_database_and_is_told_once(
     assert not lapsing(tmp_path)
     await drain(engine, tmp_path)
     assert await incomplete(engine) == {"cut short"}
-    assert read_lapse(tmp_path / "0" / LAPSE).untold is None
+    assert read_lapse(tmp_path / "0" / LAPSE).unreported is None
     assert await lapses(engine) == 1
 
 
@@ -259,11 +259,11 @@ async def test_a_lapse_that_cannot_be_noted_is_told_again(
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(telling_of, "note_told", refuse)
+    monkeypatch.setattr(telling_of, "note_reported", refuse)
     await telling.tell(engine)
     assert telling.trouble
     assert await lapses(engine) == 1
-    assert read_lapse(tmp_path / "0" / LAPSE).untold is not None
+    assert read_lapse(tmp_path / "0" / LAPSE).unreported is not None
 
 
 async def test_where_the_mark_fails_too_the_episodes_are_remembered(

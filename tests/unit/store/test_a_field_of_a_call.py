@@ -13,20 +13,16 @@ from store.schema.call_columns import call_columns
 from store.schema.recorded import transitions
 from store.values.call_fields import kept_fields
 from store.write.rows import TRANSITION_COLUMNS
+from tests.support.docs.documents import split_blocks
 
 ROOT = Path(__file__).parents[3]
 NOT_SOURCES = shutil.ignore_patterns("*.so", "__pycache__", ".cython")
+PAGE = ROOT / "docs/howto/add-a-field-of-a-call.md"
+# The two lines, as the page has them.
+LINES = [one.text for one in split_blocks(PAGE, PAGE.read_text())[1] if one.language == "python"]
 # The two places, each with the line before which a line is added.
-DEFINITION = (
-    "store/records.py",
-    "    trainable: Annotated[bool, ",
-    '    request_bytes: Annotated[int | None, Kept("Length of the body.")] = None\n',
-)
-VALUE = (
-    "proxy/keeper/transcribe.py",
-    "        finish=facts.finish,\n",
-    "        request_bytes=len(request.body),\n",
-)
+DEFINITION = ("store/records.py", "    trainable: Annotated[bool, ", f"    {LINES[0]}")
+VALUE = ("proxy/keeper/transcribe.py", "        finish=facts.finish,\n", f"        {LINES[1]}")
 # Records a call, writes its row, and reads the row back as an episode's call.
 WRITE_AND_READ = """
 from datetime import UTC, datetime
@@ -72,7 +68,7 @@ def test_a_field_that_is_added_in_two_places_is_written_and_read_back(tmp_path: 
         check=False,
         timeout=50,
     )
-    assert said.stdout == "13 13 13\nINTEGER True Length of the body.\n", said.stderr
+    assert said.stdout == "13 13 13\nINTEGER True Length of the request's body.\n", said.stderr
 
 
 def test_every_column_is_written_and_every_field_has_one() -> None:

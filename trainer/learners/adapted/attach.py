@@ -13,7 +13,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import LearnerError
-from trainer.learners.adapted.choice import Choice, Part, choose, expert_holders
+from trainer.learners.adapted.choice import Choice, ModelModule, choose, expert_holders
 from trainer.learners.kernels.lean import make_adapter_lean
 from trainer.publishing.reading import reading
 from trainer.recipes.adapter import AUTO, LoraOptions
@@ -57,11 +57,11 @@ def detach(base: Any) -> None:
         del base.peft_config
 
 
-def parts_of(base: Any) -> list[Part]:
+def parts_of(base: Any) -> list[ModelModule]:
     """Return what the choice of layers depends on, of each module of `base`."""
     head = base.get_output_embeddings()
     return [
-        Part(
+        ModelModule(
             name=name,
             kind=type(module).__name__,
             linear=isinstance(module, LINEAR),
@@ -104,7 +104,7 @@ def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
         ) from error
 
 
-def _config(base: Any, lora: LoraOptions, parts: list[Part]) -> LoraConfig:
+def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, with names of modules that there are."""
     by_architecture = lora.target_modules == AUTO
     choice = _chosen(lora, parts) if by_architecture else Choice(layers=())
@@ -123,7 +123,7 @@ def _config(base: Any, lora: LoraOptions, parts: list[Part]) -> LoraConfig:
     return config
 
 
-def _chosen(lora: LoraOptions, parts: list[Part]) -> Choice:
+def _chosen(lora: LoraOptions, parts: list[ModelModule]) -> Choice:
     """Return the layers that the architecture says.
 
     Raises:
@@ -138,7 +138,7 @@ def _chosen(lora: LoraOptions, parts: list[Part]) -> Choice:
     return choice
 
 
-def _check_names(names: Any, parts: list[Part]) -> None:
+def _check_names(names: Any, parts: list[ModelModule]) -> None:
     """Refuse names of layers that the model does not have; PEFT passes over single ones.
 
     Raises:
@@ -153,7 +153,7 @@ def _check_names(names: Any, parts: list[Part]) -> None:
             )
 
 
-def _leaves(parts: list[Part]) -> str:
+def _leaves(parts: list[ModelModule]) -> str:
     """Return what the linear layers of a model are called, without repetition."""
     names = (part.name.rpartition(".")[2] for part in parts if part.linear and not part.head)
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))

@@ -21,7 +21,7 @@ ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 FOLDED: Final = frozenset({"kv_b_proj"})
 
 
-class Part(Record, frozen=True, kw_only=True):
+class ModelModule(Record, frozen=True, kw_only=True):
     """Describe a module of a model.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice(Record, frozen=True, kw_only=True):
     stacks: tuple[str, ...] = ()
 
 
-def choose(parts: Sequence[Part], *, experts: bool) -> Choice:
+def choose(parts: Sequence[ModelModule], *, experts: bool) -> Choice:
     """Return what gets an adapter if the recipe names no layers; `experts` as well if it asks."""
     holders = expert_holders(parts)
     routers = _routers(parts, holders)
@@ -67,7 +67,7 @@ def choose(parts: Sequence[Part], *, experts: bool) -> Choice:
     )
 
 
-def expert_holders(parts: Sequence[Part]) -> frozenset[str]:
+def expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
     """Return the paths of the modules that hold experts among which tokens are divided."""
     return frozenset(
         part.name
@@ -77,7 +77,7 @@ def expert_holders(parts: Sequence[Part]) -> frozenset[str]:
     )
 
 
-def _routers(parts: Sequence[Part], holders: Collection[str]) -> frozenset[str]:
+def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
     """Return the paths of routers: of such a class, or gates that stand beside experts."""
     blocks = {_parent(holder) for holder in holders}
     return frozenset(

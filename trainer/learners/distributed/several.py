@@ -99,12 +99,12 @@ class LeadingLearner:
         with self._lock:
             self._processes.broadcast((self._policy, name, *arguments))
             try:
-                found = _run(self._learner, name, arguments)
+                result = _run(self._learner, name, arguments)
             except Exception as error:
                 agree(self._learner, error)
                 raise
             agree(self._learner, None)
-            return found
+            return result
 
 
 def _run(learner: Learner, name: str, arguments: Sequence[object]) -> Any:
@@ -130,9 +130,9 @@ def agree(learner: Learner, own: Exception | None) -> None:
     Raises:
         LearnerError: it failed in another process, and not in this one.
     """
-    is_told = isinstance(own, TrainerError)
-    told = (str(own), isinstance(own, ShortOfMemory)) if is_told else None
-    failures = [one for one in learner.processes.gather(told) if one is not None]
+    is_reported = isinstance(own, TrainerError)
+    reported = (str(own), isinstance(own, ShortOfMemory)) if is_reported else None
+    failures = [one for one in learner.processes.gather(reported) if one is not None]
     if own is not None or not failures:
         return
     learner.let_go()

@@ -76,5 +76,5 @@ class History:
         wanted = torch.tensor(ids, dtype=torch.long, device=self.sampled.device)
         places = torch.arange(len(ids), device=self.sampled.device) - len(ids)
         ends = (self._prompts + self.sampled)[:, None]
-        found = self._ids[self._rows[:, None], (ends + places).clamp(min=0)]
-        return (self.sampled >= len(ids)) & (found == wanted).all(1)
+        newest = self._ids[self._rows[:, None], (ends + places).clamp(min=0)]
+        return (self.sampled >= len(ids)) & (newest == wanted).all(1)

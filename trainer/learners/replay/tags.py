@@ -25,20 +25,24 @@ def structural_tag(xgrammar: Any, text: str) -> str:
     Raises:
         ValueError: the text is no such record, or the library knows no such syntax.
     """
-    said = tag_from(text)
-    tag = _of_marks(xgrammar, said) if said.model in MARKS else _of_library(xgrammar, said)
-    if said.one_call:
+    recorded = tag_from(text)
+    tag = (
+        _of_marks(xgrammar, recorded)
+        if recorded.model in MARKS
+        else _of_library(xgrammar, recorded)
+    )
+    if recorded.one_call:
         _end_after_one_call(tag.format)
     return json.dumps(tag.model_dump())
 
 
-def _of_library(xgrammar: Any, said: ToolTag) -> Any:
-    choice: Any = said.choice
+def _of_library(xgrammar: Any, recorded: ToolTag) -> Any:
+    choice: Any = recorded.choice
     if choice == "forced":
-        choice = {"type": "function", "function": {"name": said.tools[0].name}}
-    tools = [_declared(tool) for tool in said.tools]
+        choice = {"type": "function", "function": {"name": recorded.tools[0].name}}
+    tools = [_declared(tool) for tool in recorded.tools]
     return xgrammar.get_model_structural_tag(
-        model=said.model, tools=tools, tool_choice=choice, reasoning="disabled"
+        model=recorded.model, tools=tools, tool_choice=choice, reasoning="disabled"
     )
 
 
@@ -47,8 +51,8 @@ def _declared(tool: OfferedTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _of_marks(xgrammar: Any, said: ToolTag) -> Any:
-    formats, mark = xgrammar.structural_tag, MARKS[said.model]
+def _of_marks(xgrammar: Any, recorded: ToolTag) -> Any:
+    formats, mark = xgrammar.structural_tag, MARKS[recorded.model]
     begin, end = f"<{mark}>", f"</{mark}>"
     calls = [
         formats.TagFormat(
@@ -58,14 +62,14 @@ def _of_marks(xgrammar: Any, said: ToolTag) -> Any:
             ),
             end=f"}}{line}{end}",
         )
-        for tool in said.tools
+        for tool in recorded.tools
         for line in ("\n", "")
     ]
-    if said.choice == "auto":
+    if recorded.choice == "auto":
         return xgrammar.StructuralTag(
             format=formats.TriggeredTagsFormat(triggers=[begin], tags=calls)
         )
-    only = said.choice == "forced"
+    only = recorded.choice == "forced"
     return xgrammar.StructuralTag(
         format=formats.TagsWithSeparatorFormat(
             tags=calls, separator="", at_least_one=True, stop_after_first=only

@@ -171,5 +171,5 @@ async def test_what_is_wrong_is_told_and_changes_nothing(run: Run) -> None:
     unasked = await run("m", "--without", "u1/e0")
     assert unasked.exit_code == 2
     assert "2 updates of m are trained again from m@0, without 1 episodes" in unasked.stderr
-    assert "nobody can be asked whether to begin: add --yes" in unasked.stderr
+    assert "standard input is no terminal: add --yes" in unasked.stderr
     assert (await told(run, "u1/e0"))["updates"] == 2

@@ -13,7 +13,7 @@ from proxy.spool.lapse_file import (
     PAGE,
     PAGES,
     LapseFile,
-    note_told,
+    note_reported,
     parse_state,
     read_lapse,
 )
@@ -25,15 +25,15 @@ def size(folder: Path) -> int:
 
 def test_a_lapse_begins_once_and_ends(tmp_path: Path) -> None:
     file = LapseFile(tmp_path)
-    assert read_lapse(tmp_path / LAPSE).untold is None
+    assert read_lapse(tmp_path / LAPSE).unreported is None
     assert file.begin(10.0)
     assert not file.begin(11.0)
-    lasting = read_lapse(tmp_path / LAPSE).untold
+    lasting = read_lapse(tmp_path / LAPSE).unreported
     assert lasting is not None
     assert (lasting.since, lasting.until) == (10.0, None)
     ended = file.end(12.0, named=False)
     assert ended == lasting._replace(until=12.0)
-    assert read_lapse(tmp_path / LAPSE).untold == ended
+    assert read_lapse(tmp_path / LAPSE).unreported == ended
     assert file.end(13.0, named=False) is None
     assert size(tmp_path) == PAGE * PAGES
 
@@ -42,7 +42,7 @@ def test_where_every_episode_was_named_there_was_no_lapse(tmp_path: Path) -> Non
     file = LapseFile(tmp_path)
     file.begin(10.0)
     assert file.end(12.0, named=True) is None
-    assert read_lapse(tmp_path / LAPSE).untold is None
+    assert read_lapse(tmp_path / LAPSE).unreported is None
 
 
 def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
@@ -50,10 +50,10 @@ def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
     file.begin(10.0)
     first = file.end(12.0, named=False)
     assert first is not None
-    note_told(tmp_path / LAPSE, first)
-    assert read_lapse(tmp_path / LAPSE).untold is None
+    note_reported(tmp_path / LAPSE, first)
+    assert read_lapse(tmp_path / LAPSE).unreported is None
     file.begin(20.0)
-    second = read_lapse(tmp_path / LAPSE).untold
+    second = read_lapse(tmp_path / LAPSE).unreported
     assert second is not None
     assert (second.id != first.id, second.since) == (True, 20.0)
 

@@ -35,7 +35,7 @@ def writer(tmp_path: Path) -> SegmentWriter:
 
 def lapse_in(folder: Path) -> Lapse | None:
     file = folder / LAPSE
-    return read_lapse(file).untold if file.exists() else None
+    return read_lapse(file).unreported if file.exists() else None
 
 
 def test_a_lapse_has_the_losses_before_it_that_no_mark_could_be_made_of(

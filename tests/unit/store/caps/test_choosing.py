@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.caps.choosing import Choosing, Past, Sizes
-from store.caps.sources import Candidate, Kind, Member, Source, sources_of
+from store.caps.sources import Candidate, GroupMember, Kind, Source, sources_of
 
 NEVER = 1e9
 
@@ -58,7 +58,7 @@ class Backlog:
                 name=name,
                 has_signal=group[0][1].has_signal,
                 age_s=self._age_s,
-                members=tuple(Member(UUID(int=n), self._sources(one)) for n, one in group),
+                members=tuple(GroupMember(UUID(int=n), self._sources(one)) for n, one in group),
             )
             for name, group in zip(dict.fromkeys(names), groups, strict=True)
             if len(group) == size

@@ -10,8 +10,8 @@ from store.caps.sources import (
     NO_KEY,
     ROUNDING,
     Candidate,
+    GroupMember,
     Kind,
-    Member,
     Source,
     ages,
     limit_of,
@@ -42,7 +42,7 @@ def test_an_update_of_few_groups_is_measured_by_a_whole_one_of_such_groups() -> 
 
 
 def _with(*sources: Source) -> Candidate:
-    members = (Member(UUID(int=1), sources),)
+    members = (GroupMember(UUID(int=1), sources),)
     return Candidate(name="", has_signal=True, age_s=900.0, members=members)
 
 

@@ -8,6 +8,7 @@ import pytest
 import trainer.credit.baselines
 from scripts.reference.fields import type_of
 from tests.conftest import ROOT
+from tests.support.docs.documents import split_blocks
 from tests.support.lines import credited, episode
 from trainer.credit.baselines.registry import baseline_names, baselines
 from trainer.errors import RecipeError
@@ -28,6 +29,12 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     baselines.cache_clear()
     sys.modules.pop("trainer.credit.baselines.best", None)
+
+
+def test_it_is_the_code_of_the_guide() -> None:
+    page = ROOT / "docs/howto/add-a-baseline.md"
+    [code] = [one for one in split_blocks(page, page.read_text())[1] if one.language == "python"]
+    assert (FOLDER / "best.py").read_text().endswith(f"\n\n{code.text}")
 
 
 def test_the_baselines_that_come_with_pawl() -> None:

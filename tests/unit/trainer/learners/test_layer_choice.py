@@ -3,30 +3,30 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.adapted.choice import Choice, Part, choose, expert_holders
+from trainer.learners.adapted.choice import Choice, ModelModule, choose, expert_holders
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def module(name: str, kind: str = "Module", *stacks: str) -> Part:
-    return Part(name=name, kind=kind, stacks=stacks)
+def module(name: str, kind: str = "Module", *stacks: str) -> ModelModule:
+    return ModelModule(name=name, kind=kind, stacks=stacks)
 
 
-def linear(name: str, kind: str = "Linear") -> Part:
-    return Part(name=name, kind=kind, linear=True)
+def linear(name: str, kind: str = "Linear") -> ModelModule:
+    return ModelModule(name=name, kind=kind, linear=True)
 
 
-def attention(layer: int) -> list[Part]:
+def attention(layer: int) -> list[ModelModule]:
     return [linear(f"model.layers.{layer}.self_attn.{name}") for name in ATTENTION]
 
 
-def gated(name: str) -> list[Part]:
+def gated(name: str) -> list[ModelModule]:
     return [module(name, "MLP"), *(linear(f"{name}.{own}") for own in GATED)]
 
 
-def model(*parts: Part) -> list[Part]:
-    head = Part(name="lm_head", kind="Linear", linear=True, head=True)
+def model(*parts: ModelModule) -> list[ModelModule]:
+    head = ModelModule(name="lm_head", kind="Linear", linear=True, head=True)
     return [module("", "ForCausalLM"), module("model", "Model"), *parts, head]
 
 
@@ -34,7 +34,7 @@ def in_layer(layer: int, *names: str) -> set[str]:
     return {f"model.layers.{layer}.{name}" for name in names}
 
 
-def chosen(parts: list[Part], *, experts: bool = False) -> set[str]:
+def chosen(parts: list[ModelModule], *, experts: bool = False) -> set[str]:
     choice = choose(parts, experts=experts)
     assert choice.layers is not None
     return {*choice.layers, *choice.stacks}
@@ -125,11 +125,11 @@ PATHS = st.lists(st.sampled_from(LEAVES), min_size=1, max_size=4).map(".".join)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> list[Part]:
+def models(draw: st.DrawFn) -> list[ModelModule]:
     names = draw(st.lists(PATHS, unique=True, max_size=12))
     return model(
         *(
-            Part(
+            ModelModule(
                 name=name,
                 kind=draw(st.sampled_from(KINDS)),
                 linear=draw(st.booleans()),
@@ -142,7 +142,7 @@ def models(draw: st.DrawFn) -> list[Part]:
 
 @given(models())
 def test_of_any_model_routers_and_head_are_left_and_experts_added_by_the_request_alone(
-    parts: list[Part],
+    parts: list[ModelModule],
 ) -> None:
     plain, asked = (choose(parts, experts=wanted) for wanted in (False, True))
     every = [part.name for part in parts if part.linear and not part.head]

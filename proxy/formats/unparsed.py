@@ -22,7 +22,7 @@ SCALAR: Final = re.compile(STRING + rb"|[^,\]}\s]*", re.DOTALL)
 NO_CONTENT: Final = re.compile(rb"\[\s*\]")
 
 
-class Member(msgspec.Struct, frozen=True):
+class JsonMember(msgspec.Struct, frozen=True):
     """Name a member to replace by `instead`, where its value begins with one of the bytes `opens`.
 
     With `only`, just a value equal to that is replaced; with `unless_empty`, no empty list.
@@ -34,7 +34,7 @@ class Member(msgspec.Struct, frozen=True):
     unless_empty: bool = False
 
 
-def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
+def without(data: bytes, members: Mapping[bytes, JsonMember]) -> bytes:
     """Return `data` with the values of `members` replaced, and every other byte unchanged."""
     if not any(name in data for name in members):
         return data
@@ -50,7 +50,7 @@ def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
     return b"".join([*pieces, data[kept:]]) if pieces else data
 
 
-def _end_of(data: bytes, at: int, member: Member) -> int | None:
+def _end_of(data: bytes, at: int, member: JsonMember) -> int | None:
     """Return where a member's value ends, or None if it is not to be replaced."""
     sign = data[at : at + 1]
     if not sign or sign not in member.opens:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.asked import asked
+from store.values.question import question_digest
 from store.write.rows import derived_task
 from tests.support.records import call, tokens
 
@@ -23,13 +23,18 @@ def clock(time: str, role: str = "system") -> dict[str, str]:
 
 
 def test_a_clock_in_the_instructions_changes_nothing() -> None:
-    found = asked("chat", chat(USER))
+    found = question_digest("chat", chat(USER))
     assert found is not None
-    assert asked("chat", chat(clock("10:01"), USER)) == found
-    assert asked("chat", chat(clock("10:02", "developer"), USER, temperature=0.5)) == found
+    assert question_digest("chat", chat(clock("10:01"), USER)) == found
+    assert (
+        question_digest("chat", chat(clock("10:02", "developer"), USER, temperature=0.5)) == found
+    )
     parts = {"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]}
-    assert asked("chat", chat(clock("10:03"), parts)) == found
-    assert asked("chat", chat(clock("10:01"), {"role": "user", "content": "2 + 3?"})) != found
+    assert question_digest("chat", chat(clock("10:03"), parts)) == found
+    assert (
+        question_digest("chat", chat(clock("10:01"), {"role": "user", "content": "2 + 3?"}))
+        != found
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_a_clock_in_the_instructions_changes_nothing() -> None:
     ],
 )
 def test_in_each_form(dialect: str, one: Any, other: Any) -> None:
-    found = [asked(dialect, json.dumps(body).encode()) for body in (one, other)]
+    found = [question_digest(dialect, json.dumps(body).encode()) for body in (one, other)]
     assert found[0] is not None
     assert found[0] == found[1]
 
@@ -66,7 +71,7 @@ def test_how_a_text_is_escaped_changes_nothing(text: str) -> None:
         f'{{"messages": [{json.dumps(USER)}, {{"role": "user", "content": {content}}}]}}'
         for content in written
     ]
-    assert len({asked("chat", body.encode()) for body in bodies}) == 1
+    assert len({question_digest("chat", body.encode()) for body in bodies}) == 1
 
 
 def _utf16(text: str) -> list[int]:
@@ -75,22 +80,24 @@ def _utf16(text: str) -> list[int]:
 
 
 def test_all_that_users_say_counts_and_nothing_else() -> None:
-    found = asked("chat", chat(USER))
+    found = question_digest("chat", chat(USER))
     example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    assert asked("chat", chat(*example, USER)) != found
+    assert question_digest("chat", chat(*example, USER)) != found
     told = {"role": "tool", "tool_call_id": "c", "content": "4"}
-    assert asked("chat", chat(USER, {"role": "assistant", "content": None}, told)) == found
+    assert (
+        question_digest("chat", chat(USER, {"role": "assistant", "content": None}, told)) == found
+    )
     result = {"type": "tool_result", "tool_use_id": "t", "content": "4"}
     both = {"role": "user", "content": [result, {"type": "text", "text": "What is 2 + 2?"}]}
-    assert asked("messages", chat(both)) == found
+    assert question_digest("messages", chat(both)) == found
     image = {"type": "image_url", "image_url": {"url": "data:,x"}}
-    assert asked("chat", chat({"role": "user", "content": [image]})) not in (found, None)
+    assert question_digest("chat", chat({"role": "user", "content": [image]})) not in (found, None)
 
 
 def test_where_messages_are_cut_counts() -> None:
     one, other = ("ab", "c"), ("a", "bc")
     found = [
-        asked("chat", chat(*({"role": "user", "content": text} for text in texts)))
+        question_digest("chat", chat(*({"role": "user", "content": text} for text in texts)))
         for texts in (one, other)
     ]
     assert found[0] != found[1]
@@ -113,16 +120,16 @@ def test_where_messages_are_cut_counts() -> None:
     ],
 )
 def test_where_nothing_is_asked_there_is_no_question(request_: bytes | None) -> None:
-    assert asked("chat", request_) is None
+    assert question_digest("chat", request_) is None
 
 
 def test_a_plain_prompt_has_no_instructions_apart() -> None:
-    assert asked("completions", b'{"prompt": "2 + 2"}') is None
+    assert question_digest("completions", b'{"prompt": "2 + 2"}') is None
 
 
 @given(st.binary(), st.sampled_from(["chat", "messages", "responses", "completions", "other"]))
 def test_no_bytes_are_too_odd(request_: bytes, dialect: str) -> None:
-    assert asked(dialect, request_) is None
+    assert question_digest(dialect, request_) is None
 
 
 def test_the_task_of_a_call_that_names_none() -> None:

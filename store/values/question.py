@@ -29,7 +29,7 @@ class _Body(msgspec.Struct):
 _body: Final = msgspec.json.Decoder(_Body)
 
 
-def asked(dialect: str, request: bytes | None) -> bytes | None:
+def question_digest(dialect: str, request: bytes | None) -> bytes | None:
     """Return a digest of what users say in a request's conversation, in its order.
 
     Text is the same as a string or as parts. Return None if it cannot be read or nobody says

@@ -9,7 +9,7 @@ from trainer.publishing.replicas import Replicas
 from trainer.settings import TrainerSettings
 
 
-async def hold_alone(guard: AsyncConnection, name: str, work: str) -> None:
+async def lock_policy(guard: AsyncConnection, name: str, work: str) -> None:
     """Hold a policy for as long as `guard` lives; `work` is what the command does, as a verb.
 
     Raises:

@@ -7,7 +7,7 @@ from store.updates.policies import list_versions
 from store.versions import PolicyVersion
 
 
-async def found_versions(
+async def policy_versions(
     connection: AsyncConnection, name: str, tenant: str | None = None
 ) -> list[PolicyVersion]:
     """Return the versions of a policy (None: whosever it is, else this tenant's), oldest first.
