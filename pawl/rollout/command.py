@@ -21,6 +21,7 @@ from pawl.rollout.judges import RunJudge
 from pawl.rollout.options import (
     RolloutOptions,
     agent_of,
+    check_files,
     job_of,
     judge_of,
     plan_of,
@@ -43,6 +44,7 @@ async def run_rollout(options: RolloutOptions) -> dict[str, Any]:
     started = time.monotonic()
     tasks = read_tasks(options)
     path = options.journal or Path(options.tasks.name).with_suffix(".rollout.jsonl")
+    check_files(options, path)
     judge = judge_of(options, path)
     agent = agent_of(options, path)
     timeout = aiohttp.ClientTimeout(total=None)

@@ -106,7 +106,6 @@ def agent_of(options: RolloutOptions, journal: Path) -> Agent:
         model_is_told=options.policy is not None,
         interpreter=interpreter,
     )
-    _check_log(function, journal)
     return WarmAgent(function)
 
 
@@ -128,12 +127,28 @@ def _interpreter(options: RolloutOptions) -> str:
     return os.path.abspath(found)
 
 
-def _check_log(function: Function, journal: Path) -> None:
-    if function.log_file == journal:
-        raise RolloutError(
-            f"--journal: {journal} is where {function.option} prints to; name another file, such "
-            f"as {journal.with_suffix('.jsonl')}"
-        )
+def check_files(options: RolloutOptions, journal: Path) -> None:
+    """Check that a rollout writes into no file that it reads, and writes two things into none.
+
+    Raises:
+        RolloutError: two of its files are one, or the journal is a folder.
+    """
+    if not journal.name:
+        raise RolloutError(f"--journal: {journal} cannot be opened: it is a folder; name a file")
+    files = [("--tasks", options.tasks), ("--journal", journal)]
+    if options.python is not None:
+        files.append(("the log of --python", journal.with_suffix(".log")))
+    if options.judge_python is not None:
+        files.append(("the log of --judge-python", journal.with_suffix(".judge.log")))
+    if options.summary is not None:
+        files.append(("--summary", options.summary))
+    known: dict[str, str] = {}
+    for what, path in files:
+        other = known.setdefault(os.path.realpath(path), what)
+        if other != what:
+            raise RolloutError(
+                f"{other} and {what} would be one file, {path}: name another for one of them"
+            )
 
 
 def _words(option: str, command: str) -> list[str]:
@@ -223,7 +238,14 @@ def base_address(url: str) -> str:
     Raises:
         RolloutError: it is no URL.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RolloutError(f"--url: {url!r} is no http:// or https:// URL")
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise RolloutError(
+            f"--url: {url!r} is no http:// or https:// URL: give the address that `pawl proxy` or "
+            "`pawl up` prints"
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

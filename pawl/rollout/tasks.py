@@ -1,5 +1,6 @@
 """Read a file of tasks: one JSON object a line (pure)."""
 
+import codecs
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any, Final
@@ -38,7 +39,9 @@ def parse_tasks(text: bytes, file: str, needed: str | None = None) -> tuple[Task
     """
     tasks: dict[str, Task] = {}
     lines: dict[str, int] = {}
-    for number, line in enumerate(text.split(b"\n"), start=1):
+    # Some editors put a mark before the first line, which nobody sees and JSON does not have.
+    whole = text.removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(whole.split(b"\n"), start=1):
         if not line.strip():
             continue
         task = _task(line, f"{file}, line {number}")

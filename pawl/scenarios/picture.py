@@ -1,10 +1,12 @@
 """Draw what a run learned: score by wave, and each trained policy's own by version (matplotlib)."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from pawl.scenarios.counting import VersionRewards
+from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.progress import HeldOut, Progress
 
 INK: Final = "#1f2933"
@@ -18,6 +20,19 @@ WIDTH: Final = 8.0
 WAVES_HEIGHT: Final = 4.2
 VERSIONS_HEIGHT: Final = 2.6
 Curves = Mapping[str, Sequence[VersionRewards]]
+
+
+def check_drawing() -> None:
+    """Check that a picture can be drawn, before half an hour of work is to be shown in it.
+
+    Raises:
+        ScenarioFailed: the library that draws it is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ScenarioFailed(
+            "matplotlib, which draws the picture at the end, is not installed: run `make install`, "
+            "or install the extra `demo` of Pawl"
+        )
 
 
 def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:

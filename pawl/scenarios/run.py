@@ -25,7 +25,7 @@ from pawl.scenarios.counting import ledger_facts, outcome
 from pawl.scenarios.ending import Ending
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.ledger import Ledger
-from pawl.scenarios.picture import Curves
+from pawl.scenarios.picture import Curves, check_drawing
 from pawl.scenarios.places import EXAMPLES, find_scenario, held, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
@@ -104,6 +104,7 @@ class Run:
         self._started = time.monotonic()
         self._scenario = find_scenario(options.name, options.examples)
         interpreter(self._scenario)
+        check_drawing()
         self._recipe_name = recipe_file(self._scenario, options.recipe)
         self._recipe: Recipe = load_recipe(self._recipe_name)
         self._specs = policies_of(self._scenario)

@@ -6,7 +6,6 @@ from typing import Any, Final, Protocol
 from pawl.rollout.addresses import Request
 from store.records import Record
 
-MOST_OUTPUT: Final = 2**20
 KEPT_ERRORS: Final = 2000
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pawl.programs import TooMuchOutput, last_line, not_ours, run_program
 from pawl.rollout.addresses import Request, as_json
-from pawl.rollout.agents.agent import KEPT_ERRORS, MOST_OUTPUT, Result, out_of_time, status_words
+from pawl.rollout.agents.agent import KEPT_ERRORS, Result, out_of_time, status_words
+from pawl.rollout.agents.worker import MOST_OUTPUT
 from pawl.rollout.errors import RolloutError
 
 

@@ -10,14 +10,14 @@ from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
-from pawl.programs import die_with_parent, hang_up, not_ours
+from pawl.programs import REST_S, die_with_parent, hang_up, not_ours
 from pawl.rollout.addresses import Request, keys
 from pawl.rollout.agents import worker as worker_program
-from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
+from pawl.rollout.agents.agent import Agent, Result, out_of_time, status_words
 from pawl.rollout.errors import RolloutError, RunLost, WorkerCrashed
 from store.records import Record
 
@@ -27,7 +27,7 @@ SHARING: Final = 16
 ALONE: Final = 4
 # A function that several runs share ends them itself; if it does not, this much later.
 GRACE_S: Final = 5.0
-MOST_LINE: Final = 8 * MOST_OUTPUT
+MOST_LINE: Final = 8 * worker_program.MOST_OUTPUT
 
 
 class Function(Record, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class WarmWorker:
         loop = asyncio.get_running_loop()
         with _opened_privately(self._function.log_file) as log:
             self._transport, protocol = await loop.subprocess_exec(
-                lambda: SubprocessStreamProtocol(limit=MOST_LINE, loop=loop),
+                lambda: _Pipes(limit=MOST_LINE, loop=loop),
                 *self._command,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -153,7 +153,7 @@ class WarmWorker:
         told = msgspec.json.decode(line) if line else {"ready": False}
         if not told["ready"]:
             status = await self._ended(process)
-            said = told.get("error") or f"the worker ended with {status_words(status)}"
+            said = told.get("error") or f"the worker ended with {_end_words(status)}"
             raise RolloutError(
                 f"{self._function.option} {self._function.name}: {said}. It is imported in the "
                 f"folder where `pawl rollout` is started, by {self._function.interpreter}; see "
@@ -219,7 +219,7 @@ class WarmWorker:
                 if answer is not None and not answer.done():
                     answer.set_result(told)
         _kill_group(process)
-        words = status_words(await self._ended(process)) or "exit status 0"
+        words = _end_words(await self._ended(process))
         detail = f"the worker ended; see {self._function.log_file}"
         left = [answer for answer in self._waiting.values() if not answer.done()]
         for answer in left:
@@ -250,6 +250,24 @@ class WarmWorker:
         return await process.wait()
 
 
+class _Pipes(SubprocessStreamProtocol):
+    """Hang up soon after a worker's end: a child of its may hold the other side open for ever."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._worker = cast(asyncio.SubprocessTransport, transport)
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        # What it wrote last is on the way.
+        asyncio.get_running_loop().call_later(REST_S, hang_up, self._worker)
+
+
+def _end_words(status: int) -> str:
+    """Return how a worker ended that was not to end, as a failure's kind."""
+    return status_words(status) or "exit status 0"
+
+
 def _kill_group(process: Process) -> None:
     """Kill a worker with all that its runs started."""
     with suppress(ProcessLookupError):
@@ -265,13 +283,8 @@ def _result(told: dict[str, Any], request: Request) -> Result:
     if told.get("error") == "time limit":
         return out_of_time(request.limit_s)
     value = told.get("value")
-    output = worker_program.as_text(value)
-    if len(output) > MOST_OUTPUT:
-        return Result(
-            error="too much output", detail=f"it returned more than {MOST_OUTPUT} characters"
-        )
     return Result(
-        output=output,
+        output=worker_program.as_text(value),
         error=told.get("error"),
         detail=told.get("detail", ""),
         errors=told.get("errors", ""),

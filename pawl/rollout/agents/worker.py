@@ -21,6 +21,8 @@ Message = dict[str, Any]
 # A client that is made while the module is imported knows no run: its calls must fail, loudly.
 NOWHERE = "http://127.0.0.1:1/made-at-import-not-in-the-run"
 KEPT_ERRORS = 2000
+# A longer reply would not be read, and would end the worker with all the runs in it.
+MOST_OUTPUT = 2**20
 
 
 class Worker:
@@ -81,7 +83,9 @@ class Worker:
 
 
 def _returned(value: Any) -> Message:
-    as_text(value)
+    if len(as_text(value)) > MOST_OUTPUT:
+        detail = f"it returned more than {MOST_OUTPUT} characters"
+        return {"error": "too much output", "detail": detail}
     return {"value": value}
 
 

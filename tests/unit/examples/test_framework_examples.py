@@ -64,6 +64,14 @@ def test_no_task_is_in_training_and_held_out(load: Load, name: str) -> None:
     assert tasks(8, 0, "train") != tasks(8, 1, "train")
 
 
+def test_no_held_out_question_is_a_worked_example(load: Load) -> None:
+    """Its answer would stand in the prompt."""
+    shown = {sql for _, sql, _ in load("sql", "shown").POOL}
+    tasks = load("sql", "tasks").tasks
+    for seed in range(8):
+        assert not shown & {task["answer"] for task in tasks(96, seed, "held-out")}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_right_answer_earns_the_full_reward(load: Load, name: str) -> None:
     tag = "<answer>{}</answer>" if name == "rag" else "{}"

@@ -17,6 +17,7 @@ from tests.support.rollouts import Runner
 from tests.support.servers.fake_proxy import FakeProxy
 
 __all__ = ["fake", "runner"]
+ADVICE = "http:// or https:// URL: give the address that `pawl proxy` or `pawl up` prints"
 
 
 @pytest.mark.parametrize(
@@ -42,12 +43,9 @@ __all__ = ["fake", "runner"]
         ({"policy": "m", "every_version": True, "split": "train"}, "needs --split eval"),
         ({"tasks": Path("none.jsonl")}, "--tasks: none.jsonl cannot be read"),
         ({"tasks": Path("agent.py")}, "agent.py, line 2 is no task"),
-        ({"journal": Path("tasks.jsonl")}, "--journal: line 1 of tasks.jsonl is no line"),
-        (
-            {"journal": Path("j.log"), "command": None, "python": "agent:answer"},
-            "--journal: j.log is where --python prints to; name another file, such as j.jsonl",
-        ),
+        ({"journal": Path("agent.py")}, "--journal: line 1 of agent.py is no line"),
         ({"journal": Path()}, "--journal: . cannot be opened"),
+        ({"journal": Path("tasks.jsonl")}, "--tasks and --journal would be one file, tasks.jsonl:"),
         ({"summary": Path("agent.py/s.json")}, "--summary: agent.py/s.json cannot be written"),
     ],
 )
@@ -74,6 +72,7 @@ async def test_what_cannot_be_run_is_said_with_its_option(
         ("agent:nope", "the module 'agent' has no 'nope'"),
         ("agent:STARTED", "agent:STARTED is not a function"),
         ("broken:f", "ZeroDivisionError"),
+        ("ends:f", r"the worker ended with exit status 0\."),
     ],
 )
 @pytest.mark.usefixtures("runner")
@@ -82,6 +81,7 @@ async def test_a_function_that_cannot_be_imported_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("1 / 0\n")
+    Path("ends.py").write_text("import sys\nsys.exit()\n")
     agent = WarmAgent(Function(name=function, log_file=tmp_path / "log"))
     with pytest.raises(RolloutError, match=f"--python {function}: .*{said}"):
         await agent.start(1)
@@ -91,7 +91,7 @@ async def test_a_function_that_cannot_be_imported_is_said(
     ("options", "said"),
     [
         (("--split", "test"), "pawl: --split is train or eval, not 'test'\n"),
-        (("--url", "localhost:1"), "pawl: --url: 'localhost:1' is no http:// or https:// URL\n"),
+        (("--url", "http://[::1"), f"pawl: --url: 'http://[::1' is no {ADVICE}\n"),
     ],
 )
 async def test_an_error_is_one_line(runner: Runner, options: tuple[str, ...], said: str) -> None:

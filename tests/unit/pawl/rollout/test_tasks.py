@@ -42,6 +42,11 @@ def test_an_id_is_the_name() -> None:
     assert [task.name for task in tasks] == ["t1", "2"]
 
 
+def test_an_unseen_mark_before_the_first_line_is_no_part_of_it() -> None:
+    told = lines({"id": "t1"}, {"q": 2})
+    assert parse_tasks(b"\xef\xbb\xbf" + told, "a.jsonl") == parse_tasks(told, "a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -28,6 +28,19 @@ def daemon(task):
 def environment(task):
     return dict(os.environ)
 
+def leave_a_child(task):
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os._exit(3)
+
+def large(task):
+    return "x" * 9_000_000
+
+async def large_together(task, base_url):
+    await asyncio.sleep(task.get("after", 0))
+    return "x" * task.get("size", 9_000_000)
+
 async def together(task, base_url):
     await asyncio.sleep(task.get("after", 0))
     if "status" in task:
@@ -80,6 +93,25 @@ async def test_a_daemon_that_has_the_pipes_holds_nobody_up(folder: Path, seconds
             await warm.stop()
     finally:
         os.kill(int((folder / "pid").read_text()), 9)
+
+
+async def test_a_crash_is_seen_though_a_child_of_the_worker_has_its_pipes(folder: Path) -> None:
+    warm = agent(folder, "leave_a_child")
+    await warm.start(1)
+    result = await warm.run(request(limit_s=20))
+    await warm.stop()
+    assert result.error == "exit status 3"
+
+
+async def test_more_than_can_be_kept_is_said_and_costs_no_other_run(folder: Path) -> None:
+    for name in ("large", "large_together"):
+        warm = agent(folder, name)
+        await warm.start(1)
+        runs = [request(), request(after=0.5, size=1)] if "together" in name else [request()]
+        results = await asyncio.gather(*map(warm.run, runs))
+        await warm.stop()
+        assert [one.error for one in results] == ["too much output", None][: len(runs)]
+        assert "1048576 characters" in results[0].detail
 
 
 async def test_settings_and_log_are_nobody_elses_business(

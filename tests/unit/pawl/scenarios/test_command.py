@@ -1,6 +1,7 @@
 """`pawl example` that cannot run says so in one line, and what to do."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ def test_a_missing_framework(
 ) -> None:
     monkeypatch.setattr("pawl.scenarios.places.CLIENTS", tmp_path / "python")
     assert "install it with `make example NAME=math`" in said(capsys, "math")
+
+
+def test_nothing_to_draw_the_picture_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib, which draws the picture" in said(capsys, "calculator")
 
 
 def test_a_taken_port(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
