@@ -68,6 +68,15 @@ class LearnerError(TrainerError):
         """Return whether the next update can succeed, because those to blame are spent."""
         return False
 
+    @property
+    def doubts_servers(self) -> bool:
+        """Return whether a model server that is at fault may have sampled the episodes."""
+        return False
+
+
+class ServerAtFault(LearnerError):
+    """Report that a model server, which a trial found at fault, may have sampled an update."""
+
 
 class Unusable(LearnerError):
     """Report that some episodes make an update impossible; no other may be spent for that.
@@ -103,6 +112,19 @@ class ShortOfMemory(Unusable):
         super().__init__(message, reason=OUT_OF_MEMORY)
 
 
+class OtherVocabulary(Unusable):
+    """Report token ids that the base model has no embedding for: another model sampled them."""
+
+    def __init__(self, message: str, episodes: Mapping[UUID, str]) -> None:
+        """Store the message, and what is wrong with each episode."""
+        super().__init__(message, episodes, "damaged")
+
+    @property
+    def doubts_servers(self) -> bool:
+        """Return True: the server may still have another base model."""
+        return True
+
+
 class DriftOutOfBounds(Unusable):
     """Report that server and trainer compute different log-probabilities for the newest version."""
 
@@ -116,6 +138,11 @@ class DriftOutOfBounds(Unusable):
     def is_poison(self) -> bool:
         """Return False: the server may still be as it was when these were sampled."""
         return False
+
+    @property
+    def doubts_servers(self) -> bool:
+        """Return True: its model, precision or options may be others."""
+        return True
 
 
 class Unreplayable(LearnerError):

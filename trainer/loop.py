@@ -20,9 +20,9 @@ from store.updates import signal
 from store.updates.claims import Claim
 from store.updates.faults import note_fault
 from store.versions import PolicyVersion
-from trainer.errors import DriftOutOfBounds, LearnerError, ShortOfMemory
+from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
-from trainer.metrics import HELD, UPDATE_SECONDS
+from trainer.metrics import UPDATE_SECONDS, show_hold
 from trainer.publishing.adapters import NewVersion, version_folder
 from trainer.publishing.pacing import Pacing
 from trainer.publishing.publish import Publisher
@@ -31,7 +31,7 @@ from trainer.settings import TrainerSettings
 from trainer.updates.claiming import Claiming
 from trainer.updates.ending import Ending
 from trainer.updates.expiring import Expiring
-from trainer.updates.holding import Holding
+from trainer.updates.holding import Holding, HoldReason, looks_like_a_fault
 from trainer.updates.plan import Plan, claim_rule
 from trainer.updates.planning import Planning
 from trainer.updates.recording import Recording
@@ -112,7 +112,7 @@ class Loop:
         try:
             await self._trial.check()
         except ShortOfMemory as error:
-            self._holding.doubt(str(error))
+            self._holding.doubt(str(error), "out_of_memory")
             self._tell_if_held()
         else:
             self._holding.settle()
@@ -130,7 +130,7 @@ class Loop:
             if why is None:
                 await self._set_aside()
             log.warning("trial", policy=self._policy, passed=why is None, reason=why)
-        HELD.labels(self._policy).set(int(self._holding.is_held))
+        show_hold(self._policy, self._holding.kind)
 
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired.
@@ -186,22 +186,22 @@ class Loop:
                 await self._run(claim, parent)
             except LearnerError as error:
                 await self._claiming.undo(claim.update_id, error)
-                await self._weigh(error)
+                await self._weigh(error, claim)
             except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
             else:
                 return True
         return False
 
-    async def _weigh(self, error: LearnerError) -> None:
+    async def _weigh(self, error: LearnerError, claim: Claim) -> None:
         """Count an update that failed, unless the next one can do without what made it fail.
 
-        Rows that drift may have been sampled before a fault was repaired: the servers are asked.
+        Rows that a server sampled wrongly may be from before a repair: the servers are asked.
         """
-        if error.is_poison:
+        if error.is_poison and not _is_of_most(error, claim):
             return
         why: str | None = str(error)
-        if isinstance(error, DriftOutOfBounds):
+        if error.doubts_servers:
             self._holding.note_drift()
             why = await self._trial.why_unserved()
         if why is None:
@@ -209,7 +209,7 @@ class Loop:
             self._holding.note_past_fault(str(error))
             self._tell_if_held()
         else:
-            self._note_failure(why)
+            self._note_failure(why, _hold_reason(error))
 
     async def _set_aside(self) -> None:
         """Set aside what was sampled before now, where the servers are right now and were not.
@@ -221,15 +221,15 @@ class Loop:
                 episodes = await note_fault(connection, self._policy)
             log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
 
-    def _note_failure(self, why: str) -> None:
+    def _note_failure(self, why: str, kind: HoldReason) -> None:
         """Count an update that came to nothing, and hold after some in a row."""
-        self._holding.note_failure(why)
+        self._holding.note_failure(why, kind)
         self._tell_if_held()
 
     def _tell_if_held(self) -> None:
         why = self._holding.reason
         if why is not None:
-            HELD.labels(self._policy).set(1)
+            show_hold(self._policy, self._holding.kind)
             log.error("trainer_holds", policy=self._policy, reason=why)
 
     async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
@@ -250,12 +250,12 @@ class Loop:
         """Try the model servers before so many episodes are spent as too far off the policy.
 
         Raises:
-            LearnerError: one is at fault, and may have sampled them wrongly.
+            ServerAtFault: one may have sampled them wrongly.
         """
         why = await self._trial.why_unserved()
         if why is not None:
             self._holding.note_drift()
-            raise LearnerError(
+            raise ServerAtFault(
                 f"{far} of {measured} episodes are too far off the policy, and a model server is at"
                 f" fault: {why}"
             )
@@ -285,5 +285,18 @@ class Loop:
         if why is None:
             self._holding.note_success()
         else:
-            self._note_failure(why)
+            self._note_failure(why, "rejected")
         await self._publisher.clean(self._folder)
+
+
+def _is_of_most(error: LearnerError, claim: Claim) -> bool:
+    """Return whether most of a claim's episodes are to blame: then it is hardly their doing."""
+    members = sum(len(group.episodes) for group in claim.groups)
+    return isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
+
+
+def _hold_reason(error: LearnerError) -> HoldReason:
+    """Return in a word what the trainer holds for, if an update failed and it does."""
+    if error.doubts_servers or isinstance(error, ServerAtFault):
+        return "server"
+    return "out_of_memory" if isinstance(error, ShortOfMemory) else "failed"

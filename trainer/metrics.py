@@ -1,8 +1,10 @@
 """Define the trainer's Prometheus metrics, served at `/metrics`."""
 
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
+
+from trainer.updates.holding import HoldReason
 
 UPDATES = Counter("pawl_updates_total", "Updates, by outcome.", ["policy", "outcome"])
 UPDATE_SECONDS = Histogram(
@@ -29,8 +31,14 @@ CAPPED = Gauge(
 )
 HELD = Gauge(
     "pawl_trainer_held",
-    "Whether the trainer claims nothing, because its last updates came to nothing.",
+    "Whether the trainer claims nothing, because its last updates came to nothing or a model server"
+    " is away or at fault.",
     ["policy"],
+)
+HELD_REASON = Gauge(
+    "pawl_trainer_held_reason",
+    "1 for what the trainer of a policy holds for, else 0; its log has it in full.",
+    ["policy", "reason"],
 )
 TRAINED_TOKENS = Counter(
     "pawl_trained_tokens_total", "Sampled tokens that carried loss.", ["policy"]
@@ -83,3 +91,10 @@ NEXT_VERSION = Gauge(
 VERSION = Gauge(
     "pawl_trained_version", "Newest version that was promoted, by whomever.", ["policy"]
 )
+
+
+def show_hold(policy: str, reason: HoldReason | None) -> None:
+    """Show what the trainer of a policy holds for, or that it does not hold (None)."""
+    HELD.labels(policy).set(reason is not None)
+    for one in get_args(HoldReason):
+        HELD_REASON.labels(policy, one).set(one == reason)

@@ -26,6 +26,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
+from trainer.metrics import show_hold
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.recipes.recipe import Recipe
@@ -105,8 +106,9 @@ async def _work(
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
                 if isinstance(error, UpstreamAway):
-                    for holding in holdings.values():
+                    for policy, holding in holdings.items():
                         holding.doubt("the model servers were away, and may be others now")
+                        show_hold(policy, holding.kind)
             await asyncio.sleep(RETRY_S)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from .kinds import Band, Query, Row, lines, newest, rate, rate_of_policy, stack, stairs
+from .kinds import OF_POLICY, Band, Query, Row, lines, newest, rate, rate_of_policy, stack, stairs
 
 LEARNING: Final = Row(
     "Reward and learning",
@@ -178,9 +178,13 @@ LEARNING: Final = Row(
         ),
         stairs(
             "Held or left",
-            "1: the trainer claims nothing, because its last updates came to nothing, or left the policy, because it failed. The log says why.",
+            "1: the trainer claims nothing, for the reason that is named, or left the policy, because it failed. The log has it in full.",
             "none",
             newest("pawl_trainer_held", "{{policy}}: held"),
+            Query(
+                f"max by (policy, reason) (pawl_trainer_held_reason{OF_POLICY}) > 0",
+                "{{policy}}: held, {{reason}}",
+            ),
             newest("pawl_policy_left", "{{policy}}: left"),
             max=1,
         ),

@@ -53,6 +53,8 @@ EVENT_COLUMNS: Final = (
 FEEDBACK_COLUMNS: Final = (
     *("id", "metric", "value", "label", "target_kind", "target", "request_id", "at"),
 )
+# The HTTP status of a call that a model answered.
+ANSWERED: Final = 200
 # A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
 MAX_INDEXED_BYTES: Final = 2048
 # The texts of a call: those in columns of `transitions`, and those in other tables.
@@ -128,12 +130,16 @@ def derived_task(record: CallRecord) -> str | None:
     """Derive the task of a call that names none: a hash of what is asked in it.
 
     So episodes that begin with the same question form a group, also if their instructions hold the
-    time of day. Where no question can be told from the rest it is a hash of the prompt ids. Return
-    None if the upstream gave no ids: such an episode cannot be compared with another.
+    time of day, or if a model elsewhere that gives no ids got it first. Where no question can be
+    told from the rest it is a hash of the prompt ids. Return None if there are none, either, and
+    for a call that brought no ids because nobody answered it.
     """
-    if not record.tokens.prompt_ids:
+    ids = record.tokens.prompt_ids
+    if not ids and record.http_status != ANSWERED:
         return None
-    question = question_digest(record.dialect, record.request) or record.tokens.prompt_ids
+    question = question_digest(record.dialect, record.request) or ids
+    if not question:
+        return None
     return same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 

@@ -13,7 +13,7 @@ from uuid import UUID
 import torch
 
 from trainer.batches.rows import Row
-from trainer.errors import Unusable
+from trainer.errors import OtherVocabulary, Unusable
 from trainer.learners.budget import NoRoom, needs_memory
 from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
@@ -27,7 +27,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
     """Refuse rows with ids that the model has no embedding for.
 
     Raises:
-        Unusable: there are some; on a GPU they would end the process.
+        OtherVocabulary: there are some; on a GPU they would end the process.
     """
     strange = {
         row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
@@ -37,10 +37,8 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
         or max(row.distribution.token_ids, default=0) >= vocabulary
     }
     if strange:
-        raise Unusable(
-            "some rows have ids of another vocabulary: was another base model served then?",
-            strange,
-            reason="damaged",
+        raise OtherVocabulary(
+            "some rows have ids of another vocabulary: was another base model served then?", strange
         )
 
 

@@ -28,6 +28,8 @@ NEUTRAL: Final[Mapping[str, float]] = {
 # A list of models needs no engine: a server that takes longer for it counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
+# What reading an answer ends in that has not, or not in that shape, what was asked for.
+_NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
 
 
 class Completion(Record, frozen=True, kw_only=True):
@@ -143,7 +145,7 @@ class ModelServer:
         """Return the server's log p(ids[i] | ids[:i]) for i ≥ 1, (T − 1,), at temperature one.
 
         Raises:
-            PublishError: the server refuses the request.
+            PublishError: the server refuses the request, or reports none.
             UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         body = {
@@ -156,11 +158,17 @@ class ModelServer:
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
             raise await self._refused_probe(name, status, answer)
-        entries = answer["choices"][0]["prompt_logprobs"]
-        return [
-            float(entry[str(token)]["logprob"])
-            for token, entry in zip(ids[1:], entries[1:], strict=True)
-        ]
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [
+                float(entry[str(token)]["logprob"])
+                for token, entry in zip(ids[1:], entries[1:], strict=True)
+            ]
+        except _NOT_REPORTED as error:
+            raise PublishError(
+                f"the model server does not report the log-probabilities of a prompt of {name}: use"
+                " a vLLM that knows prompt_logprobs"
+            ) from error
 
     async def base_of(self, name: str) -> str:
         """Return the name of the base model that adapter `name` was loaded for.
@@ -203,15 +211,15 @@ class ModelServer:
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
             raise await self._refused_probe(name, status, answer)
-        choice = answer["choices"][0]
-        sampled = choice.get("token_ids")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        if not sampled or not logprobs or len(sampled) != len(logprobs):
-            raise PublishError(
-                f"the model server does not report ids and log-probabilities of what {name}"
-                " samples: use a vLLM that knows return_token_ids"
-            )
-        return choice, list(zip(sampled, map(float, logprobs), strict=True))
+        try:
+            choice = answer["choices"][0]
+            logprobs = map(float, choice["logprobs"]["token_logprobs"])
+            sampled = list(zip(choice["token_ids"], logprobs, strict=True))
+        except _NOT_REPORTED as error:
+            raise _no_ids(name) from error
+        if not sampled:
+            raise _no_ids(name)
+        return choice, sampled
 
     async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
         """Return what `name` says after the prompt `ids`, at temperature one, in `tokens` at most.
@@ -274,3 +282,10 @@ class ModelServer:
             raise UpstreamAway(
                 f"the model server at {self.url} does not answer ({type(error).__name__})"
             ) from error
+
+
+def _no_ids(name: str) -> PublishError:
+    return PublishError(
+        f"the model server does not report ids and log-probabilities of what {name} samples: use a"
+        " vLLM that knows return_token_ids"
+    )

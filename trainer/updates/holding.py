@@ -6,8 +6,10 @@ trainer holds: it claims nothing, and tries now and then, on made-up rows, wheth
 
 from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import Final, Literal
 
+# What a trainer holds for, in a word; the log has it in full.
+HoldReason = Literal["failed", "out_of_memory", "drift", "rejected", "server", "server_away"]
 # Updates in a row that come to nothing before the trainer holds.
 FAILURES: Final = 2
 # Seconds between a hold's beginning, or a trial that failed, and the next trial.
@@ -17,6 +19,17 @@ LONGEST_PAUSE_S: Final = 3600.0
 # Updates in a row of rows that were sampled wrongly, while the server is right by every trial,
 # before the trainer holds nevertheless: the trial may miss something.
 PAST_FAULTS: Final = 8
+# Fewer odd episodes than these are no sign of anything but themselves.
+FEWEST: Final = 4
+
+
+def looks_like_a_fault(odd: int, of: int) -> bool:
+    """Return whether so many of an update's episodes are odd that it may not be their doing.
+
+    A server that samples wrongly makes all odd that it samples, and a machine with hardly any
+    memory nearly all.
+    """
+    return odd >= FEWEST and 2 * odd >= of
 
 
 class Holding:
@@ -32,6 +45,7 @@ class Holding:
         self._trial_at = 0.0
         self.is_in_doubt = False
         self.reason: str | None = None
+        self.kind: HoldReason | None = None
 
     @property
     def is_held(self) -> bool:
@@ -56,43 +70,50 @@ class Holding:
         """Note an update of rows that a server sampled wrongly, whether it still does or not."""
         self._drifts += 1
 
-    def note_failure(self, why: str) -> None:
+    def note_failure(self, why: str, kind: HoldReason = "failed") -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""
         self._failures += 1
         if self._failures >= FAILURES:
-            self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1)))
+            pause_s = min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1))
+            self._hold(why, pause_s, kind)
 
     def note_past_fault(self, why: str) -> None:
         """Note an update of rows that drift, whose server is right now by a trial."""
         self._past_faults += 1
         if self._past_faults >= PAST_FAULTS:
             self._past_faults = 0
-            self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0**self._in_vain))
+            self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0**self._in_vain), "drift")
 
-    def doubt(self, why: str) -> None:
+    def doubt(self, why: str, kind: HoldReason = "server_away") -> None:
         """Hold until a trial, which is due at once: the model servers may not be what they were."""
         if not self.is_held:
-            self._hold(why, 0.0)
+            self._hold(why, 0.0, kind)
             self.is_in_doubt = True
 
     def settle(self) -> None:
         """Go on where nothing but a doubt held, which is settled."""
         if self.is_in_doubt:
-            self.is_in_doubt, self.reason = False, None
+            self.is_in_doubt = False
+            self._go_on()
 
     def note_trial(self, why: str | None) -> None:
         """Note a trial that failed for the reason `why`, or succeeded if it is None."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
-            self._hold(why, TRIAL_S)
+            # One that was away answers, and is not what it was.
+            came_back = self.kind == "server_away"
+            self._hold(why, TRIAL_S, "server" if came_back else self.kind or "failed")
             return
-        self.reason = None
+        self._go_on()
         if in_doubt:
             return
         # One more failure, and it holds again.
         self._failures = FAILURES - 1
         self._in_vain += 1
 
-    def _hold(self, why: str, pause_s: float) -> None:
-        self.reason = why
+    def _go_on(self) -> None:
+        self.reason = self.kind = None
+
+    def _hold(self, why: str, pause_s: float, kind: HoldReason) -> None:
+        self.reason, self.kind = why, kind
         self._trial_at = self._clock() + pause_s

@@ -11,9 +11,10 @@ import msgspec
 
 from store.updates.claims import Claim
 from trainer.recipes.recipe import Recipe
+from trainer.updates.holding import looks_like_a_fault
 from trainer.updates.plan import Plan, plan_update
 from trainer.updates.recomputed import with_logprobs
-from trainer.updates.staleness import looks_like_a_fault, smallest_in, too_far
+from trainer.updates.staleness import smallest_in, too_far
 from trainer.updates.training import Training
 
 # Is told how many of how many measured episodes are too far off the policy, where so many are that
@@ -50,7 +51,7 @@ class Planning:
         limits = self._recipe.off_policy
         whole, shares = await self._training.measure(parent, plan.rows, limits.ratio_cap)
         far = too_far(shares, limits.min_effective_sample)
-        if looks_like_a_fault(shares, far):
+        if looks_like_a_fault(len(far), len(shares)):
             await self._doubt(len(far), len(shares))
         if far:
             plan = plan_update(claim, self._recipe, lost, unreplayed, far)

@@ -20,8 +20,6 @@ from trainer.batches.rows import Row
 OFF_POLICY: Final = "off_policy"
 FAR: Final = "off_policy_episodes"
 SMALLEST: Final = "smallest_effective_sample"
-# Fewer episodes than these are no sign of anything but their age.
-FEWEST: Final = 4
 
 
 def effective_share(log_ratios: Sequence[float], cap: float) -> float:
@@ -63,14 +61,6 @@ def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
     One that is no number is not among them: the learner says what is wrong with it.
     """
     return {episode: share for episode, share in shares.items() if share < least}
-
-
-def looks_like_a_fault(shares: Mapping[UUID, float], far: Mapping[UUID, float]) -> bool:
-    """Return whether so many of the measured episodes are too far that the server may be at fault.
-
-    A server that samples wrongly makes whatever it samples too far, however new it is.
-    """
-    return len(far) >= FEWEST and 2 * len(far) >= len(shares)
 
 
 def smallest_in(shares: Mapping[UUID, float]) -> dict[str, float]:

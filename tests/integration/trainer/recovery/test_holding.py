@@ -1,8 +1,8 @@
 """A fault of the machine, the server or the recipe costs two updates at most, and then nothing."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID
 
 import pytest
@@ -18,12 +18,15 @@ from trainer.batches.rows import Row
 from trainer.errors import (
     DriftOutOfBounds,
     LearnerError,
+    OtherVocabulary,
     PublishError,
     ShortOfMemory,
+    Unusable,
     UpstreamAway,
 )
 from trainer.loop import Loop
 from trainer.publishing.replicas import Replicas
+from trainer.updates.holding import HoldReason
 
 __all__ = ["bench"]
 
@@ -60,6 +63,18 @@ def gauge() -> float | None:
     return REGISTRY.get_sample_value("pawl_trainer_held", {"policy": "m"})
 
 
+def held_for() -> list[str]:
+    """What `/metrics` says that the trainer holds for."""
+    found = {
+        sample.labels["reason"]: sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "pawl_trainer_held_reason" and sample.labels["policy"] == "m"
+    }
+    assert set(found) == set(get_args(HoldReason))
+    return [reason for reason, value in found.items() if value]
+
+
 async def try_again(loop: Loop) -> bool:
     """What the loop does once its pause is over."""
     loop._holding._trial_at = 0.0
@@ -77,7 +92,7 @@ async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(ben
         assert not await try_again(loop)
         # It was tried with made-up rows, without a claim.
         assert await states(bench) == ["abandoned"] * 2
-        assert (loop._holding.reason, gauge()) == ("the GPU is full", 1.0)
+        assert (loop._holding.reason, gauge(), held_for()) == ("the GPU is full", 1.0, ["failed"])
         bench.learner.fails = None
         assert await try_again(loop)
         assert gauge() == 0.0
@@ -96,6 +111,7 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
         assert await consumed(bench) == 8
         assert not await try_again(loop)
         assert "--max-lora-rank" in (loop._holding.reason or "")
+        assert held_for() == ["rejected"]
         bench.fake.refuse_load = False
         assert await try_again(loop)
     assert (await bench.states())[3] == "serving"
@@ -110,6 +126,7 @@ async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) 
             await bench.fill(name)
         assert await consumed(bench) == 2
         assert "processed_logprobs" in (loop._holding.reason or "")
+        assert held_for() == ["server"]
 
 
 async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Bench) -> None:
@@ -132,21 +149,30 @@ async def wrong_ones(bench: Bench) -> set[UUID]:
         return set((await connection.execute(query)).scalars())
 
 
-async def learn_to_see(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the learner find rows that drift as the real one does."""
+Find = Callable[[dict[UUID, str]], LearnerError]
+# How the real learner tells rows that a server at fault sampled.
+FINDS: dict[str, Find] = {
+    "drift": lambda odd: DriftOutOfBounds("server and trainer differ", odd, {}),
+    "vocabulary": lambda odd: OtherVocabulary("ids of another vocabulary", odd),
+}
+
+
+async def learn_to_see(bench: Bench, monkeypatch: pytest.MonkeyPatch, find: Find) -> None:
+    """Let the learner find rows that a server sampled wrongly."""
     real, wrong = bench.learner.update, await wrong_ones(bench)
 
     def update(rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         odd = {row.episode_id: "far" for row in rows if row.episode_id in wrong}
         if odd:
-            raise DriftOutOfBounds("server and trainer differ", odd, {})
+            raise find(odd)
         return real(rows, step_share)
 
     monkeypatch.setattr(bench.learner, "update", update)
 
 
+@pytest.mark.parametrize("found_by", FINDS)
 async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     """However many episodes there are, two updates' are spent, and what is good is learned from."""
     async with working(bench) as loop:
@@ -154,7 +180,7 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
         bench.fake.sampled_logprob = -4.0
         for number in range(12):
             await bench.fill(f"wrong{number}-")
-        await learn_to_see(bench, monkeypatch)
+        await learn_to_see(bench, monkeypatch, FINDS[found_by])
         for _ in range(3):
             assert not await loop.update_once()
         assert loop._holding.is_held
@@ -174,20 +200,64 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
     await bench.assert_spent_once(20)
 
 
+@pytest.mark.parametrize("found_by", FINDS)
 async def test_a_fault_that_was_repaired_before_it_was_known_costs_two_updates(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     async with working(bench) as loop:
         assert await loop.update_once()
         for number in range(12):
             await bench.fill(f"wrong{number}-")
-        await learn_to_see(bench, monkeypatch)
+        await learn_to_see(bench, monkeypatch, FINDS[found_by])
         assert not await loop.update_once()
         assert not loop._holding.is_held
         assert await consumed(bench) == 4 + 8
         await bench.fill("right")
         assert await loop.update_once()
     await bench.assert_spent_once(4 + 8 + 4)
+
+
+def blame_all(rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
+    raise Unusable("none fits", {row.episode_id: "it is long" for row in rows}, "too_long")
+
+
+async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where so little memory is left that only the shortest row has room."""
+    async with working(bench) as loop:
+        for number in range(6):
+            await bench.fill(f"more{number}-")
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.learner, "update", blame_all)
+            for _ in range(4):
+                assert not await loop.update_once()
+            assert (loop._holding.reason, gauge()) == ("none fits", 1.0)
+            assert await consumed(bench) == 8
+        assert await try_again(loop)
+        assert gauge() == 0.0
+    assert (await bench.states())[1] == "serving"
+
+
+async def test_a_few_episodes_that_are_to_blame_do_not_hold(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, spent = bench.learner.update, 0
+
+    def update(rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
+        nonlocal spent
+        if spent < 5:
+            spent += 1
+            raise Unusable("one does not fit", {rows[0].episode_id: "it is long"}, "too_long")
+        return real(rows, step_share)
+
+    async with working(bench) as loop:
+        for number in range(6):
+            await bench.fill(f"more{number}-")
+        monkeypatch.setattr(bench.learner, "update", update)
+        assert await loop.update_once()
+        assert not loop._holding.is_held
+        assert await consumed(bench) == 5 + 4
 
 
 async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Bench) -> None:
@@ -213,10 +283,11 @@ async def test_too_little_memory_at_the_start_is_waited_for(
             patched.setattr(bench.learner, "write_trial", full)
             await loop.check_server()
             assert (loop._holding.reason, gauge()) == ("the memory has no room", 1.0)
+            assert held_for() == ["out_of_memory"]
             assert not await try_again(loop)
         assert (await states(bench), await consumed(bench)) == ([], 0)
         assert await try_again(loop)
-        assert gauge() == 0.0
+        assert (gauge(), held_for()) == (0.0, [])
     await bench.assert_spent_once(4)
 
 

@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.records import Tokens
 from store.values.question import question_digest
-from store.write.rows import derived_task
+from store.write.rows import derived_task, episode_row
 from tests.support.records import call, tokens
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -144,4 +146,25 @@ def test_the_task_of_a_call_that_names_none() -> None:
     plain = [derived_task(call(tokens=own)) for own in ids]
     assert None not in plain
     assert plain[0] != plain[1]
-    assert derived_task(call(tokens=tokens([], []), request=chat(USER))) is None
+    assert derived_task(call(tokens=tokens([], []))) is None
+    # What was asked is known without them.
+    unknown = call(tokens=tokens([], []), request=chat(USER))
+    assert derived_task(unknown) == derived_task(one)
+    # What was refused from the start is no try at it.
+    assert derived_task(msgspec.structs.replace(unknown, http_status=400)) is None
+
+
+def test_an_episode_that_another_model_began_is_of_the_question_that_it_was_asked() -> None:
+    """A planner elsewhere gives no ids, and what it plans is another text each time."""
+    rows = [
+        episode_row(
+            [
+                call(policy=None, policy_version=None, tokens=Tokens(), request=chat(USER)),
+                call(request=chat({"role": "user", "content": f"Plan {number}: add them."})),
+            ]
+        )
+        for number in range(2)
+    ]
+    tasks = {row[3] for row in rows}
+    assert len(tasks) == 1
+    assert None not in tasks

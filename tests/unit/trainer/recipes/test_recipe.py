@@ -9,6 +9,12 @@ from trainer.recipes.gate import GateOptions
 from trainer.recipes.recipe import load_recipe, parse_recipe
 from trainer.recipes.recorded import recorded_recipe
 
+ROOT = Path(__file__).parents[4]
+EXAMPLES = [
+    path
+    for path in sorted(ROOT.glob("examples/*/*.toml"))
+    if path.read_text().startswith("learner") or "\nlearner" in path.read_text()
+]
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
@@ -22,6 +28,22 @@ SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 )
 def test_the_packaged_recipes_are_valid(name: str, learner: str) -> None:
     assert load_recipe(name).learner == learner
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("trainer/recipes/*.toml"), *EXAMPLES], ids=lambda path: path.stem
+)
+def test_a_failed_episode_is_an_outcome_in_every_recipe_that_comes_with_pawl(path: Path) -> None:
+    credit = load_recipe(str(path)).credit
+    assert credit.failed_reward == 0.0
+    assert (credit.smallest_spread, credit.air_spread) == (0.1, 0.5)
+
+
+def test_of_models_that_think_each_token_weighs_the_same_and_bounds_are_by_length() -> None:
+    recipe = load_recipe("thinking")
+    assert recipe.credit.equal_weight == "token"
+    rule = recipe.off_policy
+    assert (rule.sequence_min, rule.sequence_max, rule.sequence_length) == (0.5, 2.0, 20)
 
 
 @pytest.mark.parametrize("name", ["default", "ppo", "sft", "single"])

@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.updates.holding import FAILURES, LONGEST_PAUSE_S, PAST_FAULTS, TRIAL_S, Holding
+from trainer.updates.holding import (
+    FAILURES,
+    LONGEST_PAUSE_S,
+    PAST_FAULTS,
+    TRIAL_S,
+    Holding,
+    looks_like_a_fault,
+)
 
 
 class Clock:
@@ -108,3 +115,36 @@ def test_two_updates_that_drift_and_no_success_between_them_say_what_a_server_do
     assert holding.sampled_wrongly
     holding.note_success()
     assert not holding.sampled_wrongly
+
+
+def test_most_of_several_episodes_look_like_a_fault() -> None:
+    assert looks_like_a_fault(4, 4)
+    assert looks_like_a_fault(4, 8)
+    assert not looks_like_a_fault(4, 9)
+    assert not looks_like_a_fault(3, 3)
+    assert not looks_like_a_fault(0, 0)
+
+
+def test_what_it_holds_for_is_told_in_a_word() -> None:
+    holding = Holding(Clock())
+    holding.note_failure("its files differ", "rejected")
+    assert holding.kind is None
+    holding.note_failure("the GPU is full", "out_of_memory")
+    assert holding.kind == "out_of_memory"
+    holding.note_trial("the GPU is still full")
+    assert holding.kind == "out_of_memory"
+    holding.note_trial(None)
+    assert holding.kind is None
+    holding.note_success()
+    holding.doubt("no server answers")
+    assert holding.kind == "server_away"
+    # It answers, and is another one.
+    holding.note_trial("its base model is another")
+    assert holding.kind == "server"
+
+
+def test_a_doubt_that_is_settled_is_no_reason_any_more() -> None:
+    holding = Holding(Clock())
+    holding.doubt("the memory is short", "out_of_memory")
+    holding.settle()
+    assert (holding.is_held, holding.kind) == (False, None)

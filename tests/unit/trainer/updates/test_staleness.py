@@ -18,7 +18,6 @@ from trainer.updates.plan import plan_update
 from trainer.updates.staleness import (
     effective_share,
     far_in,
-    looks_like_a_fault,
     sampled_by_others,
     shares_by_episode,
     smallest_in,
@@ -57,18 +56,6 @@ def test_one_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
 @given(LOG_RATIOS)
 def test_however_large_the_cap_it_is_a_share(log_ratios: list[float]) -> None:
     assert 0.0 <= effective_share(log_ratios, 1e308) <= 1.0 + 1e-9
-
-
-def test_most_of_several_episodes_look_like_a_fault() -> None:
-    def looks(far: int, measured: int) -> bool:
-        shares = {UUID(int=one): 0.1 if one < far else 0.9 for one in range(measured)}
-        return looks_like_a_fault(shares, too_far(shares, 0.5))
-
-    assert looks(4, 4)
-    assert looks(4, 8)
-    assert not looks(4, 9)
-    assert not looks(3, 3)
-    assert not looks(0, 0)
 
 
 def test_what_the_policy_never_gives_is_worth_nothing() -> None:

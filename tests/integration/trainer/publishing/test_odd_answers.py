@@ -1,0 +1,84 @@
+"""A model server that does not report what the trainer needs is told so, and stops no process."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from trainer.errors import PublishError
+from trainer.publishing.server import ModelServer
+
+IDS = [1, 2, 3]
+
+
+def choice(**fields: Any) -> web.Response:
+    return web.json_response({"choices": [fields]})
+
+
+def of_prompt(*logprobs: Any) -> web.Response:
+    entries = [
+        {str(token): {"logprob": one}} for token, one in zip(IDS[1:], logprobs, strict=False)
+    ]
+    return choice(prompt_logprobs=[None, *entries])
+
+
+# What servers say that do not know vLLM's own fields, with status 200.
+ODD: dict[str, Callable[[], web.Response]] = {
+    "nothing of it": lambda: choice(text="x"),
+    "null": lambda: choice(prompt_logprobs=None, token_ids=None, logprobs=None),
+    "no choice": lambda: web.json_response({"choices": []}),
+    "another object": lambda: web.json_response({"detail": "ok"}),
+    "a text": lambda: web.Response(text="ok"),
+}
+OF_PROMPT: dict[str, Callable[[], web.Response]] = ODD | {
+    "too few": lambda: of_prompt(-1.0),
+    "of other tokens": lambda: choice(prompt_logprobs=[None, *[{"9": {"logprob": -1.0}}] * 2]),
+    "no number": lambda: of_prompt(-1.0, None),
+}
+OF_SAMPLE: dict[str, Callable[[], web.Response]] = ODD | {
+    "ids alone": lambda: choice(token_ids=[4, 5]),
+    "none at all": lambda: choice(token_ids=[], logprobs={"token_logprobs": []}),
+    "too few": lambda: choice(token_ids=[4, 5], logprobs={"token_logprobs": [-1.0]}),
+    "no number": lambda: choice(token_ids=[4, 5], logprobs={"token_logprobs": [-1.0, None]}),
+}
+
+
+@asynccontextmanager
+async def answering(make: Callable[[], web.Response]) -> AsyncIterator[ModelServer]:
+    async def completions(_: web.Request) -> web.Response:
+        return make()
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with ModelServer(f"http://127.0.0.1:{runner.addresses[0][1]}/v1") as server:
+            yield server
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("said", OF_PROMPT)
+async def test_a_server_without_log_probabilities_of_prompts_is_named(said: str) -> None:
+    async with answering(OF_PROMPT[said]) as server:
+        with pytest.raises(PublishError, match="prompt_logprobs"):
+            await server.prompt_logprobs("m", IDS)
+
+
+@pytest.mark.parametrize("said", OF_SAMPLE)
+async def test_a_server_without_ids_of_what_it_samples_is_named(said: str) -> None:
+    async with answering(OF_SAMPLE[said]) as server:
+        with pytest.raises(PublishError, match="return_token_ids"):
+            await server.sample("m", IDS, 2.0, 2)
+
+
+async def test_what_is_reported_is_read() -> None:
+    async with answering(lambda: of_prompt(-1.0, -2.0)) as server:
+        assert await server.prompt_logprobs("m", IDS) == [-1.0, -2.0]
+    told = {"token_logprobs": [-1.0, -2.0]}
+    async with answering(lambda: choice(token_ids=[4, 5], logprobs=told)) as server:
+        assert await server.sample("m", IDS, 2.0, 2) == [(4, -1.0), (5, -2.0)]
