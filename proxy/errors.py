@@ -171,6 +171,14 @@ class ReplyTorn(UpstreamBroke):
     """Report that a reply in one piece broke off before any of it was passed on."""
 
 
+class Redirected(ProxyError):
+    """Report that the upstream sends a client that has one of our keys to another address."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
 class UnreadableCoding(ProxyError):
     """Report that a reply's content coding was not requested and cannot be decoded."""
 

@@ -32,6 +32,7 @@ from proxy.calls.routing import (
     unrouted,
     without_ids,
 )
+from proxy.door.redirects import check_redirect
 from proxy.door.refusal import UNEXPECTED, apologise, refuse
 from proxy.door.routes import Route
 from proxy.errors import ProxyError, ReplyTorn
@@ -185,6 +186,7 @@ class Call:
         arrived, shared, routed = self._arrived, self._shared, self._routed
         self._reply = reply
         shared.router.check_served(arrived, routed.serving, reply)
+        check_redirect(reply, arrived.exchange.api_key)
         return answer_of(reply, arrived, routed, self._headers(), self._claim, shared.max_reply)
 
     async def _durable(self, status: CallStatus) -> None:

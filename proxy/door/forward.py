@@ -12,6 +12,7 @@ import structlog
 
 from proxy.door.bodies import check_forwarded, check_query
 from proxy.door.heads import check_headers, passed_on
+from proxy.door.redirects import check_redirect
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
@@ -73,6 +74,7 @@ async def forward(
         return
     FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
+        check_redirect(reply, exchange.api_key)
         await _pass_back(exchange, reply)
     except ProxyError as error:
         refuse(exchange, error)

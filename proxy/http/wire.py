@@ -83,20 +83,29 @@ def is_framed(headers: Headers) -> bool:
 def for_upstream(headers: Headers, *, plain: bool) -> Headers:
     """Return the client's headers for the upstream; with `plain`, they ask for no coding."""
     unwanted = _with_named(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
-    kept = [
-        pair
-        for pair in headers
-        if (lower := pair[0].lower()) not in unwanted and not lower.startswith(OURS)
-    ]
+    kept = _not_ours(headers, unwanted)
     if plain:
         kept.append((b"Accept-Encoding", b"identity"))
     return kept
 
 
 def for_client(headers: Headers) -> Headers:
-    """Return the upstream's headers for the client, without those that frame the body."""
+    """Return the upstream's headers for the client, without those that frame the body.
+
+    What only this proxy says of a call (`x-pawl-…`) is not taken from an upstream either: it could
+    name another's version or call, and where it is a Pawl itself it names its own.
+    """
     unwanted = _with_named(_OF_THE_REPLY, headers)
-    return [pair for pair in headers if pair[0].lower() not in unwanted]
+    return _not_ours(headers, unwanted)
+
+
+def _not_ours(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
+    """Return headers without those that are unwanted, and without Pawl's own."""
+    return [
+        pair
+        for pair in headers
+        if (lower := pair[0].lower()) not in unwanted and not lower.startswith(OURS)
+    ]
 
 
 def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:

@@ -1,4 +1,4 @@
-"""Check keys on the admin port, which aiohttp serves."""
+"""Check keys on the admin port, which aiohttp serves, and hold them to their limits there."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -12,6 +12,7 @@ from proxy.formats.errors import OPENAI
 from proxy.http.peers import is_loopback
 from proxy.keys.credentials import shown_in
 from proxy.keys.gate import Gate
+from proxy.keys.limits import Usage
 from proxy.metrics import REFUSED
 from store.tenants import DEFAULT
 
@@ -28,20 +29,32 @@ def guarded_by(gate: Gate) -> Middleware:
     async def admit(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path not in OPEN:
-            shown = shown_in(list(request.raw_headers))
-            peer = (
-                None if request.transport is None else request.transport.get_extra_info("peername")
-            )
-            try:
-                grant = gate.check(shown, "read", local=is_loopback(peer))
-            except ProxyError as error:
-                REFUSED.labels(type(error).__name__).inc()
-                return _refusal(error)
-            request[TENANT] = DEFAULT if grant is None else grant.tenant
-        return await handler(request)
+        if request.path in OPEN:
+            return await handler(request)
+        try:
+            usage = _begun(gate, request)
+        except ProxyError as error:
+            REFUSED.labels(type(error).__name__).inc()
+            return _refusal(error)
+        try:
+            return await handler(request)
+        finally:
+            if usage is not None:
+                usage.end()
 
     return admit
+
+
+def _begun(gate: Gate, request: web.Request) -> Usage | None:
+    """Let a request in, with whose it is; return whom to tell that it has ended, if anybody.
+
+    Raises:
+        ProxyError: it is not let in, as `Gate.check` and `Gate.begin` say.
+    """
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    grant = gate.check(shown_in(list(request.raw_headers)), "read", local=is_loopback(peer))
+    request[TENANT] = DEFAULT if grant is None else grant.tenant
+    return None if grant is None else gate.begin(grant, takes_tokens=False)
 
 
 def _refusal(error: ProxyError) -> web.Response:

@@ -82,8 +82,16 @@ class Gate:
         if grant is None:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
+        return self.begin(grant, takes_tokens=scope == INFER)
+
+    def begin(self, grant: Grant, *, takes_tokens: bool) -> Usage:
+        """Count a request of a key that `check` let in; tell what is returned when it has ended.
+
+        Raises:
+            TooMany: the key has as many requests as its limits allow, or has used up its tokens.
+        """
         usage = self._usages[grant.id]
-        wait_s = usage.begin(monotonic(), takes_tokens=scope == INFER)
+        wait_s = usage.begin(monotonic(), takes_tokens=takes_tokens)
         if wait_s is not None:
             raise _too_many(grant, wait_s)
         return usage

@@ -29,6 +29,8 @@ from proxy.upstreams.litellm_words import (
 from proxy.upstreams.model_server import Reply
 
 LIBRARY: Final = "litellm"
+# What stands in place of the upstream's key.
+HIDDEN: Final = "***"
 EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
@@ -49,6 +51,7 @@ class LitellmUpstream:
         self._silence_s = silence_s
         self._closing: set[asyncio.Task[None]] = set()
         self._always = dict(spec.options)
+        self._key = key
         if key is not None:
             self._always["api_key"] = key
         if spec.urls:
@@ -85,16 +88,25 @@ class LitellmUpstream:
         try:
             answer = await call(**arguments)
         except self._library.exceptions.Timeout as error:
+            why = self.without_key(str(error))
             raise UpstreamSilent(
-                f"Upstream {self._spec.name!r} gave no reply in time: {error}"[:500],
+                f"Upstream {self._spec.name!r} gave no reply in time: {why}"[:500],
                 code="upstream_silent",
             ) from error
         except self.errors as error:
-            return LitellmReply(status_of(error), [JSON, *retry_headers(error)], refusal(error))
+            body = self.without_key(refusal(error).decode()).encode()
+            return LitellmReply(status_of(error), [JSON, *retry_headers(error)], body)
         if request.stream:
             return LitellmStream(self, answer, request.model)
         reply = answer.model_dump(mode="json", exclude_none=True)
         return LitellmReply(200, [JSON], whole_reply(reply, request.model))
+
+    def without_key(self, told: str) -> str:
+        """Return what litellm tells of an error, without the key.
+
+        Some providers take it in their URL, which errors quote, and some say back what they got.
+        """
+        return told.replace(self._key, HIDDEN) if self._key else told
 
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"
@@ -205,7 +217,8 @@ class LitellmStream(LitellmReply):
                 fields = chunk.model_dump(mode="json", exclude_none=True)
                 yield chunk_event(fields, self._model)
         except self._upstream.errors as error:
-            raise Torn(f"{type(error).__name__}: {error}"[:500]) from error
+            why = self._upstream.without_key(str(error))
+            raise Torn(f"{type(error).__name__}: {why}"[:500]) from error
         self._ended = True
         yield b"data: %s\n\n" % DONE
 

@@ -18,7 +18,7 @@ _TENANT: Final = re.compile(rf"{PATTERN}\Z")
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Limit the requests of a key to the data port, in one proxy. None: no limit.
+    """Limit the requests of a key to each port of one proxy. None: no limit.
 
     `per_minute` is how many may begin in any 60 seconds, `at_once` how many may run. Once calls
     that ended in the last 60 seconds took `tokens_per_minute` tokens, no other may begin.

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys.grants import Limits
+from store.keys.grants import Limits, Scope
 from store.keys.keys import create_key
 from tests.integration.conftest import Proxy
 from tests.integration.proxy.keys.test_keys import bearer, made, taken
@@ -14,9 +14,11 @@ from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
 
 
-async def limited(engine: AsyncEngine, name: str, limits: Limits) -> dict[str, str]:
+async def limited(
+    engine: AsyncEngine, name: str, limits: Limits, scope: Scope = "infer"
+) -> dict[str, str]:
     async with engine.begin() as connection:
-        return bearer((await create_key(connection, name, ("infer",), limits)).key)
+        return bearer((await create_key(connection, name, (scope,), limits)).key)
 
 
 async def test_what_is_more_in_a_minute_is_told_when_to_come_back(
@@ -116,3 +118,24 @@ async def test_a_client_that_leaves_makes_room(
         return (await proxy.chat(headers=one)).status == 200
 
     await eventually(let_in)
+
+
+async def test_the_admin_port_holds_a_key_to_its_limits_too(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
+    few = await limited(engine, "few", Limits(per_minute=3, at_once=1), "read")
+    free = await made(engine, "free", "infer", "read")
+    await taken(proxy, free)
+
+    async def scraped(headers: dict[str, str]) -> tuple[int, str | None, str | None]:
+        async with proxy.session.get(f"{proxy.admin}/metrics", headers=headers) as reply:
+            await reply.read()
+            told = reply.headers.get("Retry-After"), reply.headers.get("x-pawl-fault")
+            return reply.status, *told
+
+    answers = [await scraped(few) for _ in range(5)]
+    assert [status for status, *_ in answers] == [200, 200, 200, 429, 429]
+    _, wait_s, fault = answers[-1]
+    assert 1 <= int(wait_s or 0) <= 60
+    assert fault == "client"
+    assert (await scraped(bearer(free)))[0] == 200

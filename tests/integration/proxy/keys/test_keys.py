@@ -310,3 +310,32 @@ async def test_no_key_goes_any_further_than_the_door(
     assert tables
     for place in (*passed, told, str(logs).encode(), *files, *names, *tables):
         assert not any(canary in place for canary in canaries)
+
+
+async def test_no_redirect_leads_an_agents_key_to_another_place(
+    proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
+) -> None:
+    key = await made(engine, "agent", "infer", "read")
+    places = iter((f"{upstream.url}/elsewhere", "//evil.example/v1", f"{upstream.url}/else", "/x"))
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": next(places)})
+
+    await taken(proxy, key)
+    upstream.behave = upstream.behave_otherwise = elsewhere
+    for path in ("/v1/chat/completions", "/v1/chat/completions", "/v1/embeddings"):
+        url = f"{proxy.url}{path}"
+        async with proxy.session.post(
+            url, json=CALL, headers=bearer(key), allow_redirects=False
+        ) as reply:
+            assert (reply.status, reply.headers["x-pawl-fault"]) == (502, "upstream")
+            assert (await reply.json())["error"]["code"] == "upstream_redirects"
+            assert "Location" not in reply.headers
+    # One that stays at the proxy is passed on.
+    url = f"{proxy.url}/v1/embeddings"
+    async with proxy.session.post(
+        url, json=CALL, headers=bearer(key), allow_redirects=False
+    ) as reply:
+        assert (reply.status, reply.headers["Location"]) == (307, "/x")
+    calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
+    assert {(call.status, call.http_status) for call in calls} == {("upstream_error", 307)}

@@ -218,6 +218,25 @@ async def test_a_provider_that_is_silent_is_given_up(setup: Setup) -> None:
     assert (await setup.proxy.only_call()).status == "upstream_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_provider_that_says_our_key_back_tells_the_client_nothing(
+    setup: Setup, stream: bool
+) -> None:
+    async def say(request: web.Request) -> web.Response:
+        told = {"message": f"Received {request.headers['Authorization']}", "code": "bad_key"}
+        return web.json_response({"error": told}, status=401)
+
+    setup.provider.behave = setup.provider.behave_otherwise = say
+    for response in (
+        await setup.proxy.chat(model="far", stream=stream),
+        await setup.post("/v1/embeddings", model="far", input=["a"]),
+    ):
+        assert response.status == 401
+        assert "Received Bearer ***" in response.json["error"]["message"]
+        assert b"sk-ours" not in response.body
+    assert b"sk-ours" not in ((await setup.proxy.only_call()).reply or b"")
+
+
 async def test_what_litellm_makes_up_itself(setup: Setup) -> None:
     response = await setup.proxy.chat(model="mock")
     assert response.json["choices"][0]["message"]["content"] == "mocked"
