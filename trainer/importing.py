@@ -6,7 +6,6 @@ kill leaves what the next trainer ends (`trainer.updates.recovery`).
 """
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -17,7 +16,6 @@ from store.policy_table import open_policies
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
-from trainer.batches.rows import Row
 from trainer.chosen import check_gate, importing_policy
 from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
@@ -71,11 +69,11 @@ async def import_adapter(
             learner = await asyncio.to_thread(
                 Learner, model, recipe, settings.seed, settings.scratch
             )
-            rows = await asyncio.to_thread(learner.adopt, directory)
+            await asyncio.to_thread(learner.adopt, directory)
             await claims.still_connected(guard)
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
             imported = Import(settings, recipe, engine, learner, name)
-            number = await imported.write(directory, rows)
+            number = await imported.write(directory)
             publisher = Publisher(
                 engine, servers, name, recipe.publish, chosen.together, gate=recipe.judged_by
             )
@@ -106,11 +104,10 @@ class Import:
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
 
-    async def write(self, directory: Path, rows: Sequence[Row]) -> int:
+    async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.
 
-        `directory` is where it comes from, and `rows` are what it is probed with. If it is
-        stopped, either all of it is done, or nothing.
+        `directory` is where it comes from. If it is stopped, either all of it is done, or nothing.
 
         Raises:
             AdapterError: the version that serves has the same weights.
@@ -118,7 +115,7 @@ class Import:
         await self._recovery.finish("the trainer was killed")
         adapters.sweep(self._folder, self._policy)
         await self._refuse_what_serves(directory)
-        probe = await self._training.probe_rows(rows)
+        probe = await self._training.probe()
         new = NewVersion(
             policy=self._policy,
             version=await self._versions.next_number(),

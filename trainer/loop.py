@@ -266,7 +266,7 @@ class Loop:
     ) -> None:
         """Train, write, record and publish version `number`."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
-        probe = await self._training.probe_rows(plan.rows[: self._recipe.publish.probe_rows])
+        probe = await self._training.probe()
         metrics = plan.metrics | trained
         new = NewVersion(
             policy=self._policy,

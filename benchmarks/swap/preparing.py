@@ -30,9 +30,9 @@ def prepare(model: str, recipe: str, folder: Path) -> float:
 
 
 def _prepare(model: str, recipe_name: str, folder: Path) -> float:
-    from trainer.learners.imported import probe_rows
     from trainer.learners.learner import Learner
     from trainer.learners.model import Base
+    from trainer.learners.probing import probe_rows
     from trainer.recipes.recipe import load_recipe
 
     recipe = load_recipe(recipe_name)

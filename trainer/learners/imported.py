@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -10,20 +9,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.batches.rows import Row, bare_row
 from trainer.errors import AdapterError
 from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
 from trainer.publishing.progress import PROGRESS, read_base
-
-# What an imported version is probed with: ordinary text, of which both sides are sure enough to be
-# compared. Half of it is the prompt.
-PROBE_TEXTS: Final = (
-    "The river rises in the hills north of the town and runs past the old mill to the sea. In the"
-    " spring it carries the snow of the whole valley, and the bridge is closed for a week.",
-    "Question: a train leaves at nine and needs two hours and a half. When does it arrive? Answer:"
-    " it arrives at half past eleven, because nine and two is eleven, and half an hour is left.",
-)
-PROBE_LENGTH: Final = 32
 
 
 def check_weights(model: PeftModel, base_hash: str, folder: Path) -> None:
@@ -61,17 +49,6 @@ def check_loaded(model: PeftModel, folder: Path) -> None:
             f"its target_modules and its weights name different layers ({odd[0]}): save the"
             " adapter again",
         )
-
-
-def probe_rows(tokenizer: Any) -> list[Row]:
-    """Return rows of ordinary text, to compare the served log-probabilities of."""
-    rows = []
-    for number, text in enumerate(PROBE_TEXTS):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # A tokenizer of few words has few ids for a text.
-        ids = (ids * PROBE_LENGTH)[:PROBE_LENGTH]
-        rows.append(bare_row(number, ids[: PROBE_LENGTH // 2], ids[PROBE_LENGTH // 2 :]))
-    return rows
 
 
 def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:

@@ -17,7 +17,7 @@ from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
 from trainer.learners.budget import Budget, says_no_room
 from trainer.learners.forgetting import kl_by_row, kl_figures, metered_rows
-from trainer.learners.imported import check_loaded, check_weights, probe_rows
+from trainer.learners.imported import check_loaded, check_weights
 from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.losses.kl import ByRow, by_row
 from trainer.learners.losses.registry import TRAINERS
@@ -26,6 +26,7 @@ from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
 from trainer.learners.passes import Step, TrainedStep, mean_figures, survey_in_parts, update_figures
+from trainer.learners.probing import probe_rows
 from trainer.learners.scoring import plain_logprobs, score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
 from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
@@ -117,7 +118,7 @@ class Learner:
         """
         self.restore(None)
         self._stands_at = IN_BETWEEN
-        rows = probe_rows(self._tokenizer)
+        rows = self.probe_rows()
         nudge(self._model, rows, effect, self._seed)
         if self.processes.rank == 0:
             save_adapter(self._model, folder)
@@ -131,14 +132,12 @@ class Learner:
         """
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
-        rows = rehearsal_rows(probe_rows(self._tokenizer), tokens)
+        rows = rehearsal_rows(self.probe_rows(), tokens)
         self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
 
     @says_no_room("while an adapter was imported")
-    def adopt(self, adapter: Path) -> list[Row]:
-        """Begin from an adapter that was trained elsewhere, with a new optimiser state.
-
-        Return rows to probe it with. The learner must be as it was made.
+    def adopt(self, adapter: Path) -> None:
+        """Begin a learner that is as it was made from an adapter trained elsewhere.
 
         Raises:
             AdapterError: it cannot be a version; the message says why, and what to do.
@@ -148,7 +147,10 @@ class Learner:
         self._stands_at = IN_BETWEEN
         self._start(adapter)
         check_loaded(self._model, adapter)
-        return probe_rows(self._tokenizer)
+
+    def probe_rows(self) -> list[Row]:
+        """Return rows to probe a version with."""
+        return probe_rows(self._tokenizer, self._recipe.publish.probe_rows)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""

@@ -39,6 +39,9 @@ class LearnerProtocol(Protocol):
         must be restored before it trains.
         """
 
+    def probe_rows(self) -> list[Row]:
+        """Return rows to probe a version with, the same for every version."""
+
     def rehearse(self) -> None:
         """Train a new adapter on made-up rows; the learner must be restored before it trains.
 

@@ -187,7 +187,7 @@ class Again:
             parent_version=claim.parent_version,
             outcomes=(),
             metrics=metrics,
-            probe=await training.probe_rows(plan.rows[: recipe.publish.probe_rows]),
+            probe=await training.probe(),
             baselines=plan.baselines,
         )
         made = (new.version, await training.write(new))

@@ -48,7 +48,9 @@ class PublishOptions(RecipeOptions):
         description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
         "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
     )
-    probe_rows: Count = Field(default=4, description="Rows of the update that the probe uses.")
+    probe_rows: Count = Field(
+        default=4, description="Texts that the probe uses: at most the four that come with Pawl."
+    )
     retire_after_s: Positive = Field(
         default=900.0,
         description="A version that lost the traffic is retired after this long without a call.",

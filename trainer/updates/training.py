@@ -151,8 +151,9 @@ class Training:
             values |= zip((row.key for row in own), logprobs, strict=True)
         return with_logprobs(rows, values)
 
-    async def probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
-        """Return `rows` as probes, with their log-probabilities under the trained policy."""
+    async def probe(self) -> tuple[ProbeRow, ...]:
+        """Return what to probe the trained policy with, with its log-probabilities."""
+        rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         return tuple(
             ProbeRow(ids=row.ids, logprobs=tuple(logprobs))

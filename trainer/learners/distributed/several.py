@@ -78,6 +78,10 @@ class LeadingLearner:
         logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
         return logprobs
 
+    def probe_rows(self) -> list[Row]:
+        """Return rows to probe a version with; all processes would return the same."""
+        return self._learner.probe_rows()
+
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
         """Write a trial's adapter; all processes make the same one."""
         rows: list[Row] = self._run_everywhere("write_trial", folder, effect)

@@ -101,6 +101,9 @@ class FakeLearner:
         self._server.logprobs[f"m@{folder.name}"] = self.trial_logprob
         return [bare_row(0, [1, 2, 3], [4, 5])]
 
+    def probe_rows(self) -> list[Row]:
+        return [bare_row(0, [1, 2, 3], [4, 5])]
+
     def rehearse(self) -> None:
         if self.fails:
             raise self.fails
@@ -190,6 +193,15 @@ async def test_an_update_goes_live(bench: Bench) -> None:
     assert bench.fake.loads == ["m@1"]
     await bench.assert_spent_once(4)
     assert not await run_once(bench)
+
+
+async def test_a_versions_files_hold_nothing_of_the_episodes_it_was_trained_on(
+    bench: Bench,
+) -> None:
+    await run_once(bench)
+    manifest = adapters.read_manifest(adapters.version_folder(bench.folder, "m", 1))
+    assert manifest is not None
+    assert [list(row.ids) for row in manifest.probe] == [[1, 2, 3, 4, 5]]
 
 
 async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
