@@ -1,6 +1,6 @@
 """A call without a key, of the default tenant, with no version tried, needs no code about these."""
 
-from collections.abc import Callable
+from typing import Final
 
 import pytest
 
@@ -9,24 +9,23 @@ from proxy.policies.arms import Arms
 from proxy.policies.owners import Owners
 from tests.integration.conftest import Proxy
 
+PLACES: Final[tuple[tuple[object, str], ...]] = (
+    (call, "check_continued"),
+    (recording, "own_digests"),
+    *((Owners, name) for name in ("owns", "hides", "check", "check_body")),
+    *((Arms, name) for name in ("of_new", "of_version", "version_of")),
+)
+
 
 def entered(*_: object, **__: object) -> None:
-    raise AssertionError("a plain call entered it")
+    raise AssertionError("a plain call entered what is not about it")
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        (call, "check_continued"),
-        (recording, "own_digests"),
-        *((Owners, name) for name in ("owns", "hides", "check", "check_body")),
-        *((Arms, name) for name in ("of_new", "of_version", "version_of")),
-    ],
-    ids=lambda place: place[1],
-)
-async def test_a_plain_call_does_not_enter(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, place: tuple[Callable[..., object], str]
+async def test_a_plain_call_does_not_enter_what_is_not_about_it(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*place, entered)
-    assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
-    assert (await proxy.only_call()).arm == "serving"
+    for place, name in PLACES:
+        monkeypatch.setattr(place, name, entered)
+    reply = await proxy.chat(headers={"x-pawl-episode": "e"})
+    assert (reply.status, reply.headers["x-pawl-policy"]) == (200, "m@0")
+    assert (await proxy.only_call()).policy_version == 0
