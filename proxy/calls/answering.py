@@ -24,7 +24,6 @@ from proxy.metrics import FIRST_CHUNK_SECONDS
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import as_came, comes_in_events, pass_rest, readable, take_whole
 from store.records import CallStatus
-from store.tenants import bare
 
 log = structlog.get_logger()
 
@@ -86,7 +85,7 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
     """Return the headers that a reply to a call gets: names, version, exploration, warnings."""
     headers = [
         (b"x-pawl-call", arrived.name.encode()),
-        (b"x-pawl-episode", bare(asked.identity.episode).encode()),
+        (b"x-pawl-episode", asked.identity.name.encode()),
     ]
     serving = routed.serving
     if serving.policy is not None:

@@ -109,7 +109,7 @@ def alone(arrived: Arrived) -> Asked:
     """Return what is known of a call before its identity was found: an episode of its own."""
     own, task = arrived.own, arrived.route.task
     kept = None if task is None else same_tenant(own, task)
-    return Asked(Identity(own, OWN_EPISODE, DEFAULT_AGENT, kept))
+    return Asked(Identity(own, arrived.name, OWN_EPISODE, DEFAULT_AGENT, kept))
 
 
 def unread(arrived: Arrived, headers: dict[str, str], eval_tasks: str) -> Asked:

@@ -50,6 +50,7 @@ from proxy.tools.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
 from store.records import CallStatus
+from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
@@ -153,10 +154,11 @@ class Call:
 
     async def _route(self) -> ModelServer:
         """Choose the policy version and its upstream, and rewrite the request for both."""
-        arrived, identity, router = self._arrived, self._asked.identity, self._shared.router
+        arrived, identity, shared = self._arrived, self._asked.identity, self._shared
+        router = shared.router
         await router.check(arrived)
-        shared = self._shared
-        await check_continued(arrived, shared.stitches, shared.lookup, shared.intake)
+        if arrived.exchange.tenant != DEFAULT:
+            await check_continued(arrived, shared.stitches, shared.lookup, shared.intake)
         policy = router.unpinned(arrived, identity)
         if policy is not None:
             await router.learn_pin(policy, identity.follows)
@@ -227,8 +229,7 @@ class Call:
 
     def _note(self, recorded: Recorded) -> None:
         if recorded.capture is not None:
-            model, warnings = self._arrived.request.model, len(self._asked.warnings)
-            note_call(recorded.capture, self._arrived.name, model, warnings)
+            note_call(recorded.capture, self._arrived, self._asked)
 
 
 class CallHandler:

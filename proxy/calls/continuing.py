@@ -1,4 +1,4 @@
-"""Check that a call goes on from a response of its own tenant.
+"""Check that a tenant's call goes on from a response of its own.
 
 A provider keeps responses for all tenants under one account, and takes any of them to go on from:
 its reply would tell what another tenant's conversation said.
@@ -16,7 +16,7 @@ from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
 from proxy.upstreams.routing import shown
 from store.link.responses import is_response
-from store.tenants import DEFAULT, own_digests, scoped
+from store.tenants import own_digests, scoped
 
 # A response of another worker is known once the keeper has stored it, which takes a moment.
 WAIT_S: Final = 2.0
@@ -37,8 +37,8 @@ async def check_continued(
 ) -> None:
     """Check that the response that a call names to go on from is its tenant's.
 
-    Calls of the default tenant are not looked at: the provider's account is its own, with responses
-    that no proxy has seen.
+    Not for calls of the default tenant: the provider's account is its own, with responses that no
+    proxy has seen.
 
     Raises:
         NotContinued: no response of the tenant has this id.
@@ -46,8 +46,6 @@ async def check_continued(
         BadRequest: the call chooses its response's id, by which it could make another's its own.
     """
     tenant = arrived.exchange.tenant
-    if tenant == DEFAULT:
-        return
     turns = arrived.format.turns
     if turns.continued_by_id:
         await _check_named(arrived, intake)

@@ -25,7 +25,7 @@ from proxy.spool.recorder import Recorder
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from store.records import CallStatus
-from store.tenants import DEFAULT, bare, own_digests, tenant_of
+from store.tenants import DEFAULT, own_digests
 
 log = structlog.get_logger()
 
@@ -152,7 +152,8 @@ class CallRecorder:
         said = provided_fingerprints(
             arrived.format.turns, request.fields, summary, identity.conversation
         )
-        provided = own_digests(tenant_of(identity.episode), said)
+        tenant = arrived.exchange.tenant
+        provided = said if tenant == DEFAULT else own_digests(tenant, said)
         stitches.provide(provided, identity.episode, identity.follows)
         got_reply = answered.reply is not None and answered.reply.status < ERRORS
         if not got_reply or answered.status != "complete":
@@ -183,15 +184,8 @@ def _came_in_events(answered: Answered) -> bool:
     return answered.reply is not None and comes_in_events(answered.reply)
 
 
-def note_call(record: CapturedCall, call: str, model: str | None, warnings: int) -> None:
-    """Count a call and log its line.
-
-    Args:
-        record: the call's capture.
-        call: its id.
-        model: the model that the client asked for.
-        warnings: how many warnings the client was given.
-    """
+def note_call(record: CapturedCall, arrived: Arrived, asked: Asked) -> None:
+    """Count a call, of which `record` is the capture, and log its line."""
     stream = "true" if record.streamed else "false"
     version = "" if record.policy_version is None else str(record.policy_version)
     labelled(CALLS, record.policy or "", version, record.status, stream).inc()
@@ -199,16 +193,16 @@ def note_call(record: CapturedCall, call: str, model: str | None, warnings: int)
     if record.explored is not None:
         for kind in record.explored:
             labelled(EXPLORED, record.policy or "", kind).inc()
-    first, tenant = record.first_chunk_ms, tenant_of(record.episode)
+    first, tenant = record.first_chunk_ms, arrived.exchange.tenant
     # A line without a tenant is the default tenant's: most proxies have no other.
     whose = {} if tenant == DEFAULT else {"tenant": tenant}
     log.info(
         "call",
-        call=call,
-        episode=bare(record.episode),
+        call=arrived.name,
+        episode=asked.identity.name,
         method=record.method,
         agent=record.agent,
-        model=model,
+        model=arrived.request.model,
         served=record.served_model,
         status=record.status,
         http_status=record.http_status,
@@ -218,6 +212,6 @@ def note_call(record: CapturedCall, call: str, model: str | None, warnings: int)
         ids=record.wanted_ids,
         bytes=len(record.request) + len(record.reply),
         retry=record.retry,
-        warnings=warnings,
+        warnings=len(asked.warnings),
         **whose,
     )

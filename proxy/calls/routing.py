@@ -6,14 +6,13 @@ from typing import Any, Final
 import msgspec
 
 from proxy.calls.asking import Arrived
-from proxy.door.bodies import check_call, check_query
-from proxy.door.heads import check_headers, passed_on
+from proxy.door.bodies import check_call, check_headers, check_query
 from proxy.errors import NotServed
 from proxy.exploring.changes import explored
 from proxy.exploring.choice import Exploring, is_chosen
 from proxy.exploring.requests import Changes
 from proxy.formats.base import ModelRequest
-from proxy.http.wire import Headers
+from proxy.http.wire import Headers, for_upstream
 from proxy.identity.identify import Identity
 from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
@@ -159,7 +158,7 @@ class CallRouter:
             NotServed, NotKept, BadRequest: it does, or it is not known whether it does.
         """
         exchange, owners = arrived.exchange, self._versions.owners
-        if not owners.hides_some(exchange.tenant):
+        if exchange.tenant == owners.sole:
             return
         headers, request = exchange.headers, arrived.request
         check_headers(owners, exchange.tenant, headers)
@@ -229,7 +228,7 @@ def send_where_served(
 def _sent(arrived: Arrived, routed: Routed) -> tuple[str, Headers, bytes]:
     """Return the target, headers and body that the upstream gets."""
     exchange, request = arrived.exchange, routed.request
-    headers = passed_on(exchange, plain=routed.changed)
+    headers = for_upstream(exchange.headers, exchange.tenant, plain=routed.changed)
     target = request.path or arrived.route.path
     query = exchange.target.partition("?")[2]
     if query:

@@ -1,4 +1,4 @@
-"""Check what a request's body or query names, where it may name what is another tenant's.
+"""Check what a request's body, query or headers name, where that may be another tenant's.
 
 What cannot be read here, or means different things to different readers, is refused: the upstream
 may read another name in it.
@@ -14,9 +14,10 @@ from proxy.formats.forms import FORM, Form, is_plain, read_form
 from proxy.formats.kept import all_fields
 from proxy.formats.repeated import repeated_name
 from proxy.formats.steering import named_models
-from proxy.http.wire import Headers
+from proxy.http.wire import Headers, is_of_any_tenant
 from proxy.policies.owners import Owners
 from proxy.upstreams.routing import shown
+from store.tenants import DEFAULT
 
 CONTENT_TYPE: Final = b"content-type"
 CONTENT_ENCODING: Final = b"content-encoding"
@@ -33,7 +34,7 @@ def check_call(owners: Owners, tenant: str, headers: Headers, request: ModelRequ
         NotServed, NotKept: it names another tenant's version, or what is kept for all tenants.
         BadRequest: it is no JSON object, or not to whoever reads it, or steers what becomes of it.
     """
-    if owners.hides_some(tenant):
+    if tenant != owners.sole:
         _check_object(owners, tenant, headers, request)
 
 
@@ -65,6 +66,20 @@ def check_query(owners: Owners, tenant: str, target: str) -> None:
     for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
         owners.check(tenant, value, name)
         check_fields(tenant, {name: value})
+
+
+def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
+    """Check that no header that is passed on names a version that is hidden from the tenant.
+
+    Raises:
+        NotServed: one does.
+    """
+    if tenant != DEFAULT:
+        return
+    for name, value in headers:
+        # Nearly no value has one, and a product's name and version may.
+        if b"@" in value and not is_of_any_tenant(name):
+            owners.check(tenant, value.decode("latin-1"), name.decode("latin-1"))
 
 
 def _check_object(owners: Owners, tenant: str, headers: Headers, request: ModelRequest) -> None:

@@ -10,8 +10,7 @@ from typing import Final
 
 import structlog
 
-from proxy.door.bodies import check_forwarded, check_query
-from proxy.door.heads import check_headers, passed_on
+from proxy.door.bodies import check_forwarded, check_headers, check_query
 from proxy.door.redirects import check_redirect
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
@@ -20,7 +19,7 @@ from proxy.formats.base import ModelRequest
 from proxy.formats.requests import read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
-from proxy.http.wire import JSON, Headers, for_client
+from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.intake.intake import Intake
 from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
@@ -56,7 +55,7 @@ async def forward(
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
         names_model = not (route.keeps or route.administers)
-        hides = names_model and owners.hides_some(exchange.tenant)
+        hides = names_model and exchange.tenant != owners.sole
         if upstreams.only is not None and not hides:
             reply = await _streamed(exchange, route, upstreams.only)
         elif exchange.method in READS and route.path == MODELS:
@@ -117,7 +116,7 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     body = exchange.body if chunked or length is not None else None
     if body is not None:
         exchange.send_continue()
-    headers = passed_on(exchange, plain=False)
+    headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
     return await upstream.pass_on(
         exchange.method, _target(exchange, route), headers, None if chunked else length, body
     )
@@ -134,7 +133,8 @@ async def _routed(
 
     With `hiding`, which hides other tenants' versions, it must name none of these.
     """
-    headers, target = passed_on(exchange, plain=False), _target(exchange, route)
+    headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
+    target = _target(exchange, route)
     if hiding is not None:
         check_headers(hiding, exchange.tenant, exchange.headers)
         check_query(hiding, exchange.tenant, target)
@@ -166,7 +166,7 @@ def _checked(body: bytes, hiding: Owners | None, exchange: Exchange) -> ModelReq
 
 
 async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners) -> None:
-    headers = passed_on(exchange, plain=True)
+    headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON]
     if exchange.tenant != DEFAULT:

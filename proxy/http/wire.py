@@ -2,6 +2,12 @@
 
 Names and values stay the bytes they came as, in their order, so that whatever need not change
 reaches the other side unchanged.
+
+The default tenant's headers are passed on, as those of a client that no proxy is before. Of other
+tenants' requests only those are that describe the body, the client and the API: gateways take
+others by which a request goes to another model (`x-gateway-model-name-rewrite`), host
+(`x-portkey-custom-host`) or place in the queue (`x-vllm-priority`), or gets a reply that was made
+for somebody else (`idempotency-key`), and which there are nobody can list.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +15,8 @@ from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
+
+from store.tenants import DEFAULT
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -44,6 +52,15 @@ _OF_THE_REQUEST: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _OF_A_PLAIN_REQUEST: Final = _OF_THE_REQUEST | {b"accept-encoding"}
 _OF_THE_REPLY: Final = HOP_BY_HOP | {b"content-length"}
 OURS: Final = b"x-pawl-"
+_OF_ANY_TENANT: Final = frozenset(
+    {
+        *(b"accept", b"accept-encoding", b"accept-language", b"content-type", b"content-encoding"),
+        *(b"user-agent", b"anthropic-version", b"anthropic-beta", b"openai-beta"),
+        *(b"traceparent", b"tracestate"),
+    }
+)
+# What SDKs say of themselves.
+_SDK: Final = b"x-stainless-"
 
 
 def lowered(headers: Headers) -> dict[str, str]:
@@ -80,13 +97,21 @@ def is_framed(headers: Headers) -> bool:
     return first_value(headers, length) is not None or first_value(headers, coding) is not None
 
 
-def for_upstream(headers: Headers, *, plain: bool) -> Headers:
-    """Return the client's headers for the upstream; with `plain`, they ask for no coding."""
+def for_upstream(headers: Headers, tenant: str, *, plain: bool) -> Headers:
+    """Return a tenant's headers for the upstream; with `plain`, they ask for no content coding."""
     unwanted = _with_named(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
     kept = _not_ours(headers, unwanted)
     if plain:
         kept.append((b"Accept-Encoding", b"identity"))
-    return kept
+    if tenant == DEFAULT:
+        return kept
+    return [pair for pair in kept if is_of_any_tenant(pair[0])]
+
+
+def is_of_any_tenant(name: bytes) -> bool:
+    """Return whether a header is passed on whichever tenant sends it."""
+    lower = name.lower()
+    return lower in _OF_ANY_TENANT or lower.startswith(_SDK)
 
 
 def for_client(headers: Headers) -> Headers:

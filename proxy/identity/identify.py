@@ -32,7 +32,7 @@ from proxy.identity.names import (
 )
 from proxy.identity.stitch import CallMemory, Doubt, Joined, needed_fingerprints
 from store.records import OWN_EPISODE, TRAIN, Confidence, Split
-from store.tenants import own_digests, same_tenant, tenant_of
+from store.tenants import bare, own_digests, same_tenant, tenant_of
 
 HEADER_PREFIX: Final = "x-pawl-"
 _HEADERS: Final = {role: HEADER_PREFIX + role for role in ("episode", "agent", "task", "split")}
@@ -48,10 +48,11 @@ class Identity(msgspec.Struct, frozen=True):
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
     costs nothing, for any live version may answer). `conversation` is the request's, if it was
     read, for `provided_fingerprints`. Episodes and task are names as they are kept
-    (`store.tenants`).
+    (`store.tenants`), but `name`, which is the episode's as its client knows it.
     """
 
     episode: str
+    name: str
     method: str
     agent: str
     task: str | None
@@ -115,6 +116,7 @@ def identify(
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
+        name=bare(episode.key),
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
         task=None if task is None else same_tenant(own, task),

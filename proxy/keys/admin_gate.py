@@ -10,8 +10,7 @@ from proxy.door.refusal import CHALLENGE, UNAUTHORIZED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
 from proxy.http.peers import is_loopback
-from proxy.keys.credentials import shown_in
-from proxy.keys.gate import Gate
+from proxy.keys.gate import Gate, shown_in
 from proxy.keys.limits import Usage
 from proxy.metrics import REFUSED
 from store.tenants import DEFAULT

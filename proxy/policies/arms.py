@@ -34,6 +34,11 @@ class Arms(msgspec.Struct, frozen=True):
     base_share: float = 0.0
     tried: frozenset[int] = frozenset()
 
+    @property
+    def are_several(self) -> bool:
+        """Return whether an episode of the policy may have another arm than `serving`."""
+        return self.canary is not None or bool(self.base_share or self.tried)
+
     def of_new(self, episode: str) -> Arm:
         """Return the arm of a new episode, by its name as it is kept.
 

@@ -29,7 +29,8 @@ class Owners:
         """Replace what is known of the store's policies."""
         self._began: Mapping[str, str] = {one.name: one.tenant for one in versions}
         tenants = (*self._said.values(), *self._began.values())
-        self._several = any(tenant != DEFAULT for tenant in tenants)
+        # The tenant whose all policies are, and to whom nothing is hidden; None: there are several.
+        self.sole = None if any(tenant != DEFAULT for tenant in tenants) else DEFAULT
 
     def owns(self, tenant: str, policy: str) -> bool:
         """Return whether a policy is a tenant's."""
@@ -38,10 +39,6 @@ class Owners:
             return False
         return (declared or began or DEFAULT) == tenant
 
-    def hides_some(self, tenant: str) -> bool:
-        """Return whether there may be versions that are hidden from a tenant."""
-        return self._several or tenant != DEFAULT
-
     def hides(self, tenant: str, model: str | None) -> bool:
         """Return whether `model` is formed as a version's name, and names none of the tenant's.
 
@@ -49,7 +46,7 @@ class Owners:
         the upstream. Where there is one tenant only nothing is hidden, nor is a base model that has
         a name of this form.
         """
-        if model is None or not self.hides_some(tenant) or model in self._bases:
+        if model is None or tenant == self.sole or model in self._bases:
             return False
         policy = _policy_in(model)
         return policy is not None and not self._is_known(tenant, policy)
@@ -65,7 +62,7 @@ class Owners:
         Raises:
             BadRequest: it could not.
         """
-        if not is_read and self.hides_some(tenant):
+        if not is_read and tenant != self.sole:
             raise BadRequest(
                 "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
                 "known which model it names: send a JSON object",

@@ -92,7 +92,9 @@ class Versions:
         self._newest: dict[str, int] = {}
         versions = list(versions)
         self.owners.learn(versions)
-        self._arms = dict(arms_of(versions))
+        # Of a policy with one arm nothing is drawn: all its episodes get what serves.
+        arms = arms_of(versions).items()
+        self._arms = {policy: one for policy, one in arms if one.are_several}
         for version in versions:
             name, number = version.name, version.version
             self._newest[name] = max(number, self._newest.get(name, 0))
@@ -120,14 +122,14 @@ class Versions:
     def trained_policy(self, model: str, agent: str, tenant: str = DEFAULT) -> str | None:
         """Return the policy whose version an agent's call for `model` gets, or None if none."""
         if self._table is None:
-            return model if model in self._serving and self.owners.owns(tenant, model) else None
+            return model if model in self._serving and self._owns(tenant, model) else None
         spec = self._answering(model, agent, tenant)
         return spec.name if spec is not None and spec.trained else None
 
     def _answering(self, model: str, agent: str, tenant: str) -> PolicySpec | None:
         """Return the policy of the file that answers a call, if it is the tenant's to this day."""
         spec = None if self._table is None else self._table.answering(model, agent, tenant)
-        return spec if spec is not None and self.owners.owns(tenant, spec.name) else None
+        return spec if spec is not None and self._owns(tenant, spec.name) else None
 
     @property
     def explore(self) -> bool:
@@ -275,10 +277,14 @@ class Versions:
 
     def _trains(self, tenant: str, policy: str | None) -> bool:
         """Return whether a policy is trained, and the tenant's own."""
-        if policy is None or not self.owners.owns(tenant, policy):
+        if policy is None or not self._owns(tenant, policy):
             return False
         spec = None if self._table is None else self._table.named(policy)
         return self._table is None or (spec is not None and spec.trained)
+
+    def _owns(self, tenant: str, policy: str) -> bool:
+        """Return whether a policy is a tenant's; with one tenant all are."""
+        return tenant == self.owners.sole or self.owners.owns(tenant, policy)
 
     def _version_for(self, policy: str, episode: str, split: Split, is_unnamed: bool) -> int:
         key = (policy, episode)
@@ -315,8 +321,8 @@ class Versions:
 
     def _drawn(self, policy: str, episode: str) -> int:
         """Return the version that a new episode of a policy gets, by its arm."""
-        arms = self._arms[policy]
-        return arms.version_of(arms.of_new(episode))
+        arms: Arms | None = self._arms.get(policy)
+        return self._serving[policy] if arms is None else arms.version_of(arms.of_new(episode))
 
     def _arm_of(self, policy: str, version: int) -> Arm:
         arms: Arms | None = self._arms.get(policy)

@@ -14,6 +14,7 @@ from proxy.identity.identify import identify
 from proxy.identity.names import SESSION_HEADERS
 from proxy.identity.stitch import CallMemory, provided_fingerprints
 from proxy.tools.tool_status import HEADER, ToolStatusError, parse_tool_status
+from store.tenants import DEFAULT
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made, made_of
@@ -80,7 +81,8 @@ def test_any_headers_name_somebody_or_nobody(
     provides = provided_fingerprints(route.speaks.turns, fields, summary, found.conversation)
     stitches.provide(provides, found.episode, found.follows)
     assert identify(lower, route, fields, body, "next", stitches).episode
-    for_upstream(pairs, plain=True)
+    for tenant in (DEFAULT, "a"):
+        for_upstream(pairs, tenant, plain=True)
     for_client(pairs)
 
 

@@ -2,33 +2,39 @@
 
 A keeper and a worker run in this process. A profile function notes each entry into one of the
 project's files, and the file it was entered from (the nearest of the project's on the stack, or
-the event loop). What the process does while nobody calls is measured first and left out. A
-hand-over is a pair of files, counted once. docs/explanation/walk.md shows the outcome.
+the event loop). What the process does while nobody calls is measured first and left out, function
+by function: what a timer enters by one function, a call may enter by another. A hand-over is a pair
+of files, counted once. docs/explanation/walk.md shows the outcome.
 """
 
 import asyncio
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import defaultdict
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from rich.console import Console
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.integration.conftest import Proxy, eventually, proxy_with, settings_for
 from tests.support.servers.fake_upstream import fake_upstream
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("store", "proxy", "pawl")
-IDLE_S: Final = 4.0
-STORED_S: Final = 3.0
+# Longer than any pause between two looks of the keeper's but those of ten minutes: some are of ten
+# seconds, and one is twenty times as long as its look (`proxy.keeper.evaluating`).
+IDLE_S: Final = 30.0
+# For so long the keeper is given to count what it has settled.
+COUNTED_S: Final = 2.0
 LOOP: Final = "the event loop"
 
 
@@ -37,7 +43,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.order: dict[str, None] = {}
-        self.pairs: Counter[tuple[str, str]] = Counter()
+        self.pairs: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         self._names: dict[str, str | None] = {}
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
@@ -50,7 +56,11 @@ class Walk:
         before = LOOP if caller is None else self._name(caller) or LOOP
         self.order.setdefault(file)
         if before != file:
-            self.pairs[before, file] += 1
+            self.pairs[before, file].add(frame.f_code.co_qualname)
+
+    def pairs_beside(self, idle: "Walk") -> list[tuple[str, str]]:
+        """Return the pairs with a function that was not entered from there while nobody called."""
+        return [pair for pair, entered in self.pairs.items() if entered - idle.pairs[pair]]
 
     def _name(self, frame: FrameType) -> str | None:
         path = frame.f_code.co_filename
@@ -79,10 +89,7 @@ class Walks:
 
 
 async def call_and_reward(proxy: Proxy) -> None:
-    """Make a streamed call of an episode and its reward, and wait until both are stored.
-
-    Whoever looked meanwhile whether they are would be among those who walk.
-    """
+    """Make a streamed call of an episode and its reward."""
     messages = [{"role": "user", "content": "q"}]
     body = {"model": "m", "stream": True, "messages": messages}
     url = f"{proxy.url}/v1/chat/completions"
@@ -92,25 +99,45 @@ async def call_and_reward(proxy: Proxy) -> None:
         await reply.read()
     status, answer = await proxy.feedback({"episode": "e", "value": 1.0})
     assert status in {200, 202}, answer
-    await asyncio.sleep(STORED_S)
 
 
-async def walk(url: str, folder: Path) -> tuple[Walk, Walk]:
+async def settled(engine: AsyncEngine, rewards: int) -> None:
+    """Wait until so many rewards have found their episode.
+
+    None of the project's code looks whether they have: it would be among those who walk.
+    """
+
+    async def look() -> bool:
+        async with engine.connect() as connection:
+            found = await connection.execute(text("SELECT count(episode_id) FROM feedback"))
+            return bool(found.scalar_one() == rewards)
+
+    await eventually(look)
+
+
+async def walk(walks: Walks, url: str, folder: Path) -> tuple[Walk, Walk]:
     """Return what happens while nobody calls, and what while one call and one reward come in."""
     engine = make_engine(url)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    walks = Walks()
     async with AsyncExitStack() as exits:
         upstream = await exits.enter_async_context(fake_upstream())
         settings = settings_for(url, upstream.url, folder)
         proxy = await exits.enter_async_context(proxy_with(settings, engine))
         # What is done once, such as the list of the upstream's models, is not the call's.
         await call_and_reward(proxy)
+        await settled(engine, 1)
+        await asyncio.sleep(COUNTED_S)
         walks.next()
         await asyncio.sleep(IDLE_S)
         idle = walks.next()
+        # Nor is the segment that the first call after a pause begins.
         await call_and_reward(proxy)
+        await settled(engine, 2)
+        walks.next()
+        await call_and_reward(proxy)
+        await settled(engine, 3)
+        await asyncio.sleep(COUNTED_S)
         busy = walks.next()
     sys.setprofile(None)
     await engine.dispose()
@@ -119,21 +146,24 @@ async def walk(url: str, folder: Path) -> tuple[Walk, Walk]:
 
 async def main() -> None:
     """Walk, and print the files in the order of their first entry, each with who entered it."""
+    # Before any thread begins, or it would work unseen.
+    walks = Walks()
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedPostgres(Path(folder) / "pg")
         await asyncio.to_thread(server.ensure_running)
         try:
             await upgrade(server.url)
-            idle, busy = await walk(server.url, Path(folder))
+            idle, busy = await walk(walks, server.url, Path(folder))
         finally:
             await asyncio.to_thread(server.stop)
-    pairs = [pair for pair in busy.pairs if pair not in idle.pairs]
+    pairs = busy.pairs_beside(idle)
     files = [file for file in busy.order if any(file in pair for pair in pairs)]
     console = Console(width=200, highlight=False)
     for file in files:
         callers = ", ".join(a for a, b in pairs if b == file) or "(already there)"
-        console.print(f"{file:<40} from {callers}")
-    console.print(f"{len(files)} files, {len(pairs)} hand-overs")
+        console.print(f"{file:<40} from {callers}", soft_wrap=True)
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    console.print(f"{len(files)} files of {lines} lines, {len(pairs)} hand-overs")
 
 
 if __name__ == "__main__":

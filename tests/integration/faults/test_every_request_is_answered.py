@@ -43,7 +43,7 @@ STEPS = {
     "read_request": asking,
     "lowered": Exchange,
     "identify": asking,
-    "passed_on": routing,
+    "for_upstream": routing,
     "rewritten": steps,
     "answer_of": steps,
 }
@@ -126,7 +126,7 @@ async def test_a_failure_beside_calls_is_500_too(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
-    monkeypatch.setattr("proxy.door.forward.passed_on", fails)
+    monkeypatch.setattr("proxy.door.forward.for_upstream", fails)
     listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     request = post(path, b"{}") if path == "/feedback" else listing
     head, body = await ask(proxy, request)

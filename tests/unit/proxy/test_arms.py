@@ -211,3 +211,20 @@ def test_a_policy_that_goes_live_with_another_is_tried_in_its_share_too() -> Non
     for one in EPISODES[:300]:
         versions.resolve("m", one, "a")
         assert versions.resolve("m", one, "b").arm == arms.of_new(one)
+
+
+@given(policy=NAMES, episode=NAMES, serving=st.integers(0, 3), version=st.integers(0, 3))
+def test_of_a_policy_with_one_arm_all_episodes_have_that(
+    policy: str, episode: str, serving: int, version: int
+) -> None:
+    arms = Arms(policy, serving)
+    assert not arms.are_several
+    assert arms.of_new(episode) == arms.of_version(version) == "serving"
+    assert arms.version_of("serving") == serving
+
+
+@pytest.mark.parametrize("made", [trying(), trying(base_share=0.0), *ENDS.values()])
+def test_a_policy_has_several_arms_while_an_episode_may_have_another(
+    made: list[PolicyVersion],
+) -> None:
+    assert arms_of(made)["m"].are_several

@@ -70,7 +70,7 @@ def test_a_policy_without_a_file_may_have_an_at_in_its_name() -> None:
 
 def test_with_one_tenant_nothing_is_hidden_from_it_and_all_from_others() -> None:
     for owners in (Owners(None), Owners(parse_policies('[[policy]]\nname = "p"\nbase = "m"', "p"))):
-        assert not owners.hides_some(DEFAULT)
+        assert owners.sole == DEFAULT
         assert not owners.hides(DEFAULT, "x@1")
         assert owners.hides("a", "p@1")
         assert not owners.hides("a", "m")

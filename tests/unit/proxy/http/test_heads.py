@@ -2,13 +2,9 @@
 
 import pytest
 
-from benchmarks.http_requests import Nowhere
-from proxy.door.heads import check_headers, passed_on
+from proxy.door.bodies import check_headers
 from proxy.errors import NotServed
-from proxy.http.connection import Connection
-from proxy.http.exchange import Exchange
-from proxy.http.server import Server
-from proxy.http.wire import Headers
+from proxy.http.wire import Headers, for_upstream
 from store.tenants import DEFAULT
 from tests.unit.proxy.test_bodies import ALONE, OWNERS
 
@@ -32,31 +28,13 @@ STEERING: Headers = [
 ]
 
 
-async def nothing(_: Exchange) -> None:
-    """Answer nothing: no request is sent."""
-
-
-def exchange(tenant: str, headers: Headers) -> Exchange:
-    connection = Connection(Server(nothing))
-    connection.connection_made(Nowhere({"peername": ("127.0.0.1", 40000)}))
-    made = Exchange(
-        connection,
-        "POST",
-        "/v1/chat/completions",
-        headers,
-        keep_alive=True,
-        chunks=True,
-        expects=False,
-    )
-    made.tenant = tenant
-    return made
-
-
-async def test_a_tenants_headers_are_those_of_its_body_and_client() -> None:
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_tenants_headers_are_those_of_its_body_and_client(tenant: str) -> None:
     both = [*SAID, *STEERING]
-    assert passed_on(exchange("a", both), plain=False) == SAID
-    assert passed_on(exchange("a", both), plain=True) == [*SAID, (b"Accept-Encoding", b"identity")]
-    assert passed_on(exchange(DEFAULT, both), plain=False) == both
+    assert for_upstream(both, tenant, plain=False) == SAID
+    coded = (b"Accept-Encoding", b"identity")
+    assert for_upstream(both, tenant, plain=True) == [*SAID, coded]
+    assert for_upstream(both, DEFAULT, plain=False) == both
 
 
 def test_a_version_in_a_header_is_looked_at_where_it_is_passed_on() -> None:

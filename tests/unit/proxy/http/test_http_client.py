@@ -10,6 +10,7 @@ from proxy.http import client as module
 from proxy.http import wire
 from proxy.http.client import NoReply, Silent, Torn
 from proxy.http.flow import HIGH_WATER, Reply
+from store.tenants import DEFAULT
 from tests.support.http_wires import Wire, cuts, feed, upstream
 
 HEAD = b"HTTP/1.1 200 Fine\r\nX-Case: Kept\r\nx-case: again\r\n"
@@ -194,7 +195,7 @@ def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> N
     ours = [pair for pair in headers if pair[0].lower().startswith(wire.OURS)]
     others = [pair for pair in headers if pair not in ours]
     assert wire.for_client(headers) == others
-    assert wire.for_upstream(headers, plain=False) == others
+    assert wire.for_upstream(headers, DEFAULT, plain=False) == others
     sent = wire.request_head("POST", "/v1/x", b"h", headers, 0)
     lines = b"".join(b"%b: %b\r\n" % pair for pair in headers)
     assert sent == b"POST /v1/x HTTP/1.1\r\nHost: h\r\n" + lines + b"Content-Length: 0\r\n\r\n"
@@ -205,7 +206,8 @@ def test_what_belongs_to_one_connection_is_not_passed_on() -> None:
     hop += [(b"Keep-Alive", b"5"), (b"Transfer-Encoding", b"chunked"), (b"Trailer", b"x")]
     assert wire.for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]
     assert wire.for_client([(b"X-Pawl-Tenant", b"b"), (b"Server", b"s")]) == [(b"Server", b"s")]
-    kept = wire.for_upstream([*hop, (b"Host", b"h"), (b"X-Pawl-Agent", b"a")], plain=True)
+    sent = [*hop, (b"Host", b"h"), (b"X-Pawl-Agent", b"a")]
+    kept = wire.for_upstream(sent, DEFAULT, plain=True)
     assert kept == [(b"Accept-Encoding", b"identity")]
 
 

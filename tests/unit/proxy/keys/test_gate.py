@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
-from proxy.keys.credentials import Shown
-from proxy.keys.gate import Gate
+from proxy.keys.gate import Gate, Shown
 from proxy.keys.key_file import NO_KEYS, KeyFile
 from store.errors import BadKey
 from store.keys.grants import SCOPES, Access, Grant, Scope, check_name, check_tenant, read_scopes
