@@ -56,13 +56,14 @@ def app_of(known: Known) -> web.Application:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def readyz(_: web.Request) -> web.Response:
-        degraded = known.altered or known.unread or not known.up
+        degraded = known.altered or known.unread or known.misserved or not known.up
         return web.json_response(
             {
                 "status": "degraded" if degraded else "ready",
                 "database": "up" if known.up else "away",
                 "altered": known.altered,
                 "unread": known.unread,
+                "misserved": known.misserved,
             }
         )
 

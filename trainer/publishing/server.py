@@ -166,11 +166,13 @@ class ModelServer:
         """Return the name of the base model that adapter `name` was loaded for.
 
         Raises:
-            PublishError: the server does not list the adapter.
-            UpstreamAway: the server does not answer.
+            PublishError: the server lists it without its base model.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         listed = (await self.models()).get(name)
-        if listed is None or not listed.get("parent"):
+        if listed is None:
+            raise self._has_lost(name)
+        if not listed.get("parent"):
             raise PublishError(f"the model server lists {listed} as {name}, without its base model")
         return str(listed["parent"])
 
@@ -239,12 +241,16 @@ class ModelServer:
         A server that has not the model any more was restarted: it says nothing about the version.
         """
         if name not in await self.models():
-            return UpstreamAway(
-                f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
-                " servers share that address (list each in PAWL_REPLICA_URLS)"
-            )
+            return self._has_lost(name)
         why = f"the model server refused a probe of {name}: {status} {answer}"
         return await self._refusal(status, why)
+
+    def _has_lost(self, name: str) -> UpstreamAway:
+        """Return the error for a model that the server had, and has not any more."""
+        return UpstreamAway(
+            f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
+            " servers share that address (list each in PAWL_REPLICA_URLS)"
+        )
 
     async def _refusal(self, status: int, why: str) -> TrainerError:
         """Return the error for a request that was not answered as asked.
