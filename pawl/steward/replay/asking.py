@@ -45,10 +45,11 @@ async def answer(
         UpstreamAway: the server does not answer, or has lost one of them.
     """
     tools = offered_tools(call.request)
+    is_judged = is_judged and not tools and None not in (call.episode, call.request)
 
     async def complete(name: str) -> Completion:
-        seed, marks = _seed(chosen.call), bool(tools)
-        return await server.complete(name, call.prompt_ids, pair.tokens, seed, marks=marks)
+        seed = _seed(chosen.call)
+        return await server.complete(name, call.prompt_ids, pair.tokens, seed, marks=not is_judged)
 
     try:
         own = await complete(pair.candidate)
@@ -58,7 +59,6 @@ async def answer(
     scored = await server.prompt_logprobs(pair.serving, call.prompt_ids + own.ids)
     malformed: tuple[bool | None, bool | None] = (None, None)
     said: Said | None = None
-    is_judged = is_judged and not tools and None not in (call.episode, call.request)
     if tools or is_judged:
         other = await complete(pair.serving)
         malformed = (_judged(own, tools), _judged(other, tools))
