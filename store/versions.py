@@ -54,6 +54,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     manifest_sha256: str | None = None
     rebuilt_from: UUID | None = None
     kl_to_base: float | None = None
+    # How far what is served of it may be from what was trained, by the recipe that made it.
+    probe_tolerance: float | None = None
     # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
     share: float | None = None
     # It lost the gate, or fell behind later: nothing is trained from it, or on its episodes.

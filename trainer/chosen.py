@@ -123,7 +123,7 @@ def check_gate(chosen: Chosen, recipe: Recipe) -> None:
         raise TrainerError(
             f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
             ' gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
-            ' "immediate", or leave publish_with out'
+            ' "immediate" (as the packaged recipe "rollout" has), or leave publish_with out'
         )
 
 

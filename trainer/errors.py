@@ -49,6 +49,10 @@ class FilesAltered(PublishError):
     """Report that a version is not loaded, because its files are not those that were written."""
 
 
+class Misserved(PublishError):
+    """Report that a server serves a version otherwise than it was trained; it is unloaded there."""
+
+
 class FilesUnread(TrainerError):
     """Report that a version's files cannot be read for now; it is tried again, nothing is spent."""
 

@@ -116,6 +116,7 @@ class Loop:
             self._tell_if_held()
         else:
             self._holding.settle()
+            self._holding.tried_at = self._publisher.servers.returns
 
     async def try_again(self) -> None:
         """Try whether updates could go on, if the trainer holds and it is time to.
@@ -126,6 +127,7 @@ class Loop:
         if self._holding.trial_is_due:
             in_doubt = self._holding.is_in_doubt
             why = await (self._trial.why_unserved() if in_doubt else self._trial.why_not())
+            self._holding.tried_at = self._publisher.servers.returns
             self._holding.note_trial(why)
             if why is None:
                 await self._set_aside()
@@ -135,9 +137,12 @@ class Loop:
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired.
 
-        Versions that have waited for others to go live with go live.
+        Versions that have waited for others to go live with go live. Once a replica is back, the
+        trainer holds until it is tried: its base model may be another one.
         """
         await self._publisher.keep_loaded()
+        if self._publisher.servers.returns != self._holding.tried_at:
+            self._holding.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()
         await self._publisher.retire_idle()
 

@@ -7,7 +7,6 @@ have it. If one refuses it, the base model serves instead, which is always there
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -19,7 +18,7 @@ from store.updates.policies import numbered_version
 from store.updates.states import change_state, lock_policies
 from store.versions import Actor, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
-from trainer.publishing.altered import check_files
+from trainer.publishing.probing import loading
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.servable import belonging, lacking, with_other_files
 from trainer.publishing.server import ModelServer
@@ -102,8 +101,7 @@ async def _load(server: ModelServer, before: Before) -> bool:
     if not belonging([version, before.base], listed):
         return False
     if lacking([version], listed) or with_other_files([version], listed):
-        await check_files(version)
-        await server.load(version.served_name, Path(version.adapter_path or ""))
+        await loading.load_again(server, version)
     return True
 
 

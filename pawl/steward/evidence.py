@@ -199,6 +199,7 @@ def _episode(one: ArmEpisode) -> Episode:
         reward=one.reward,
         failed=one.failed or one.broken,
         malformed=one.malformed,
+        tools_failed=one.tools_failed,
         seconds=one.seconds,
         version=one.version,
     )

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from pawl.judging.answers import Judge
 from pawl.stack.database import open_engine
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.candidates import STEWARD, Moved, admission, admit
@@ -54,13 +55,22 @@ log = structlog.get_logger()
 class Gating:
     """Judge each policy with a gate, again and again."""
 
-    def __init__(self, settings: StoreSettings, poll_s: float, replicas: Replicas) -> None:
-        """Store where the database is, the pause between two looks, and the model servers."""
+    def __init__(
+        self,
+        settings: StoreSettings,
+        poll_s: float,
+        replicas: Replicas,
+        judge: Judge | None = None,
+    ) -> None:
+        """Store where the database is, the pause between two looks, and the model servers.
+
+        `judge` scores what candidates answer in their replays, if there is one.
+        """
         self._settings = settings
         self._poll_s = poll_s
         self._replicas = replicas
         self._policies: dict[str, PolicyGate] = {}
-        self.replays = Replays(replicas)
+        self.replays = Replays(replicas, judge)
         # What keeps all policies from being judged, and which of them was looked at then.
         self._trouble: str | None = None
         self._put_off: str | None = None

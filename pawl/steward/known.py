@@ -11,7 +11,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.stack.database import open_engine
-from pawl.steward.metrics import ALTERED, STORE_UP
+from pawl.steward.metrics import ALTERED, MISSERVED, STORE_UP
 from store.connection.availability import is_unavailable
 from store.settings import StoreSettings
 from store.updates.policies import list_servable
@@ -37,6 +37,7 @@ class Known:
         versions: those versions and each policy's base model; None before the first reading.
         altered: why, by its name, for each of them whose files are not those that were written.
         unread: why, by its name, for each of them whose files could not be read last time.
+        misserved: why, by the replica and its name, for each that is not served as it was trained.
     """
 
     def __init__(self, settings: StoreSettings, poll_s: float) -> None:
@@ -48,6 +49,7 @@ class Known:
         self.versions: list[PolicyVersion] | None = None
         self.altered: dict[str, str] = {}
         self.unread: dict[str, str] = {}
+        self.misserved: dict[str, dict[str, str]] = {}
 
     def wants(self, version: PolicyVersion) -> bool:
         """Return whether the version was servable at the last reading."""
@@ -91,6 +93,21 @@ class Known:
         """Return whether something was wrong with the version's files when last looked at."""
         return version.served_name in self.altered or version.served_name in self.unread
 
+    def note_served(self, replica: str, name: str, why_not: str | None) -> None:
+        """Note that a replica serves a version as it was trained, or why it does not."""
+        if why_not is not None:
+            self.misserved.setdefault(replica, {})[name] = why_not
+            MISSERVED.labels(replica, name).set(1)
+        elif self.misserved.get(replica, {}).pop(name, None) is not None:
+            MISSERVED.remove(replica, name)
+            if not self.misserved[replica]:
+                del self.misserved[replica]
+
+    def forget_replica(self, replica: str) -> None:
+        """Forget what a replica served wrongly: it is away, and may be another one when back."""
+        for name in list(self.misserved.get(replica, ())):
+            self.note_served(replica, name, None)
+
     def _forget(self, name: str) -> None:
         self.unread.pop(name, None)
         if self.altered.pop(name, None) is not None:
@@ -101,6 +118,9 @@ class Known:
         servable = {one.served_name for one in self.versions or () if is_servable(one)}
         for name in (self.altered.keys() | self.unread.keys()) - servable:
             self._forget(name)
+        for replica, names in list(self.misserved.items()):
+            for name in names.keys() - servable:
+                self.note_served(replica, name, None)
 
     async def follow(self) -> None:
         """Keep `versions` as the store has them; never return."""

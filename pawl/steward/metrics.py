@@ -20,6 +20,11 @@ ALTERED = Gauge(
     "Servable versions that are not loaded as their files are not those that were written.",
     ["version"],
 )
+MISSERVED = Gauge(
+    "pawl_steward_misserved_adapters",
+    "Servable versions that a replica does not have, as it served them otherwise than trained.",
+    ["replica", "version"],
+)
 STORE_UP = Gauge("pawl_steward_database_up", "1 while the steward reads the database.")
 GATE_MOVES = Counter(
     "pawl_steward_gate_moves_total",

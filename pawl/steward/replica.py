@@ -1,6 +1,7 @@
 """Load what one replica of the model server lacks, and let nothing else serve a name.
 
-Each replica is looked at on its own, so that one that is away or slow delays no other.
+Each replica is looked at on its own, so that one that is away or slow delays no other. What it is
+loaded with it must serve as it was trained: it may have been restarted with another base model.
 """
 
 import asyncio
@@ -13,7 +14,15 @@ import structlog
 from pawl.steward.known import Known
 from pawl.steward.metrics import LOADS, MISSING, REPLICA_UP
 from store.versions import PolicyVersion
-from trainer.errors import FilesAltered, FilesUnread, PublishError, TrainerError, UpstreamAway
+from trainer.errors import (
+    FilesAltered,
+    FilesUnread,
+    Misserved,
+    PublishError,
+    TrainerError,
+    UpstreamAway,
+)
+from trainer.publishing.probing.loading import check_served
 from trainer.publishing.servable import Listed, belonging, lacking, with_other_files
 from trainer.publishing.server import ModelServer
 
@@ -25,6 +34,7 @@ LONGEST_PAUSE_S: Final = 60.0
 _OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
     FilesAltered: ("altered", "adapter_altered"),
     FilesUnread: ("unread", "adapter_unread"),
+    Misserved: ("misserved", "adapter_misserved"),
 }
 
 
@@ -61,6 +71,8 @@ class ReplicaKeeper:
         self._poll_s = poll_s
         self._refusals = Refusals()
         self._up: bool | None = None
+        # Whether what it listed when it was first seen is as it was trained.
+        self._is_checked = False
         REPLICA_UP.labels(server.url).set(0)
         MISSING.labels(server.url).set(0)
 
@@ -91,6 +103,11 @@ class ReplicaKeeper:
         for version in wanted:
             if version not in waiting and self._known.troubled(version):
                 await self._check_again(version)
+        if not self._is_checked and self._known.versions is not None:
+            for version in wanted:
+                if version not in waiting:
+                    await self._check_listed(version)
+            self._is_checked = True
 
     async def _load(self, version: PolicyVersion, listed: Listed) -> bool:
         """Load one version, and return whether the replica has it now, or need not have it."""
@@ -105,9 +122,11 @@ class ReplicaKeeper:
             if name in listed:
                 await self._unload_others(version)
             await self._server.load(name, Path(version.adapter_path or ""))
+            await check_served(self._server, version)
         except (PublishError, FilesUnread) as error:
             self._put_off(name, error)
             return False
+        self._known.note_served(self._server.url, name, None)
         LOADS.labels(self._server.url, "replaced" if name in listed else "loaded").inc()
         log.info("adapter_loaded", version=name, replica=self._server.url)
         return True
@@ -117,6 +136,8 @@ class ReplicaKeeper:
         pause_s = self._refusals.add(name, asyncio.get_running_loop().time())
         outcome, event = _OUTCOMES.get(type(error), ("refused", "adapter_not_loaded"))
         LOADS.labels(self._server.url, outcome).inc()
+        if isinstance(error, Misserved):
+            self._known.note_served(self._server.url, name, str(error))
         log.error(
             event,
             version=name,
@@ -134,6 +155,13 @@ class ReplicaKeeper:
             await self._known.check(version)
         except (FilesAltered, FilesUnread):
             self._refusals.add(name, loop.time())
+
+    async def _check_listed(self, version: PolicyVersion) -> None:
+        """Check what a replica had loaded before this steward saw it: nobody else may have."""
+        try:
+            await check_served(self._server, version)
+        except (PublishError, FilesUnread) as error:
+            self._put_off(version.served_name, error)
 
     async def _unload_others(self, version: PolicyVersion) -> None:
         """Unload the other files under a version's name, unless another steward has done so."""
@@ -153,4 +181,6 @@ class ReplicaKeeper:
             else:
                 log.warning("replica_away", replica=self._server.url, reason=reason)
                 self._refusals.forget()
+                self._known.forget_replica(self._server.url)
+                self._is_checked = False
         self._up = up

@@ -1,12 +1,15 @@
 """Run the steward's process: start it, answer on its port, and stop it at a signal."""
 
 import asyncio
+import shlex
 from contextlib import AsyncExitStack
+from typing import Final
 
 import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pawl.judging.program import ProgramJudge
 from pawl.settings import StewardSettings
 from pawl.signals import stop_event
 from pawl.steward.gating import Gating
@@ -17,13 +20,21 @@ from trainer.publishing.replicas import Replicas
 
 log = structlog.get_logger()
 
+# A judgement of a replay's answer that takes longer is none.
+JUDGEMENT_S: Final = 60.0
+
 
 async def steward(settings: StewardSettings) -> None:
     """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
 
     Raises:
         OSError: its port cannot be listened on.
+        JudgeError: the program that is to score replays is not there.
     """
+    judge = None
+    if settings.replay_judge_command is not None:
+        command = shlex.split(settings.replay_judge_command)
+        judge = ProgramJudge(command, timeout_s=JUDGEMENT_S)
     stop = stop_event()
     async with AsyncExitStack() as exits:
         known = Known(settings, settings.steward_poll_s)
@@ -31,7 +42,7 @@ async def steward(settings: StewardSettings) -> None:
         exits.push_async_callback(port.cleanup)
         replicas = await exits.enter_async_context(Replicas(settings.server_urls))
         poll_s = settings.steward_poll_s
-        work = [known.follow(), Gating(settings, poll_s, replicas).follow()]
+        work = [known.follow(), Gating(settings, poll_s, replicas, judge).follow()]
         work += [ReplicaKeeper(server, known, poll_s).keep() for server in replicas.each]
         tasks = [asyncio.create_task(one) for one in work]
         log.info("steward_up", replicas=settings.server_urls)
@@ -56,13 +67,14 @@ def app_of(known: Known) -> web.Application:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def readyz(_: web.Request) -> web.Response:
-        degraded = known.altered or known.unread or not known.up
+        degraded = known.altered or known.unread or known.misserved or not known.up
         return web.json_response(
             {
                 "status": "degraded" if degraded else "ready",
                 "database": "up" if known.up else "away",
                 "altered": known.altered,
                 "unread": known.unread,
+                "misserved": known.misserved,
             }
         )
 

@@ -46,8 +46,8 @@ LABELS: Final = {
     "0), `released` (given back), `rejected` (the version failed its probe) or `failed`. "
     "`pawl_waited_for_adapter_total`: `served`, or `given_up` (503). "
     "`pawl_steward_loads_total`: `loaded`, `replaced` (it had other files), "
-    "`refused`, `altered` (the files are not those that were written), or `unread` (they could not "
-    "be read).",
+    "`refused`, `altered` (the files are not those that were written), `unread` (they could not be "
+    "read), or `misserved` (it was not served as it was trained).",
     "path": "A forwarded route without the ids in it, such as `/v1/models`.",
     "policy": "Name of the policy; empty if none served the call.",
     "reason": "`pawl_refused_total`: an error class of [http.md](http.md#errors). "

@@ -25,6 +25,7 @@ from store.schema.stated import feedback
 from store.schema.trained import (
     KL_TO_BASE,
     MANIFEST_SHA256,
+    PROBE_TOLERANCE,
     REBUILT,
     consumptions,
     policies,
@@ -258,6 +259,7 @@ def version_of(row: Row[Any]) -> PolicyVersion:
         manifest_sha256=getattr(row, MANIFEST_SHA256, None),
         rebuilt_from=None if source is None else UUID(source),
         kl_to_base=getattr(row, KL_TO_BASE, None),
+        probe_tolerance=getattr(row, PROBE_TOLERANCE, None),
         tenant=row.tenant,
         share=row.share,
         rolled_back=row.rolled_back_at is not None,

@@ -104,11 +104,11 @@ async def make_candidate(
     *,
     reason: str,
     actor: Actor = "trainer",
-) -> None:
+) -> bool:
     """Let `version`, which is loaded, wait for its canary, to be judged by the rule `gate`.
 
     What was made before it and has no traffic yet never will have any: this one has learnt what
-    that had.
+    that had. Return whether a candidate that waited makes way.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -119,12 +119,15 @@ async def make_candidate(
         policies.c.version < version,
         policies.c.state.in_(("written", "candidate")),
     )
+    waited = False
     for row in (await connection.execute(before.order_by(policies.c.version))).all():
         newer = f"{name}@{version} was made from more episodes, and waits instead"
         await change_state(connection, version_of(row), "rejected", reason=newer, actor=actor)
+        waited |= row.state == "candidate"
     held = await lock_version(connection, name, version)
     await _set(connection, name, version, gate=dict(gate))
     await change_state(connection, held, "candidate", reason=reason, actor=actor)
+    return waited
 
 
 async def begin_canary(

@@ -16,13 +16,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.ids import lowest_id_at
 from store.read.pages import version_of
 from store.schema.recorded import OF_A_VERSION
-from store.schema.trained import KL_TO_BASE, LIVE, MANIFEST_SHA256, REBUILT, policies, updates
+from store.schema.trained import (
+    KL_TO_BASE,
+    LIVE,
+    MANIFEST_SHA256,
+    PROBE_TOLERANCE,
+    REBUILT,
+    policies,
+    updates,
+)
 from store.tenants import DEFAULT, tenant_of
 from store.updates.states import add_event, change_state, lock_policies, lock_version
 from store.versions import SERVABLE, Actor, PolicyState, PolicyVersion, policy_name
 
 # A version with what its own update has among its figures: the hash of its manifest, the update
-# that was trained again for it, if one was, and how far it is from the base model.
+# that was trained again for it, if one was, and how far it is from the base model; and in its
+# recipe, how far from that it may be served.
 WITH_HASH: Final = (
     policies,
     select(updates.c.metrics[MANIFEST_SHA256].astext)
@@ -37,6 +46,10 @@ WITH_HASH: Final = (
     .where(updates.c.id == policies.c.update_id)
     .scalar_subquery()
     .label(KL_TO_BASE),
+    select(updates.c.recipe["publish"]["tolerance"].as_float())
+    .where(updates.c.id == policies.c.update_id)
+    .scalar_subquery()
+    .label(PROBE_TOLERANCE),
 )
 _SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
 # What comes before the separator in a key, with it (`store.tenants`); empty for the default tenant.

@@ -23,7 +23,7 @@ from store.files import whole_folder
 from store.records import Record
 from store.updates.claims import Outcome
 from trainer.errors import AdapterError, FileMissing
-from trainer.publishing.probe import ProbeRow
+from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.reading import reading
 
 log = structlog.get_logger()
@@ -126,6 +126,17 @@ def _manifest(folder: Path) -> Manifest | None:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
     except FileMissing:
         return None
+
+
+def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
+    """Return the rows that the version in a folder is probed with; none if it has no manifest.
+
+    Raises:
+        AdapterError: the manifest is damaged.
+        FilesUnread: it cannot be read for now.
+    """
+    manifest = _manifest(folder)
+    return () if manifest is None else manifest.probe
 
 
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:

@@ -14,16 +14,17 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import StateChanged
-from store.read.standing import newest_promoted
+from store.read.standing import gated, newest_promoted
 from store.updates import descent, gating, policies
 from store.updates.states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyState, PolicyVersion
-from trainer.errors import FilesUnread, PublishError, UpstreamAway
+from trainer.errors import FilesUnread, Misserved, PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.altered import check_files
 from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.forgetting import check_forgetting
-from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
+from trainer.publishing.probing.loading import load_again, served_logprobs
+from trainer.publishing.probing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.servable import belonging, lacking
 from trainer.publishing.server import ModelServer
@@ -36,6 +37,12 @@ log = structlog.get_logger()
 PROXY_REFRESH_S: Final = 10.0
 # Why a version gets out of the state `written`, as its events say.
 PROBED: Final = "it is loaded, and served as it was trained"
+
+NOT_TRIED: Final = (
+    "the candidate before it made way for it, and no version was tried meanwhile: let a `pawl"
+    " steward` run, which tries them, and see its log; if it replays, lower gate.replay_states or"
+    " raise gate.updates_per_candidate"
+)
 
 
 class Publisher:
@@ -64,6 +71,7 @@ class Publisher:
         self.together = tuple(together) or (policy,)
         self.known = known
         self.gate = gate or GateOptions()
+        self._misserved: set[tuple[ModelServer, str]] = set()
 
     async def publish(
         self,
@@ -150,7 +158,12 @@ class Publisher:
     async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
         """Let the steward try a version, by the rule of the recipe, which it cannot read itself."""
         rule = self.gate.model_dump(mode="json")
-        await gating.make_candidate(connection, self._policy, version.version, rule, reason=PROBED)
+        made_way = await gating.make_candidate(
+            connection, self._policy, version.version, rule, reason=PROBED
+        )
+        stands = await gated(connection, self._policy)
+        if made_way and stands is not None and stands.canary is None and not stands.frozen:
+            log.warning("candidate_was_not_tried", version=version.served_name, remedy=NOT_TRIED)
 
     async def go_live(self) -> None:
         """Promote what is ready, if all that go live together are, or have waited long enough.
@@ -215,9 +228,9 @@ class Publisher:
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
     ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
-        served = await _served_logprobs(server, name, rows)
+        served = await served_logprobs(server, name, rows)
         other = await self._other_than(server, name, before)
-        probe = compare(served, trained, await _served_logprobs(server, other, rows))
+        probe = compare(served, trained, await served_logprobs(server, other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
             raise PublishError(reason)
@@ -256,21 +269,26 @@ class Publisher:
     async def keep_loaded(self) -> None:
         """Load again the adapters that a replica should serve and does not (it was restarted).
 
-        The steward does so, too, and whether a trainer runs or not.
+        The steward does so, too, and whether a trainer runs or not. What a replica served wrongly
+        is not loaded there again, for moments in which requests would get it, before it was away.
         """
         async with self._engine.connect() as connection:
             versions = await policies.list_servable(connection, self._policy)
-        for server, listed in (await self.servers.ask(ModelServer.models)).items():
+        answers = await self.servers.ask(ModelServer.models)
+        self._misserved = {one for one in self._misserved if one[0] in answers}
+        for server, listed in answers.items():
             for version in lacking(belonging(versions, listed), listed):
-                await self._load_again(server, version)
+                if (server, version.served_name) not in self._misserved:
+                    await self._load_again(server, version)
 
     async def _load_again(self, server: ModelServer, version: PolicyVersion) -> None:
         try:
-            await check_files(version)
-            await server.load(version.served_name, Path(version.adapter_path or ""))
+            await load_again(server, version)
         except (PublishError, FilesUnread, UpstreamAway) as error:
             # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
+            if isinstance(error, Misserved):
+                self._misserved.add((server, version.served_name))
             return
         log.info("version_reloaded", version=version.served_name, replica=server.url)
 
@@ -325,9 +343,3 @@ class Publisher:
     async def _idle(self, states: Sequence[PolicyState], idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
             return await policies.idle_versions(connection, self._policy, states, idle_s)
-
-
-async def _served_logprobs(
-    server: ModelServer, name: str, rows: Sequence[ProbeRow]
-) -> list[list[float]]:
-    return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]

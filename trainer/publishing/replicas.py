@@ -24,12 +24,18 @@ Answers = dict[ModelServer, T]
 
 
 class Replicas:
-    """Pass each operation to all replicas of the model server that answer."""
+    """Pass each operation to all replicas of the model server that answer.
+
+    Attributes:
+        each: the replicas.
+        returns: how often one answered that had been away: it may be another one since.
+    """
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         """Create a client for each base URL; `async with` opens them."""
         self.each = tuple(ModelServer(url) for url in base_urls)
         self._away: set[ModelServer] = set()
+        self.returns = 0
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -71,7 +77,9 @@ class Replicas:
             elif isinstance(result, Exception):
                 raise result
             else:
-                self._away.discard(server)
+                if server in self._away:
+                    self._away.remove(server)
+                    self.returns += 1
                 [answers[server]] = result
         if not answers:
             raise away[0]

@@ -174,11 +174,13 @@ class ModelServer:
         """Return the name of the base model that adapter `name` was loaded for.
 
         Raises:
-            PublishError: the server does not list the adapter.
-            UpstreamAway: the server does not answer.
+            PublishError: the server lists it without its base model.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         listed = (await self.models()).get(name)
-        if listed is None or not listed.get("parent"):
+        if listed is None:
+            raise self._has_lost(name)
+        if not listed.get("parent"):
             raise PublishError(f"the model server lists {listed} as {name}, without its base model")
         return str(listed["parent"])
 
@@ -221,10 +223,13 @@ class ModelServer:
             raise _no_ids(name)
         return choice, sampled
 
-    async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
+    async def complete(
+        self, name: str, ids: Sequence[int], tokens: int, seed: int, *, marks: bool = True
+    ) -> Completion:
         """Return what `name` says after the prompt `ids`, at temperature one, in `tokens` at most.
 
         Whoever asks again with the same `seed` gets the same, as far as the server computes alike.
+        Its text has special tokens, some of which mark a tool call, if `marks` are wanted.
 
         Raises:
             PublishError: the server refuses the request, or reports no ids or log-probabilities.
@@ -232,7 +237,7 @@ class ModelServer:
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
         # Tokens that mark a tool call may be special ones.
-        fields = {"ignore_eos": False, "skip_special_tokens": False}
+        fields = {"ignore_eos": False, "skip_special_tokens": not marks}
         choice, sampled = await self._sampled(name, ids, {**settings, **fields})
         return Completion(
             text=str(choice.get("text", "")),
@@ -247,12 +252,16 @@ class ModelServer:
         A server that has not the model any more was restarted: it says nothing about the version.
         """
         if name not in await self.models():
-            return UpstreamAway(
-                f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
-                " servers share that address (list each in PAWL_REPLICA_URLS)"
-            )
+            return self._has_lost(name)
         why = f"the model server refused a probe of {name}: {status} {answer}"
         return await self._refusal(status, why)
+
+    def _has_lost(self, name: str) -> UpstreamAway:
+        """Return the error for a model that the server had, and has not any more."""
+        return UpstreamAway(
+            f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
+            " servers share that address (list each in PAWL_REPLICA_URLS)"
+        )
 
     async def _refusal(self, status: int, why: str) -> TrainerError:
         """Return the error for a request that was not answered as asked.

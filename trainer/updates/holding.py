@@ -33,7 +33,13 @@ def looks_like_a_fault(odd: int, of: int) -> bool:
 
 
 class Holding:
-    """Count the updates of one policy that come to nothing, and hold after `FAILURES` in a row."""
+    """Count the updates of one policy that come to nothing, and hold after `FAILURES` in a row.
+
+    Attributes:
+        is_in_doubt: nothing failed, and a trial is due.
+        reason: why nothing may be claimed; None if something may.
+        tried_at: how often a model server had come back by the last trial.
+    """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Begin without a failure; `clock` returns seconds."""
@@ -46,6 +52,7 @@ class Holding:
         self.is_in_doubt = False
         self.reason: str | None = None
         self.kind: HoldReason | None = None
+        self.tried_at = 0
 
     @property
     def is_held(self) -> bool:

@@ -20,7 +20,7 @@ from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing import adapters
-from trainer.publishing.probe import ProbeRow
+from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.publish import Publisher
 from trainer.recipes.gate import GateOptions
 from trainer.updates.recording import Recording

@@ -18,7 +18,7 @@ from store.values.distribution import Distribution
 from trainer.batches.rows import Row, bare_row
 from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
-from trainer.publishing.misfits import Compared, why_misfit
+from trainer.publishing.probing.misfits import Compared, why_misfit
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
 from trainer.recipes.recipe import Recipe

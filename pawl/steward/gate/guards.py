@@ -1,4 +1,4 @@
-"""Watch what no reward may buy: failed requests, malformed tool calls, slowness."""
+"""Watch what no reward may buy: failed requests, malformed tool calls, failed tools, slowness."""
 
 from collections import deque
 from collections.abc import Callable
@@ -89,5 +89,6 @@ def all_guards(block_size: int) -> list[Guard]:
     return [
         Guard("failed requests", block_size, lambda episode: episode.failed),
         Guard("malformed tool calls", block_size, lambda episode: episode.malformed),
+        Guard("failed tools", block_size, lambda episode: episode.tools_failed),
         Guard("slow episodes", block_size, Slowness(block_size).is_slow),
     ]

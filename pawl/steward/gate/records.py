@@ -22,6 +22,7 @@ class Episode(msgspec.Struct, frozen=True):
         reward: its reward, or None if nobody scored it.
         failed: whether a request of it failed. Without a reward it counts as the lowest one.
         malformed: whether a tool call of it was malformed; None if it called no tool.
+        tools_failed: whether a tool that it called came to an error or a timeout; None likewise.
         seconds: how long its calls took, in a unit that all arms share; None if unknown.
         version: the number of the version that it was given.
     """
@@ -31,6 +32,7 @@ class Episode(msgspec.Struct, frozen=True):
     reward: float | None
     failed: bool = False
     malformed: bool | None = None
+    tools_failed: bool | None = None
     seconds: float | None = None
     version: int = 0
 
@@ -137,7 +139,7 @@ class Decision(msgspec.Struct, frozen=True):
         better: wealth against "worse by the margin or more"; at `better_needed` it is promoted.
         worse: wealth against "as good"; at `worse_needed` it is retired.
         arms: what was seen of each arm.
-        guards: failures, malformed tool calls, slowness.
+        guards: failed requests, malformed tool calls, failed tools, slowness.
     """
 
     kind: Kind

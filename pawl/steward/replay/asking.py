@@ -27,32 +27,49 @@ class Pair(Record, frozen=True, kw_only=True):
     tokens: int
 
 
-async def answer(server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall) -> Answer:
-    """Return what the candidate answers to a call, compared with what serves.
+# What the candidate and what serves said, in this order, where a judge can tell which is better.
+Said = tuple[str, str]
+
+
+async def answer(
+    server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall, *, is_judged: bool = False
+) -> tuple[Answer, Said | None]:
+    """Return what the candidate answers to a call, compared with what serves, and what both said.
+
+    The latter only if it `is_judged`, the answer is all of an episode, and what serves came to its
+    end: one that was cut off would be compared by where it was.
 
     Raises:
         Refused: the server refuses it of the candidate, and not of what serves.
         PublishError: it refuses it of both: the prompt may be too long.
         UpstreamAway: the server does not answer, or has lost one of them.
     """
-    seed = _seed(chosen.call)
+    tools = offered_tools(call.request)
+    is_judged = is_judged and not tools and None not in (call.episode, call.request)
+
+    async def complete(name: str) -> Completion:
+        seed = _seed(chosen.call)
+        return await server.complete(name, call.prompt_ids, pair.tokens, seed, marks=not is_judged)
+
     try:
-        own = await server.complete(pair.candidate, call.prompt_ids, pair.tokens, seed)
+        own = await complete(pair.candidate)
     except PublishError as error:
-        await server.complete(pair.serving, call.prompt_ids, pair.tokens, seed)
+        await complete(pair.serving)
         raise Refused(str(error)) from error
     scored = await server.prompt_logprobs(pair.serving, call.prompt_ids + own.ids)
     malformed: tuple[bool | None, bool | None] = (None, None)
-    tools = offered_tools(call.request)
-    if tools:
-        other = await server.complete(pair.serving, call.prompt_ids, pair.tokens, seed)
+    said: Said | None = None
+    if tools or is_judged:
+        other = await complete(pair.serving)
         malformed = (_judged(own, tools), _judged(other, tools))
-    return Answer(
+        said = (own.text, other.text) if is_judged and other.is_whole else None
+    found = Answer(
         split=chosen.split,
         own=own.logprobs,
         serving=tuple(scored[-len(own.ids) :]),
         malformed=malformed,
     )
+    return found, said
 
 
 def _judged(said: Completion, tools: Tools) -> bool | None:

@@ -9,11 +9,14 @@ from collections import Counter
 from typing import Final
 from uuid import UUID
 
+import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
 from pawl.steward.replay.asking import Pair, Refused, answer
+from pawl.steward.replay.judging import rewards
 from pawl.steward.replay.verdict import TRIES, Answer, Replayed, ReplayRule, verdict
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
 from store.read.standing import Standing
@@ -39,13 +42,20 @@ class Replay:
         verdict: what came of it; None until all calls are answered.
     """
 
-    def __init__(self, candidate: Standing, serving: Standing, rule: ReplayRule) -> None:
-        """Begin without a call."""
+    def __init__(
+        self,
+        candidate: Standing,
+        serving: Standing,
+        rule: ReplayRule,
+        judge: Judge | None = None,
+    ) -> None:
+        """Begin without a call; `judge` scores what is all of an episode, if there is one."""
         self.key = key_of(candidate, serving)
         self.verdict: Replayed | None = None
         self._candidate = candidate
         self._serving = serving.version
         self._rule = rule
+        self._judge = judge
         self._pair = Pair(
             candidate=candidate.version.served_name,
             serving=serving.version.served_name,
@@ -120,7 +130,9 @@ class Replay:
             return True
         try:
             async with asyncio.timeout(ANSWER_S):
-                found = await answer(server, self._pair, chosen, call)
+                found, said = await answer(
+                    server, self._pair, chosen, call, is_judged=self._judge is not None
+                )
         except UpstreamAway:
             self._away.add(server)
             return False
@@ -132,6 +144,9 @@ class Replay:
             return self._failed(chosen, error)
         self._away.discard(server)
         self._waits = False
+        if said is not None and self._judge is not None:
+            scored = await rewards(self._judge, call, said, chosen.split)
+            found = msgspec.structs.replace(found, rewards=scored)
         self._answers.append(found)
         return True
 

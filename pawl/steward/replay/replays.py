@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
 from pawl.steward.replay.replaying import Replay
 from pawl.steward.replay.verdict import Replayed, ReplayRule
@@ -24,9 +25,10 @@ log = structlog.get_logger()
 class Replays:
     """Keep the replays of candidates: of each policy one at a time."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        """Store the model servers, and begin without a replay."""
+    def __init__(self, replicas: Replicas, judge: Judge | None = None) -> None:
+        """Store the model servers, and who scores answers; begin without a replay."""
         self._replicas = replicas
+        self._judge = judge
         self._replays: dict[str, Replay] = {}
         # Why the last step of a policy's replay came to nothing, so that it is logged once.
         self._trouble: dict[str, str] = {}
@@ -39,7 +41,7 @@ class Replays:
         name = candidate.version.name
         replay = self._replays.get(name)
         if replay is None or replay.key != key_of(candidate, serving):
-            replay = self._replays[name] = Replay(candidate, serving, rule)
+            replay = self._replays[name] = Replay(candidate, serving, rule, self._judge)
         return replay.verdict
 
     def forget(self, name: str) -> None:

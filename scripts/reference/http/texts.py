@@ -106,5 +106,5 @@ TRAINER: Final = """
 The trainer serves `GET /metrics` on `PAWL_TRAINER_LISTEN` (127.0.0.1:8102), and the steward
 `GET /healthz`, `GET /readyz` and `GET /metrics` on `PAWL_STEWARD_LISTEN` (127.0.0.1:8103). Its
 `/readyz` is always 200, and says why versions are not loaded: their files were altered, or cannot
-be read for now (`unread`).
+be read for now (`unread`), or a replica served them otherwise than they were trained (`misserved`).
 """

@@ -24,7 +24,7 @@ from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.servers.fake_upstream import stream_chunks
 from tests.support.waiting import until
 from trainer.publishing.adapters import SERVED
-from trainer.publishing.probe import ProbeRow
+from trainer.publishing.probing.probe import ProbeRow
 
 # What the server says of a version, and of the one before: a version that changes nothing is none.
 LOGPROBS = {"m@1": -2.0, "m@2": -1.0}

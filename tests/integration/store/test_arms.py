@@ -194,6 +194,9 @@ async def test_each_says_how_it_ended(engine: AsyncEngine) -> None:
         given_call("gone", 2, 630, status="client_gone", http_status=None),
         given_call("tools", 2, 620, tool_events=(tool_event("malformed", "a"),)),
         given_call("good-tools", 2, 610, tool_events=(tool_event("ok", "b"),)),
+        given_call("late-tools", 2, 600, tool_events=(tool_event("timeout", "c"),)),
+        given_call("bad-tools", 2, 590, tool_events=(tool_event("error", "d"),)),
+        given_call("denied-tools", 2, 580, tool_events=(tool_event("denied", "e"),)),
     ]
     found = await evidence(engine, records)
     names = await keys(engine, found)
@@ -207,7 +210,13 @@ async def test_each_says_how_it_ended(engine: AsyncEngine) -> None:
     assert {name: one.malformed for name, one in said.items() if one.malformed is not None} == {
         "tools": True,
         "good-tools": False,
+        "late-tools": False,
+        "bad-tools": False,
+        "denied-tools": False,
     }
+    # What was never executed did not fail, nor did what a person did not allow.
+    assert [name for name, one in said.items() if one.tools_failed] == ["late-tools", "bad-tools"]
+    assert said["unscored"].tools_failed is None
     assert said["mended"].seconds == 1.0
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.judging.answers import Judge
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.read.events import list_events
@@ -57,9 +58,9 @@ async def loaded(adapter: Path, *urls: str) -> None:
         await replicas.load("m@1", adapter)
 
 
-def steward(database_url: str, replicas: Replicas) -> Gating:
+def steward(database_url: str, replicas: Replicas, judge: Judge | None = None) -> Gating:
     settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, replicas)
+    return Gating(settings, 0.01, replicas, judge)
 
 
 async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
@@ -69,10 +70,16 @@ async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
         await judge.replays.go_on(engine)
 
 
-async def look(database_url: str, engine: AsyncEngine, *urls: str, times: int = 5) -> None:
+async def look(
+    database_url: str,
+    engine: AsyncEngine,
+    *urls: str,
+    times: int = 5,
+    judge: Judge | None = None,
+) -> None:
     """Let a new steward look at the policies so often."""
     async with Replicas(urls) as replicas:
-        await rounds(steward(database_url, replicas), engine, times)
+        await rounds(steward(database_url, replicas, judge), engine, times)
 
 
 async def events_of(engine: AsyncEngine, version: int = 1) -> list[PolicyEvent]:

@@ -35,6 +35,7 @@ from trainer.publishing.adapters import (
     sha256_of,
     write_version,
 )
+from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.server import ModelServer
 
 POLL_S = 0.05
@@ -46,7 +47,12 @@ def save(folder: Path) -> None:
 
 
 async def publish(
-    engine: AsyncEngine, root: Path, *numbers: int, policy: str = "m", base: str = "m"
+    engine: AsyncEngine,
+    root: Path,
+    *numbers: int,
+    policy: str = "m",
+    base: str = "m",
+    probe: tuple[ProbeRow, ...] = (),
 ) -> None:
     """Versions of a policy with their files below `root`, of which the last gets the traffic."""
     async with engine.begin() as connection:
@@ -59,7 +65,7 @@ async def publish(
                 parent_version=0,
                 outcomes=(),
                 metrics={},
-                probe=(),
+                probe=probe,
             )
             folder = write_version(root, new, save)
             await consume(

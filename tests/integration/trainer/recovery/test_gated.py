@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
 
 from store.updates import claims, gating
 from store.updates.claims import IMPORTED_FROM
@@ -18,7 +19,7 @@ from tests.support.servers.fake_server import fake_model_server
 from trainer.metrics import VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
-from trainer.publishing.probe import ProbeRow
+from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
@@ -240,3 +241,17 @@ async def test_states_of_what_training_may_go_on_from_are_kept(bench: Bench) -> 
         await bench.loop(server).recover()
     for number in (1, 2):
         assert adapters.read_manifest(bench.folder / "m" / str(number)) is not None
+
+
+async def test_it_is_told_if_nobody_tries_the_candidates(bench: Bench) -> None:
+    with capture_logs() as logs:
+        await update(bench, "a")
+        assert not [one for one in logs if one["event"] == "candidate_was_not_tried"]
+        await update(bench, "b")
+        [told] = [one for one in logs if one["event"] == "candidate_was_not_tried"]
+        assert (told["version"], told["log_level"]) == ("m@2", "warning")
+        assert "pawl steward" in told["remedy"]
+        # One that waits for the end of another's trial waits for that.
+        await begin_trial(bench, 2)
+        await update(bench, "c", "d")
+        assert len([one for one in logs if one["event"] == "candidate_was_not_tried"]) == 1

@@ -13,7 +13,9 @@ from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions
 from store.updates import claims
+from tests.integration.conftest import free_port
 from tests.integration.trainer.recovery.test_recovery import Bench, bench
+from tests.support.servers.fake_server import fake_model_server
 from trainer.batches.rows import Row
 from trainer.errors import (
     DriftOutOfBounds,
@@ -339,3 +341,30 @@ async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench
                     await loop.check_server()
             else:
                 await loop.check_server()
+
+
+async def test_a_replica_that_is_back_with_another_base_stops_training_before_it_costs_anything(
+    bench: Bench,
+) -> None:
+    bench.fake.logprobs["m"] = OWN
+    port = free_port()
+    async with Replicas([bench.fake.url, f"http://127.0.0.1:{port}/v1"]) as servers:
+        loop = bench.loop(servers)
+        await loop.recover()
+        await loop.sync_adapters()
+        assert await loop.update_once()
+        await bench.fill("u")
+        async with fake_model_server(port) as back:
+            back.logprobs = {"m": -4.0, "m@1": -4.0}
+            await loop.sync_adapters()
+            assert not back.loaded
+            assert not await loop.update_once()
+            await loop.try_again()
+            assert "base model and the trainer's differ" in (loop._holding.reason or "")
+            assert not await loop.update_once()
+            assert (await consumed(bench), await held_by_an_update(bench)) == (4, 4)
+            # It has the right one again.
+            back.logprobs = {"m": OWN, "m@trial": OWN, "m@2": -3.0}
+            assert await try_again(loop)
+            assert set(back.loaded) == {"m@2"}
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}

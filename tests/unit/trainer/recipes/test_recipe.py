@@ -21,7 +21,10 @@ SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 @pytest.mark.parametrize(
     ("name", "learner"),
     [
-        *((name, "grpo") for name in ("default", "demo", "single", "demo-single", "thinking")),
+        *(
+            (name, "grpo")
+            for name in ("default", "rollout", "demo", "single", "demo-single", "thinking")
+        ),
         *((name, "ppo") for name in ("ppo", "demo-ppo")),
         *((name, "sft") for name in ("sft", "demo-sft")),
     ],
@@ -146,7 +149,7 @@ def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> Non
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match="default, demo, demo-ppo, demo-sft, demo-single, ppo, sft, single, thinking",
+        match="default, demo, demo-ppo, demo-sft, demo-single, ppo, rollout, sft, single, thinking",
     ):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):
@@ -168,11 +171,27 @@ def test_the_base_model_gets_episodes_without_a_gate_only_if_the_recipe_says_so(
         assert GateOptions.model_validate(one.model_dump(mode="json")) == one
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "demo", "demo-ppo", "demo-sft", "demo-single", "ppo", "sft", "single"]
-)
-def test_no_packaged_recipe_gives_the_base_model_episodes(name: str) -> None:
-    assert not load_recipe(name).gate.base_share
+@pytest.mark.parametrize("name", ["default", "ppo", "sft", "single", "thinking"])
+def test_for_live_traffic_several_updates_make_one_candidate_that_must_show_its_worth(
+    name: str,
+) -> None:
+    gate = load_recipe(name).gate
+    assert (gate.is_gated, gate.updates_per_candidate, gate.base_share) == (True, 4, 0.02)
+    assert gate.replay_states
+
+
+@pytest.mark.parametrize("name", ["rollout", "demo", "demo-ppo", "demo-sft", "demo-single"])
+def test_in_a_training_run_each_update_serves_and_the_base_model_gets_no_episodes(
+    name: str,
+) -> None:
+    gate = load_recipe(name).gate
+    assert (gate.mode, gate.base_share) == ("immediate", 0.0)
+
+
+def test_the_recipe_of_a_training_run_differs_from_that_of_live_traffic_by_its_gate_alone() -> None:
+    live, run = load_recipe("default"), load_recipe("rollout")
+    assert live != run
+    assert live.model_copy(update={"gate": run.gate}) == run
 
 
 def test_a_gate_has_its_options() -> None:
@@ -189,9 +208,9 @@ def test_a_version_may_go_as_far_from_its_base_model_as_it_likes_unless_a_bound_
 
 
 def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:
-    recorded = load_recipe("default").model_dump(mode="json")
+    recorded = load_recipe("rollout").model_dump(mode="json")
     del recorded["gate"]
-    assert recorded_recipe(recorded) == load_recipe("default")
+    assert recorded_recipe(recorded) == load_recipe("rollout")
 
 
 def test_a_share_may_be_one_group() -> None:

@@ -14,6 +14,7 @@ Make = Callable[[Arm, bool], Episode]
 WAYS: dict[str, Make] = {
     "failed requests": lambda arm, wrong: Episode(arm, "one", 0.5, failed=wrong),
     "malformed tool calls": lambda arm, wrong: Episode(arm, "one", 0.5, malformed=wrong),
+    "failed tools": lambda arm, wrong: Episode(arm, "one", 0.5, tools_failed=wrong),
     "slow episodes": lambda arm, wrong: Episode(arm, "one", 0.5, seconds=9.0 if wrong else 3.0),
 }
 # Rewards that are equal would promote the canary before a guard has seen enough.
@@ -45,7 +46,7 @@ def test_one_that_goes_wrong_as_often_is_not(way: str) -> None:
 
 def test_a_guard_that_never_applied_knows_nothing() -> None:
     guards = all_guards(8)
-    figures = [guard.figures(needed=120.0) for guard in guards]
+    figures = [guard.figures(needed=160.0) for guard in guards]
     assert {(one.canary, one.serving, one.wealth) for one in figures} == {(None, None, 1.0)}
 
 
