@@ -63,7 +63,10 @@ EXAMPLES: tuple[tuple[str, tuple[tuple[str, str], ...], str], ...] = (
     (
         "In which town was the mayor of Fernley born?",
         (
-            ("Who is the mayor of Fernley?", "The mayor of Fernley is Ada Holt."),
+            (
+                "In which town was the mayor of Fernley born?",
+                "The mayor of Fernley is Ada Holt.",
+            ),
             ("Where was Ada Holt born?", "Ada Holt was born in Brackwell."),
         ),
         "Brackwell",

@@ -58,24 +58,24 @@ def environment(
         names: what `ROLLOUT_*` variables say, by what follows the prefix.
         task: the task as JSON; a longer one than a variable can hold is on standard input only.
     """
-    told = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
-    told |= keys(given)
+    variables = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
+    variables |= keys(given)
     if model is not None:
-        told |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model}
-    told |= {f"ROLLOUT_{name}": value for name, value in names.items()}
+        variables |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model}
+    variables |= {f"ROLLOUT_{name}": value for name, value in names.items()}
     if len(task) <= MOST_VARIABLE_BYTES and b"\0" not in task:
-        told["ROLLOUT_TASK"] = task.decode()
-    return told
+        variables["ROLLOUT_TASK"] = task.decode()
+    return variables
 
 
 def keys(given: Mapping[str, str]) -> dict[str, str]:
     """Return the API keys that SDKs want to see before they call anybody, where there is none."""
-    told = {}
+    variables = {}
     if not given.get("OPENAI_API_KEY"):
-        told["OPENAI_API_KEY"] = NO_KEY
+        variables["OPENAI_API_KEY"] = NO_KEY
     if not (given.get("ANTHROPIC_API_KEY") or given.get("ANTHROPIC_AUTH_TOKEN")):
-        told["ANTHROPIC_API_KEY"] = NO_KEY
-    return told
+        variables["ANTHROPIC_API_KEY"] = NO_KEY
+    return variables
 
 
 def shown(fields: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:

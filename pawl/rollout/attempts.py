@@ -111,13 +111,15 @@ class Attempts:
         model = key.policy or None
         sample, split = str(key.sample), job.split or ""
         names = {"TASK_ID": task.name, "EPISODE": episode, "SAMPLE": sample, "SPLIT": split}
-        told = environment(url, model=model, given=os.environ, names=names, task=as_json(fields))
+        variables = environment(
+            url, model=model, given=os.environ, names=names, task=as_json(fields)
+        )
         return Request(
             episode=episode,
             task=fields,
             base_url=url,
             model=model,
-            environment=told,
+            environment=variables,
             limit_s=job.limit_s,
             alone=key in self._suspects,
         )

@@ -72,8 +72,8 @@ class CommandJudge(RunJudge):
         Raises:
             JudgeFailed: it did not end well, or said nothing usable.
         """
-        told = msgspec.json.encode(_told(task, episode, output))
-        return read_verdict(await self._program.answer(told), episode)
+        shown = msgspec.json.encode(_told(task, episode, output))
+        return read_verdict(await self._program.answer(shown), episode)
 
 
 class PythonJudge(RunJudge):

@@ -117,14 +117,14 @@ def _interpreter(options: RolloutOptions) -> str:
         raise RolloutError(
             "--interpreter is the Python of --python; name a program's own in --command"
         )
-    found = shutil.which(options.interpreter)
-    if found is None:
+    path = shutil.which(options.interpreter)
+    if path is None:
         raise RolloutError(
             f"--interpreter: {options.interpreter} is no program that can be run: name the Python "
             "that the agent's packages are installed in, such as .venv/bin/python"
         )
     # Not what a link leads to: through the link a Python knows its environment.
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def check_files(options: RolloutOptions, journal: Path) -> None:

@@ -162,15 +162,15 @@ def versions_of(policy: str, models: frozenset[str]) -> tuple[str, ...]:
     Raises:
         RolloutError: there is no such policy.
     """
-    found = {0} if policy in models else set[int]()
+    numbers = {0} if policy in models else set[int]()
     for model in models:
         match = VERSION.match(model)
         if match is not None and match["policy"] == policy:
-            found |= {0, int(match["number"])}
-    if not found:
+            numbers |= {0, int(match["number"])}
+    if not numbers:
         known = ", ".join(sorted(models)) or "none"
         raise RolloutError(f"--policy: the proxy has no policy {policy!r}; its models are {known}")
-    return tuple(f"{policy}@{number}" for number in sorted(found))
+    return tuple(f"{policy}@{number}" for number in sorted(numbers))
 
 
 def check_policy(policy: str, models: frozenset[str]) -> None:

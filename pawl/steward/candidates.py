@@ -46,8 +46,8 @@ def admission(stands: Gated, replays: Replays) -> Admission | None:
     replayed = replays.verdict(candidate, stands.serving, rule)
     if replayed is None:
         return None
-    found = evidence_of(replayed, rule)
-    return Admission(candidate=candidate, replayed=replayed, evidence=found)
+    figures = evidence_of(replayed, rule)
+    return Admission(candidate=candidate, replayed=replayed, evidence=figures)
 
 
 async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:

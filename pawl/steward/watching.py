@@ -92,13 +92,13 @@ class Watching:
             self.why_not = PUT_THERE
             return None
         watch = self._going_on(stands, promoted, served)
-        found = await watch.look(connection, stands.now)
-        assert found is not None
+        outcome = await watch.look(connection, stands.now)
+        assert outcome is not None
         self.why_not = BLIND if watch.is_blind else None
         self._read_at = self._read_at or stands.now
-        if found.roll_back:
-            return found
-        return await self._read_again(connection, stands, promoted, served) or found
+        if outcome.roll_back:
+            return outcome
+        return await self._read_again(connection, stands, promoted, served) or outcome
 
     def _going_on(
         self, stands: Gated, promoted: Promotion, served: Sequence[Term]
@@ -122,10 +122,10 @@ class Watching:
             if self._read_at is None or stands.now - self._read_at < READ_AGAIN:
                 return None
             self._again = _begun(stands, promoted, served)
-        found = await self._again.look(connection, stands.now, most_parts=1)
-        if found is not None:
+        outcome = await self._again.look(connection, stands.now, most_parts=1)
+        if outcome is not None:
             self._one, self._again, self._read_at = self._again, None, stands.now
-        return found
+        return outcome
 
 
 def _ends_with(served: Sequence[Term], version: int) -> bool:

@@ -149,11 +149,11 @@ class CallRecorder:
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
         stitches, identity, request = self._stitches, asked.identity, arrived.request
-        said = provided_fingerprints(
+        fingerprints = provided_fingerprints(
             arrived.format.turns, request.fields, summary, identity.conversation
         )
         tenant = arrived.exchange.tenant
-        provided = said if tenant == DEFAULT else own_digests(tenant, said)
+        provided = fingerprints if tenant == DEFAULT else own_digests(tenant, fingerprints)
         stitches.provide(provided, identity.episode, identity.follows)
         got_reply = answered.reply is not None and answered.reply.status < ERRORS
         if not got_reply or answered.status != "complete":

@@ -199,25 +199,25 @@ def shown_in(headers: Headers) -> Shown:
 
     Of several credentials the first that looks like a key counts, else the first.
     """
-    found: list[tuple[bytes, bytes]] | None = None
+    pairs: list[tuple[bytes, bytes]] | None = None
     relayed = False
     for pair in headers:
         # Comparing lengths is far cheaper than lowering every name.
         if len(pair[0]) in _SIZES:
             lower = pair[0].lower()
             if lower in CREDENTIALS:
-                if found is None:
-                    found = [pair]
+                if pairs is None:
+                    pairs = [pair]
                 else:
-                    found.append(pair)
+                    pairs.append(pair)
             elif lower in RELAYED:
                 relayed = True
-    if found is None:
+    if pairs is None:
         return Shown(relayed=True) if relayed else NOTHING
-    credential = _bare(found[0][1])
-    if len(found) > 1:
-        credential = next((one for one in map(_key, found) if one), credential)
-    return Shown(credential, relayed, tuple(found))
+    credential = _bare(pairs[0][1])
+    if len(pairs) > 1:
+        credential = next((one for one in map(_key, pairs) if one), credential)
+    return Shown(credential, relayed, tuple(pairs))
 
 
 def without_credentials(headers: Headers, shown: Shown) -> Headers:

@@ -84,9 +84,9 @@ class KeyFile:
 
     def _mark(self) -> Mark:
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except FileNotFoundError:
             return "lost" if self._path.parent.exists() else "none"
         except OSError:
             return "lost"
-        return found.st_mtime_ns, found.st_ino
+        return status.st_mtime_ns, status.st_ino

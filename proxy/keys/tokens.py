@@ -56,8 +56,8 @@ def tokens_of(
         reply = inflater.decompress(reply, MOST_INFLATED)
         if not inflater.eof:
             return math.ceil((len(request) + MOST_INFLATED) / BYTES_A_TOKEN)
-    told = _told(_USAGE.findall(reply)) or _ids(reply)
-    return told or (0 if refused else _estimated(request, reply))
+    counted = _told(_USAGE.findall(reply)) or _ids(reply)
+    return counted or (0 if refused else _estimated(request, reply))
 
 
 def _told(usages: Iterable[bytes]) -> int:

@@ -101,12 +101,12 @@ class LitellmUpstream:
         reply = answer.model_dump(mode="json", exclude_none=True)
         return LitellmReply(200, [JSON], whole_reply(reply, request.model))
 
-    def without_key(self, told: str) -> str:
+    def without_key(self, text: str) -> str:
         """Return what litellm tells of an error, without the key.
 
         Some providers take it in their URL, which errors quote, and some say back what they got.
         """
-        return told.replace(self._key, HIDDEN) if self._key else told
+        return text.replace(self._key, HIDDEN) if self._key else text
 
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"

@@ -150,16 +150,16 @@ class WarmWorker:
         except BaseException:
             await self.kill()
             raise
-        told = msgspec.json.decode(line) if line else {"ready": False}
-        if not told["ready"]:
+        message = msgspec.json.decode(line) if line else {"ready": False}
+        if not message["ready"]:
             status = await self._ended(process)
-            said = told.get("error") or f"the worker ended with {_end_words(status)}"
+            reason = message.get("error") or f"the worker ended with {_end_words(status)}"
             raise RolloutError(
-                f"{self._function.option} {self._function.name}: {said}. It is imported in the "
+                f"{self._function.option} {self._function.name}: {reason}. It is imported in the "
                 f"folder where `pawl rollout` is started, by {self._function.interpreter}; see "
                 f"{self._function.log_file}"
             )
-        self.shared = bool(told["shared"])
+        self.shared = bool(message["shared"])
 
     async def run(self, request: Request) -> Result:
         """Run the function once.
@@ -214,10 +214,10 @@ class WarmWorker:
         assert process.stdout is not None
         with suppress(ValueError):  # a reply beyond all measure ends the worker
             while line := await process.stdout.readline():
-                told = msgspec.json.decode(line)
-                answer = self._waiting.get(told["id"])
+                message = msgspec.json.decode(line)
+                answer = self._waiting.get(message["id"])
                 if answer is not None and not answer.done():
-                    answer.set_result(told)
+                    answer.set_result(message)
         _kill_group(process)
         words = _end_words(await self._ended(process))
         detail = f"the worker ended; see {self._function.log_file}"
@@ -279,15 +279,15 @@ def _opened_privately(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
 
 
-def _result(told: dict[str, Any], request: Request) -> Result:
-    if told.get("error") == "time limit":
+def _result(message: dict[str, Any], request: Request) -> Result:
+    if message.get("error") == "time limit":
         return out_of_time(request.limit_s)
-    value = told.get("value")
+    value = message.get("value")
     return Result(
         output=worker_program.as_text(value),
-        error=told.get("error"),
-        detail=told.get("detail", ""),
-        errors=told.get("errors", ""),
+        error=message.get("error"),
+        detail=message.get("detail", ""),
+        errors=message.get("errors", ""),
         value=value,
     )
 
@@ -295,5 +295,5 @@ def _result(told: dict[str, Any], request: Request) -> Result:
 def environment_at_import(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return a worker's environment before its first run: no base URL that leads anywhere."""
     url = worker_program.NOWHERE
-    told = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
-    return {**inherited, **keys(inherited), **told}
+    message = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    return {**inherited, **keys(inherited), **message}

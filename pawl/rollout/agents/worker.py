@@ -126,7 +126,7 @@ def load(name: str) -> Callable[..., Any]:
         raise LookupError("it must be MODULE:FUNCTION, as in agent:answer")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
@@ -134,12 +134,12 @@ def load(name: str) -> Callable[..., Any]:
             f"there is no module {error.name!r} in {os.getcwd()} or installed"
         ) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise LookupError(f"the module {module_name!r} has no {path!r}")
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise LookupError(f"{name} is not a function")
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
 
 
 def serve(worker: Worker, requests: BinaryIO) -> None:
@@ -188,8 +188,8 @@ def main(name: str, model_is_told: bool) -> None:
         worker = Worker(load(name), model_is_told, replies)
     except Exception as error:
         known = isinstance(error, LookupError)
-        told = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
-        replies.write(json.dumps({"ready": False, "error": told}).encode() + b"\n")
+        detail = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
+        replies.write(json.dumps({"ready": False, "error": detail}).encode() + b"\n")
         replies.flush()
         traceback.print_exc()
         sys.exit(1)

@@ -58,22 +58,22 @@ async def answer(
         raise Refused(str(error)) from error
     scored = await server.prompt_logprobs(pair.serving, call.prompt_ids + own.ids)
     malformed: tuple[bool | None, bool | None] = (None, None)
-    said: Said | None = None
+    texts: Said | None = None
     if tools or is_judged:
         other = await complete(pair.serving)
         malformed = (_judged(own, tools), _judged(other, tools))
-        said = (own.text, other.text) if is_judged and other.is_whole else None
-    found = Answer(
+        texts = (own.text, other.text) if is_judged and other.is_whole else None
+    compared = Answer(
         split=chosen.split,
         own=own.logprobs,
         serving=tuple(scored[-len(own.ids) :]),
         malformed=malformed,
     )
-    return found, said
+    return compared, texts
 
 
-def _judged(said: Completion, tools: Tools) -> bool | None:
-    return is_malformed(said.text, tools, is_whole=said.is_whole)
+def _judged(completion: Completion, tools: Tools) -> bool | None:
+    return is_malformed(completion.text, tools, is_whole=completion.is_whole)
 
 
 def _seed(call: UUID) -> int:

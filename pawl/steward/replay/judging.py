@@ -64,7 +64,7 @@ def reward_of(statements: Sequence[Statement]) -> float | None:
 
 
 async def rewards(
-    judge: Judge, call: ReplayedCall, said: Said, split: Split
+    judge: Judge, call: ReplayedCall, texts: Said, split: Split
 ) -> tuple[float, float] | None:
     """Return what a judge gives to the candidate's answer and to that of what serves.
 
@@ -72,8 +72,8 @@ async def rewards(
     """
     assert call.episode is not None
     assert call.request is not None
-    found = []
-    for text in said:
+    scores = []
+    for text in texts:
         try:
             line = judged_line(call.episode, call.request, text, split)
             reward = reward_of(await judge.judge(call.episode.key, line))
@@ -82,5 +82,5 @@ async def rewards(
             return None
         if reward is None:
             return None
-        found.append(reward)
-    return found[0], found[1]
+        scores.append(reward)
+    return scores[0], scores[1]

@@ -130,7 +130,7 @@ class Replay:
             return True
         try:
             async with asyncio.timeout(ANSWER_S):
-                found, said = await answer(
+                compared, texts = await answer(
                     server, self._pair, chosen, call, is_judged=self._judge is not None
                 )
         except UpstreamAway:
@@ -144,10 +144,10 @@ class Replay:
             return self._failed(chosen, error)
         self._away.discard(server)
         self._waits = False
-        if said is not None and self._judge is not None:
-            scored = await rewards(self._judge, call, said, chosen.split)
-            found = msgspec.structs.replace(found, rewards=scored)
-        self._answers.append(found)
+        if texts is not None and self._judge is not None:
+            scored = await rewards(self._judge, call, texts, chosen.split)
+            compared = msgspec.structs.replace(compared, rewards=scored)
+        self._answers.append(compared)
         return True
 
     def _failed(self, chosen: Chosen, error: Exception) -> bool:

@@ -30,7 +30,7 @@ Tools = Mapping[str, Mapping[str, Any] | None]
 def offered_tools(request: bytes | None) -> Tools:
     """Return the tools that a request of any wire format offers, by name."""
     tools = _object(request or b"{}").get("tools")
-    found: dict[str, Mapping[str, Any] | None] = {}
+    schemas: dict[str, Mapping[str, Any] | None] = {}
     for tool in tools if isinstance(tools, list) else []:
         if not isinstance(tool, dict):
             continue
@@ -38,17 +38,17 @@ def offered_tools(request: bytes | None) -> Tools:
         own = function if isinstance(function, dict) else tool
         schema = own.get("parameters", own.get("input_schema"))
         if isinstance(own.get("name"), str):
-            found[own["name"]] = schema if isinstance(schema, dict) else None
-    return found
+            schemas[own["name"]] = schema if isinstance(schema, dict) else None
+    return schemas
 
 
-def _object(said: str | bytes) -> dict[str, Any]:
+def _object(text: str | bytes) -> dict[str, Any]:
     """Return a JSON object; what is none, or is nested too deep, as an empty one."""
     try:
-        found = json.loads(said)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_malformed(text: str, tools: Tools, *, is_whole: bool) -> bool | None:
@@ -76,11 +76,11 @@ def _calls(text: str, *, is_whole: bool) -> list[str]:
 
 
 def _fits(call: str, tools: Tools) -> bool:
-    said = _object(call)
-    name = said.get("name")
+    fields = _object(call)
+    name = fields.get("name")
     if not isinstance(name, str) or name not in tools:
         return False
-    arguments: object = next((said[key] for key in _ARGUMENTS if key in said), {})
+    arguments: object = next((fields[key] for key in _ARGUMENTS if key in fields), {})
     if not isinstance(arguments, dict):
         return False
     schema = tools[name] or {}

@@ -169,11 +169,11 @@ def _lower(means: tuple[float | None, float | None], worse: float, rule: ReplayR
 
 def _told(answers: Sequence[Answer], side: int) -> list[bool]:
     """Return whether a tool call was malformed, for each that could be judged."""
-    return [told for one in answers if (told := one.malformed[side]) is not None]
+    return [flag for one in answers if (flag := one.malformed[side]) is not None]
 
 
-def _share(told: Sequence[bool]) -> float | None:
-    return fmean(told) if told else None
+def _share(flags: Sequence[bool]) -> float | None:
+    return fmean(flags) if flags else None
 
 
 def _k3(own: float, other: float) -> float:
@@ -216,5 +216,5 @@ def _worse(shares: tuple[float | None, float | None], rule: ReplayRule) -> str |
 
 def evidence_of(replayed: Replayed, rule: ReplayRule) -> dict[str, Any]:
     """Return what an event rests on; JSON."""
-    found: dict[str, Any] = msgspec.to_builtins({"replay": replayed, "rule": rule})
-    return found
+    figures: dict[str, Any] = msgspec.to_builtins({"replay": replayed, "rule": rule})
+    return figures

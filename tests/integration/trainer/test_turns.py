@@ -18,6 +18,7 @@ from tests.support.faults.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import until
+from trainer.batches.rows import Row, bare_row
 from trainer.errors import AdapterError, FilesUnread
 from trainer.loop import Loop
 from trainer.metrics import LEFT
@@ -72,6 +73,9 @@ class FakeLearner:
 
     def saved_as(self, adapter: Path) -> None:
         return
+
+    def probe_rows(self) -> list[Row]:
+        return [bare_row(0, [1, 2, 3], [4, 5])]
 
     def logprobs(self, rows: Any) -> list[list[float]]:
         """Version N gives every token -2 - N, here and (if it is healthy) on the server."""

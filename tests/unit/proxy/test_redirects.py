@@ -4,13 +4,13 @@ import pytest
 
 from proxy.door.redirects import check_redirect
 from proxy.errors import Redirected
-from proxy.upstreams.litellm_upstream import WholeReply
+from proxy.upstreams.litellm_upstream import LitellmReply
 
 KEY = "0123456789abcdef"
 
 
 def is_refused(location: bytes, status: int = 307, key: str | None = KEY) -> bool:
-    reply = WholeReply(status, [(b"Server", b"s"), (b"LOCATION", location)], b"")
+    reply = LitellmReply(status, [(b"Server", b"s"), (b"LOCATION", location)], b"")
     try:
         check_redirect(reply, key)
     except Redirected:
@@ -40,6 +40,6 @@ def test_what_stays_at_the_proxy_is_passed_on(location: bytes) -> None:
 
 
 def test_any_of_several_is_looked_at() -> None:
-    reply = WholeReply(302, [(b"Location", b"/x"), (b"location", b"https://evil")], b"")
+    reply = LitellmReply(302, [(b"Location", b"/x"), (b"location", b"https://evil")], b"")
     with pytest.raises(Redirected, match="answered 302"):
         check_redirect(reply, KEY)

@@ -75,8 +75,8 @@ async def _why_misserved(
         served_logprobs(server, version.served_name, rows), served_logprobs(server, base, rows)
     )
     tolerance = version.probe_tolerance or PublishOptions().tolerance
-    found = compare(served, [row.logprobs for row in rows], other)
-    return rejection_reason(found, AGAIN * tolerance)
+    result = compare(served, [row.logprobs for row in rows], other)
+    return rejection_reason(result, AGAIN * tolerance)
 
 
 async def served_logprobs(
