@@ -2,7 +2,7 @@
 
 A rank that the server refuses, layers it has no LoRA in, raw log-probabilities, another base model,
 full memory, a server that is away: each is there at the start, and each is made while a real
-`pawl trainer` learns, with the default recipe and the product's own pauses. The model server
+`pawl trainer` learns, with the recipe `rollout` and the product's own pauses. The model server
 computes over a tiny model, and is changed in place, so that nothing but its answers tells. Once the
 trainer holds, or has ended, the fault lasts a while longer, in which agents go on working, and is
 then repaired; a trainer that has ended is started again.

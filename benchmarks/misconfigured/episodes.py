@@ -16,7 +16,7 @@ from store.ids import new_id
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord
 from store.write.ingest import ingest
 
-# Those of the default recipe, which is trained with.
+# Those of the recipe that is trained with.
 MEMBERS: Final = 8
 GROUPS: Final = 16
 UPDATE: Final = MEMBERS * GROUPS

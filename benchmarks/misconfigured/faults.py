@@ -63,9 +63,9 @@ FAULTS: Final = (
 )
 
 
-def default_recipe(lora: str = "") -> str:
-    """Return the packaged default recipe, but for a line of `[lora]`."""
-    text = (files("trainer.recipes") / "default.toml").read_text()
+def packaged_recipe(lora: str = "") -> str:
+    """Return the packaged recipe of training runs, but for a line of `[lora]`: versions go live."""
+    text = (files("trainer.recipes") / "rollout.toml").read_text()
     if not lora:
         return text
     key = lora.partition(" ")[0]
@@ -77,7 +77,7 @@ async def inject(fault: Fault, moment: Moment, server: ModelServer, trainer: Tra
     """Make the fault; the server is changed without being away, unless that is the fault."""
     at_start = moment == "at the start"
     if at_start and fault.recipe:
-        trainer.recipe.write_text(default_recipe(fault.recipe))
+        trainer.recipe.write_text(packaged_recipe(fault.recipe))
     elif fault.breaks is not None:
         fault.breaks(server.settings)
     if fault.fills_memory:
@@ -90,9 +90,9 @@ async def repair(fault: Fault, moment: Moment, server: ModelServer, trainer: Tra
     """Do what the trainer told, and start it again if it has ended."""
     at_start = moment == "at the start"
     if at_start and fault.repaired:
-        trainer.recipe.write_text(default_recipe(fault.repaired))
+        trainer.recipe.write_text(packaged_recipe(fault.repaired))
     else:
-        trainer.recipe.write_text(default_recipe())
+        trainer.recipe.write_text(packaged_recipe())
         server.settings.max_rank, server.settings.without_lora = MAX_RANK, ()
         server.settings.raw = server.settings.wrong_base = False
     trainer.full.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from benchmarks.chaos.trainer.cast import BASE
 from benchmarks.misconfigured.episodes import GROUPS, UPDATE, Agents
-from benchmarks.misconfigured.faults import Fault, Moment, default_recipe, inject, repair
+from benchmarks.misconfigured.faults import Fault, Moment, inject, packaged_recipe, repair
 from benchmarks.misconfigured.server import ModelServer
 from benchmarks.misconfigured.trainer import Trainer
 from store.connection.engine import make_engine
@@ -69,7 +69,7 @@ class Scenario:
         """Run it to its end."""
         await upgrade(self._url)
         engine = make_engine(self._url)
-        self._trainer.recipe.write_text(default_recipe())
+        self._trainer.recipe.write_text(packaged_recipe())
         try:
             async with engine.begin() as connection:
                 await ensure_base(connection, BASE, BASE)

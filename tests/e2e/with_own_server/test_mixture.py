@@ -1,4 +1,4 @@
-"""A tiny mixture of experts with the default recipe: trained, loaded by vLLM, probed, served."""
+"""A tiny mixture of experts with a recipe for training runs: trained, loaded by vLLM, probed, served."""
 
 import asyncio
 import os
@@ -36,7 +36,8 @@ pytestmark = [
 ]
 
 POLICY = "mixture"
-RECIPE = "default"
+# As `default` trains; each update serves at once, without a trial that needs hundreds of episodes.
+RECIPE = "rollout"
 # As many groups of as many episodes as the recipe waits for.
 GROUPS, MEMBERS = 16, 8
 AT_ONCE = 32
@@ -83,7 +84,7 @@ async def ask(stack: Stack, session: aiohttp.ClientSession, number: int) -> str:
 
 
 async def fill(stack: Stack) -> None:
-    """What one update of the default recipe takes."""
+    """What one update of the recipe takes."""
     async with aiohttp.ClientSession() as session:
         for first in range(0, GROUPS * MEMBERS, AT_ONCE):
             numbers = range(first, first + AT_ONCE)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.misconfigured.episodes import UPDATE
-from benchmarks.misconfigured.faults import FAULTS, default_recipe
+from benchmarks.misconfigured.faults import FAULTS, packaged_recipe
 from benchmarks.misconfigured.scenario import Outcome
 
 FINE: dict[str, Any] = {
@@ -41,9 +41,9 @@ def test_each_bar_is_held_by_itself(change: dict[str, Any], missed: str | None) 
 
 
 def test_the_recipe_is_the_packaged_one_but_for_a_line() -> None:
-    whole = tomllib.loads(default_recipe())
+    whole = tomllib.loads(packaged_recipe())
     assert len(FAULTS) == 6
     for line in filter(None, (one.recipe or one.repaired for one in FAULTS)):
-        changed = tomllib.loads(default_recipe(line))
+        changed = tomllib.loads(packaged_recipe(line))
         assert changed.pop("lora") == whole["lora"] | tomllib.loads(line)
         assert changed == {key: value for key, value in whole.items() if key != "lora"}
