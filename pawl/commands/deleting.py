@@ -1,4 +1,4 @@
-"""Define `pawl episodes`: delete recorded episodes, with a receipt for each."""
+"""Define `pawl episodes …`: delete recorded episodes, with a receipt for each."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Define `pawl keys`: make, list and revoke the API keys of the proxy's ports."""
+"""Define `pawl keys …`: make, list and revoke the API keys of the proxy's ports."""
 
 import sys
 from typing import Annotated

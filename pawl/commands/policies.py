@@ -1,4 +1,4 @@
-"""Define `pawl policies`: list policies, show versions, import and export adapters."""
+"""Define `pawl policies …`: list policies, show versions, import and export adapters."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Define `pawl sentinels`: choose episodes that a judge scores again, and see whether it drifts."""
+"""Define `pawl sentinels …`: choose episodes to be scored again, and see whether a judge drifts."""
 
 import sys
 from collections.abc import Callable

@@ -8,6 +8,7 @@ from .database import database_page
 from .http.openapi import openapi_text
 from .http.page import http_page
 from .metrics import metrics_page
+from .modules import modules_page
 from .recipe import recipe_page
 from .settings import settings_page
 
@@ -22,6 +23,7 @@ def pages() -> dict[str, str]:
         "database.md": database_page(),
         "http.md": http_page(),
         "metrics.md": metrics_page(),
+        "modules.md": modules_page(),
         "openapi.json": openapi_text(),
         "recipe.md": recipe_page(),
         "settings.md": settings_page(),

@@ -1,4 +1,4 @@
-"""A tiny mixture of experts with a recipe for training runs: trained, loaded by vLLM, probed, served."""
+"""A tiny mixture of experts by the recipe `rollout`: trained, loaded by vLLM, probed, served."""
 
 import asyncio
 import os

@@ -14,6 +14,7 @@ from tests.support.docs.documents import anchors, links, slug
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 README = (ROOT / "README.md").read_text()
+MODULES = ROOT / "docs/reference/modules.md"
 SETTINGS = ROOT / "docs/reference/settings.md"
 TREE = ARCHITECTURE.split("```")[3]
 DOCS = ROOT / "docs"
@@ -27,14 +28,20 @@ OTHER_PAGES = sorted(
     if "node_modules" not in page.parts
 )
 MOST_WORDS = 700
+MOST_WORDS_OF_TWO_PAGES = 1000
 
 
 @pytest.mark.parametrize("package", ["store", "proxy", "trainer", "pawl"])
-def test_the_tree_names_every_module(package: str) -> None:
+def test_the_map_names_every_folder_and_the_reference_every_module(package: str) -> None:
     words = set(re.findall(r"\w+", TREE))
-    modules = {path.stem for path in (ROOT / package).rglob("*.py")} - {"__init__"}
-    assert modules <= words
-    assert (ROOT / package).name in words
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert folders | {package} <= words
+    named = set(re.findall(r"\w+", MODULES.read_text()))
+    assert {path.stem for path in (ROOT / package).rglob("*.py")} - {"__init__"} <= named
+
+
+def test_the_architecture_is_two_pages() -> None:
+    assert len(ARCHITECTURE.split()) <= MOST_WORDS_OF_TWO_PAGES
 
 
 def test_the_readme_is_one_screen() -> None:
