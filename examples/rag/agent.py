@@ -63,10 +63,7 @@ EXAMPLES: tuple[tuple[str, tuple[tuple[str, str], ...], str], ...] = (
     (
         "In which town was the mayor of Fernley born?",
         (
-            (
-                "In which town was the mayor of Fernley born?",
-                "The mayor of Fernley is Ada Holt.",
-            ),
+            ("Who is the mayor of Fernley?", "The mayor of Fernley is Ada Holt."),
             ("Where was Ada Holt born?", "Ada Holt was born in Brackwell."),
         ),
         "Brackwell",
