@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-import pawl.steward.gating
+import pawl.steward.policy_gate
 from pawl.cli import app
 from pawl.policies.events import events_of, events_table
 from pawl.policies.moving import split_name
@@ -331,7 +331,7 @@ async def test_what_was_stored_late_counts_before_long(
     await Ingester().store(engine, rewards)
     await judge.look(engine)
     assert (await states(engine))[1] == "canary"
-    monkeypatch.setattr("pawl.steward.gating.READ_AGAIN", timedelta(0))
+    monkeypatch.setattr("pawl.steward.policy_gate.READ_AGAIN", timedelta(0))
     await judge.look(engine)
     assert (await states(engine))[1] == "serving"
 
@@ -351,9 +351,9 @@ async def test_several_stewards_make_each_change_once(
 
 
 KILLS = {
-    "before": killing(pawl.steward.gating, "promote", after=False),
+    "before": killing(pawl.steward.policy_gate, "promote", after=False),
     "in the middle": killing(moves, "change_state", after=True),
-    "before the commit": killing(pawl.steward.gating, "promote", after=True),
+    "before the commit": killing(pawl.steward.policy_gate, "promote", after=True),
 }
 
 

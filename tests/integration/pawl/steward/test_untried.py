@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-import pawl.steward.gating
+import pawl.steward.policy_gate
 from pawl.policies.events import events_of
 from pawl.policies.show import table, versions_of
 from pawl.settings import StewardSettings
@@ -246,7 +246,7 @@ async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
-    killing(pawl.steward.gating, "roll_back_to", after=after)(monkeypatch)
+    killing(pawl.steward.policy_gate, "roll_back_to", after=after)(monkeypatch)
     with pytest.raises(Killed):
         await look(database_url, engine, AWAY)
     assert (await states(engine))[3] == "serving"
