@@ -18,6 +18,7 @@ DOCUMENT: Final[dict[str, Any]] = json.loads(
 REPEATED: Final = re.compile(r"\[/\{id\}\] \(0 to (\d+) times\)")
 ID: Final = rb"(?!\.)[A-Za-z0-9_.:-]+"
 MODEL: Final = rb"(?!\.)[A-Za-z0-9_.@:+-]+(?:/(?!\.)[A-Za-z0-9_.@:+-]+)*"
+MODELS: Final = b"/v1/models/"
 # Of vLLM and of servers like it: adapters, administration, and what OpenAI's API has no part in.
 NEVER: Final = frozenset(
     b"load_lora_adapter unload_lora_adapter sleep wake_up is_sleeping reset_prefix_cache "
@@ -57,7 +58,9 @@ def is_allowed(method: bytes, target: bytes) -> bool:
     reading = b"GET" if method == b"HEAD" else method
     if not any(reading == one.encode() and pattern.match(path) for one, pattern in ALLOWED):
         return False
-    return not is_forbidden(path)
+    # What follows is a model's name, which may be any word; no server has an endpoint there.
+    named = reading == b"GET" and path.startswith(MODELS)
+    return named or not is_forbidden(path)
 
 
 def is_forbidden(path: bytes) -> bool:

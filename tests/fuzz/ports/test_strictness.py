@@ -59,6 +59,11 @@ def test_the_document_allows_its_routes_and_no_path_of_a_server_s_own() -> None:
             assert not is_allowed(method, path)
     assert not is_allowed(b"GET", b"/v1/files/%2e%2e/load_lora_adapter")
     assert not is_allowed(b"GET", b"/v1/files/batch")
+    assert is_allowed(b"GET", b"/v1/models/BATCH")
+    assert is_allowed(b"HEAD", b"/v1/models/meta/health")
+    assert not is_allowed(b"GET", b"/v1/models/../sleep")
+    assert not is_allowed(b"GET", b"/v1/models/%2e%2e/sleep")
+    assert not is_allowed(b"POST", b"/v1/models/batch")
 
 
 def test_what_may_not_come_is_noted() -> None:
