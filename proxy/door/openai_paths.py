@@ -11,7 +11,8 @@ import msgspec
 
 ID: Final = r"(?!\.)[\w.:-]+"
 # vLLM's own paths where OpenAI's API has the id of a stored completion or response.
-NOT_VLLM: Final = r"(?!(?:render|derender|batch)(?:/|\Z))"
+# In any case of letters: a server, or what is before it, may read them alike.
+NOT_VLLM: Final = r"(?!(?i:render|derender|batch)(?:/|\Z))"
 STORES: Final = (
     "assistants|batches|chatkit|containers|conversations|evals|files|skills|threads|uploads"
     "|vector_stores|videos"

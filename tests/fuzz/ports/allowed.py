@@ -18,7 +18,6 @@ DOCUMENT: Final[dict[str, Any]] = json.loads(
 REPEATED: Final = re.compile(r"\[/\{id\}\] \(0 to (\d+) times\)")
 ID: Final = rb"(?!\.)[A-Za-z0-9_.:-]+"
 MODEL: Final = rb"(?!\.)[A-Za-z0-9_.@:+-]+(?:/(?!\.)[A-Za-z0-9_.@:+-]+)*"
-MODELS: Final = b"/v1/models/"
 # Of vLLM and of servers like it: adapters, administration, and what OpenAI's API has no part in.
 NEVER: Final = frozenset(
     b"load_lora_adapter unload_lora_adapter sleep wake_up is_sleeping reset_prefix_cache "
@@ -40,6 +39,15 @@ def forwarded_paths() -> Iterator[tuple[str, str]]:
             yield from ((method, path) for method in route["methods"] for path in route["paths"])
 
 
+def collections() -> Iterator[bytes]:
+    """The paths that names of models or stored things follow, but where servers have endpoints."""
+    named = {re.split(r"\[?/\{", path)[0] for _, path in forwarded_paths() if "/{" in path}
+    yield from (f"{path}/".encode() for path in named - set(called_paths()))
+
+
+COLLECTIONS: Final = tuple(collections())
+
+
 def _pattern(path: str) -> bytes:
     text = re.escape(REPEATED.sub("<several>", path)).encode()
     text = text.replace(rb"\{id\}", ID).replace(rb"\{model\}", MODEL)
@@ -58,9 +66,8 @@ def is_allowed(method: bytes, target: bytes) -> bool:
     reading = b"GET" if method == b"HEAD" else method
     if not any(reading == one.encode() and pattern.match(path) for one, pattern in ALLOWED):
         return False
-    # What follows is a model's name, which may be any word; no server has an endpoint there.
-    named = reading == b"GET" and path.startswith(MODELS)
-    return named or not is_forbidden(path)
+    # Names may be any words, and no server has an endpoint among them.
+    return path.startswith(COLLECTIONS) or not is_forbidden(path)
 
 
 def is_forbidden(path: bytes) -> bool:

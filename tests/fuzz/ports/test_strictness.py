@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fuzz.ports.allowed import is_allowed
+from tests.fuzz.ports.allowed import COLLECTIONS, is_allowed
 from tests.fuzz.ports.odd import ALLOWED, FORBIDDEN
 from tests.fuzz.ports.upstream import Heard, StrictUpstream, Unsound, first_of
 
@@ -58,7 +58,15 @@ def test_the_document_allows_its_routes_and_no_path_of_a_server_s_own() -> None:
         for method in (b"POST", b"DELETE", b"GET", b"HEAD")[: 2 if path == b"/v1/models/m" else 4]:
             assert not is_allowed(method, path)
     assert not is_allowed(b"GET", b"/v1/files/%2e%2e/load_lora_adapter")
-    assert not is_allowed(b"GET", b"/v1/files/batch")
+    for call in (b"/v1/chat/completions", b"/v1/responses"):
+        assert is_allowed(b"GET", call + b"/batches")
+        assert not any(is_allowed(b"GET", call + one) for one in (b"/batch", b"/BATCH", b"/Render"))
+
+
+def test_names_of_models_and_stored_things_may_be_any_words() -> None:
+    assert b"/v1/files/" in COLLECTIONS
+    assert not any(one.startswith((b"/v1/chat/", b"/v1/responses/")) for one in COLLECTIONS)
+    assert is_allowed(b"GET", b"/v1/files/batch")
     assert is_allowed(b"GET", b"/v1/models/BATCH")
     assert is_allowed(b"HEAD", b"/v1/models/meta/health")
     assert not is_allowed(b"GET", b"/v1/models/../sleep")

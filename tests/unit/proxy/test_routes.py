@@ -35,6 +35,10 @@ FORBIDDEN = [
     "/v1/chat/completions/",
     "/v1/chat/completions;x",
     "//v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/Batch",
+    "/v1/responses/RENDER",
+    "/v1/responses/Derender/input_items",
 ]
 
 
