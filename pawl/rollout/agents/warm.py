@@ -295,5 +295,5 @@ def _result(message: dict[str, Any], request: Request) -> Result:
 def environment_at_import(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return a worker's environment before its first run: no base URL that leads anywhere."""
     url = worker_program.NOWHERE
-    message = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
-    return {**inherited, **keys(inherited), **message}
+    addresses = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    return {**inherited, **keys(inherited), **addresses}
