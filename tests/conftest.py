@@ -25,6 +25,9 @@ from store.embedded.sharing import Wait, take_turn
 from store.schema.migrate import upgrade
 from tests.tiers import is_slow
 
+# What helpers assert is told as what tests assert: with the values.
+pytest.register_assert_rewrite("tests.support")
+
 ROOT = Path(__file__).parents[1]
 DROPS = 12
 MEMORY = Path("/dev/shm")

@@ -7,7 +7,7 @@ named here have rules of their own (`glm47` holds every call with tools), or a s
 builds by itself.
 
 Source: vLLM 0.32, `tool_parsers/abstract_tool_parser.py` (`structural_tag_model`) and
-`parser/abstract_parser.py`; `tests/integration/proxy/vllm/test_vllm_grammars.py` compares.
+`parser/abstract_parser.py`; `tests/integration/proxy/vllm/test_vllm_tool_parsers.py` compares.
 """
 
 from collections.abc import Mapping

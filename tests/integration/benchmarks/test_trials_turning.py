@@ -8,15 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.trials.turning import sufficed_at
 from store.read.standing import Gated, Promotion, gated, promotion
 from store.records import Arm
-from tests.integration.pawl.steward.test_gating import (
-    RULE,
-    TO_S,
-    gate,
-    live,
-    on_trial,
-    pass_time,
-    states,
-)
+from tests.support.steward.trials import RULE, TO_S, gate, live, on_trial, pass_time, states
 
 # Episodes of each arm, and the pause between two of them.
 EPISODES, EVERY_S = 100, 2.0

@@ -22,10 +22,10 @@ from store.updates.damage import set_aside
 from store.updates.policies import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_groups import SHORT, keys, reasons, store
-from tests.integration.trainer.recovery.test_recovery import Bench, run_once
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import Bench, run_once
 from trainer.metrics import EPISODES
 from trainer.updates.claiming import Claiming
 

@@ -25,9 +25,9 @@ from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads
 from tests.integration.store.test_groups import reasons, store
-from tests.integration.trainer.recovery.test_recovery import run_once
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import run_once
 from trainer.credit.lines import read_lines
 
 PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)

@@ -13,10 +13,10 @@ from store.updates import claims
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
-from tests.integration.trainer.recovery.test_recovery import run_once
 from tests.integration.trainer.test_non_finite import RealBench
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.trainer.recovery import run_once
 from tests.support.training import sft_recipe
 from trainer.recipes.training import SftOptions
 

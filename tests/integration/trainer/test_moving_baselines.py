@@ -9,15 +9,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.write.ingest import ingest
-from tests.integration.trainer.recovery.test_recovery import (
-    STEPS,
-    Bench,
-    FakeLearner,
-    Killed,
-    run_once,
-)
+from tests.support.faults.killing import Killed
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, run_once
 from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher

@@ -17,9 +17,9 @@ from store.updates.policies import ensure_base
 from store.values.tokens import pack_logprobs
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
-from tests.integration.trainer.recovery.test_recovery import Bench, run_once
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.trainer.recovery import Bench, run_once
 from tests.support.training import ppo_recipe, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.loop import Loop

@@ -17,10 +17,10 @@ from store.updates.files import mark_deleted
 from store.updates.states import set_state
 from store.write.ingest import ingest
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
-from tests.integration.trainer.recovery.test_recovery import Bench, bench, run_once
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.support.faults.unreadable import unreadable
 from tests.support.records import call, reward
+from tests.support.trainer.recovery import Bench, bench, run_once
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
 from trainer.batches.rows import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable

@@ -12,8 +12,8 @@ from store.tenants import DEFAULT, scoped
 from store.updates.claims import begin_update, consume
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest
-from tests.integration.trainer.test_turns import Bench, bench
 from tests.support.records import call
+from tests.support.trainer.turns import Bench, bench
 from trainer.errors import TrainerError
 from trainer.metrics import LEFT
 from trainer.publishing.adapters import (

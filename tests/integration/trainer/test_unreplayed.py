@@ -9,9 +9,9 @@ import pytest
 from store.read.past import past_update
 from store.records import SpoolRecord
 from store.write.ingest import ingest
-from tests.integration.trainer.recovery.test_recovery import Bench, bench, run_once
 from tests.integration.trainer.test_recomputed import last_metrics
 from tests.support.records import call, reward
+from tests.support.trainer.recovery import Bench, bench, run_once
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import plan_update
 from trainer.updates.unreplayed import unreplayed_in

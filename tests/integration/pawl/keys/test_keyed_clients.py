@@ -15,7 +15,7 @@ from store.tenants import DEFAULT, scoped, tenant_of
 from tests.integration.conftest import Proxy
 from tests.integration.pawl.judging.test_judge import Bench, bench, pawl_judge
 from tests.integration.proxy.keys.conftest import key_of
-from tests.integration.proxy.keys.test_keys import bearer, made, status, taken
+from tests.support.proxy.keys import bearer, made, status, taken
 from tests.support.waiting import eventually
 
 __all__ = ["bench"]

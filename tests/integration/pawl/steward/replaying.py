@@ -12,9 +12,9 @@ from store.read.events import list_events
 from store.updates.gating import make_candidate
 from store.versions import PolicyEvent
 from store.write.ingest import ingest
-from tests.integration.pawl.steward.test_gating import RULE
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, tokens
+from tests.support.steward.trials import RULE
 from trainer.publishing.replicas import Replicas
 
 REPLAYED = RULE.model_copy(

@@ -1,129 +1,42 @@
 """The gate: what episodes came to decides which version has the traffic, once, with its reason."""
 
-import asyncio
-import json
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
 
-import pawl.steward.policy_gate
-from pawl.cli import app
-from pawl.policies.events import events_of, events_table
-from pawl.policies.moving import split_name
-from pawl.policies.show import table, versions_of
-from pawl.settings import StewardSettings
-from pawl.steward.gating import Gating
-from store.errors import NotGated, UnknownPolicy
+from pawl.policies.events import events_of
 from store.records import Arm, SpoolRecord
 from store.updates import gating as moves
 from store.updates.gating import make_candidate
 from store.updates.policies import list_versions
-from store.updates.states import lock_policies
 from store.versions import policy_name
 from store.write.ingest import Ingester
-from tests.support.faults.killing import Killed, killing
-from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, reward
-from tests.support.waiting import eventually
-from trainer.metrics import VERSION
-from trainer.publishing.replicas import Replicas
-from trainer.recipes.gate import GateOptions
-
-RULE = GateOptions(
-    mode="gated",
-    canary_share=0.4,
-    base_share=0.4,
-    margin=0.2,
-    reward_delay_s=600.0,
-    fewest=10,
+from tests.support.steward.trials import (
+    FROM_S,
+    HOUR_S,
+    MANY,
+    RULE,
+    TO_S,
+    _settings,
+    candidate,
+    changes,
+    command,
+    gate,
+    live,
+    on_trial,
+    pass_time,
+    states,
+    trained_on,
 )
-# How long ago what a test does was done, and the seconds in which its episodes began.
-HOUR_S = 3600.0
-FROM_S, TO_S = 3000.0, 700.0
-# Episodes of each arm: enough for a clear difference.
-MANY = 60
+from trainer.metrics import VERSION
 
-
-def gate(database_url: str) -> Gating:
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, Replicas(settings.server_urls))
-
-
-async def candidate(engine: AsyncEngine, *parents: int, rule: GateOptions = RULE) -> None:
-    """Versions with these parents, of which the last waits for its trial."""
-    async with engine.begin() as connection:
-        await trained(connection, *parents)
-        dumped = rule.model_dump(mode="json")
-        await make_candidate(connection, "m", len(parents), dumped, reason="probed")
-
-
-async def pass_time(engine: AsyncEngine) -> None:
-    """Let all changes of states have been made an hour ago."""
-    async with engine.begin() as connection:
-        # As whoever moves traffic does first.
-        await lock_policies(connection, ["m"])
-        changed = text("UPDATE policies SET changed_at = changed_at - make_interval(secs => :s)")
-        await connection.execute(changed, {"s": HOUR_S})
-
-
-async def live(
-    engine: AsyncEngine,
-    rewards: dict[tuple[Arm, int], Sequence[float]],
-    run: str = "a",
-    from_s: float = FROM_S,
-    many: int = MANY,
-    *,
-    to_s: float = TO_S,
-    are_late: bool = False,
-) -> Sequence[SpoolRecord]:
-    """Episodes of arms and their versions, in turn, with these rewards over and over.
-
-    If `are_late`, the rewards are given, and not stored: they are returned.
-    """
-    records: list[SpoolRecord] = []
-    late: list[SpoolRecord] = []
-    step = (from_s - to_s) / many
-    for number in range(many):
-        for place, ((arm, version), values) in enumerate(rewards.items()):
-            key = f"{run}-{arm}-{number}"
-            served = policy_name("m", version, "m")
-            began = ago(from_s - step * number, place)
-            made = call(key, policy_version=version, arm=arm, served_model=served, **began)
-            records.append(made)
-            late.append(reward(values[number % len(values)], episode=key))
-    await Ingester().store(engine, records if are_late else records + late)
-    return late
-
-
-async def states(engine: AsyncEngine) -> dict[int, str]:
-    async with engine.connect() as connection:
-        return {one.version: one.state for one in await list_versions(connection, "m")}
-
-
-async def changes(engine: AsyncEngine) -> list[tuple[str, str, str]]:
-    """What the steward and operators did, oldest first."""
-    return [
-        (line.version, line.to_state, line.actor)
-        for line in await events_of(engine, "m")
-        if line.actor in ("steward", "operator")
-    ]
-
-
-async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> None:
-    """A canary of version 1, while the base model serves, with its episodes."""
-    await candidate(engine, 0)
-    await judge.look(engine)
-    await pass_time(engine)
-    mine, others = ([1.0, 0.9], [0.0, 0.1]) if better else ([0.0, 0.1], [1.0, 0.9])
-    await live(engine, {("serving", 0): others, ("canary", 1): mine})
+__all__ = ["_settings"]
 
 
 async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
@@ -271,16 +184,6 @@ async def test_the_next_candidate_is_tried_after_the_one_before_it(
     assert await states(engine) == {0: "published", 1: "serving", 2: "canary"}
 
 
-async def trained_on(connection: Any, number: int, parent: int) -> None:
-    """One more version of the policy."""
-    from store.updates.claims import begin_update, consume
-
-    update = await begin_update(connection, "m", parent, {})
-    await consume(
-        connection, update, (), {}, policy="m", version=number, adapter_path=f"/m/{number}"
-    )
-
-
 async def test_a_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
     database_url: str, engine: AsyncEngine
 ) -> None:
@@ -336,92 +239,6 @@ async def test_what_was_stored_late_counts_before_long(
     assert (await states(engine))[1] == "serving"
 
 
-async def test_several_stewards_make_each_change_once(
-    database_url: str, engine: AsyncEngine
-) -> None:
-    stewards = [gate(database_url) for _ in range(3)]
-    await on_trial(engine, stewards[0])
-    for _ in range(3):
-        await asyncio.gather(*(one.look(engine) for one in stewards))
-    assert await states(engine) == {0: "published", 1: "serving"}
-    assert (await changes(engine))[1:] == [
-        ("m@0", "published", "steward"),
-        ("m@1", "serving", "steward"),
-    ]
-
-
-KILLS = {
-    "before": killing(pawl.steward.policy_gate, "promote", after=False),
-    "in the middle": killing(moves, "change_state", after=True),
-    "before the commit": killing(pawl.steward.policy_gate, "promote", after=True),
-}
-
-
-@pytest.mark.parametrize("when", ["before", "before the commit"])
-async def test_a_steward_killed_while_it_promotes_leaves_nothing_half_done(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    judge = gate(database_url)
-    await on_trial(engine, judge)
-    KILLS[when](monkeypatch)
-    with pytest.raises(Killed):
-        await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    assert len(await changes(engine)) == 1
-    await gate(database_url).look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    assert len(await changes(engine)) == 3
-
-
-async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = gate(database_url)
-    await on_trial(engine, judge, better=False)
-    KILLS["in the middle"](monkeypatch)
-    with pytest.raises(Killed):
-        await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    assert (await changes(engine))[1:] == [("m@1", "rolled_back", "steward")]
-
-
-async def test_judging_goes_on_once_the_database_is_back(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await on_trial(engine, gate(database_url))
-    refused = asyncio.Event()
-
-    async def away(_: object) -> None:
-        refused.set()
-        raise ConnectionRefusedError
-
-    async def promoted() -> bool:
-        return (await states(engine))[1] == "serving"
-
-    with monkeypatch.context() as patched:
-        patched.setattr("pawl.steward.gating.gated_policies", away)
-        following = asyncio.create_task(gate(database_url).follow())
-        await refused.wait()
-    await eventually(promoted)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-
-
-async def test_a_policy_that_cannot_be_judged_hinders_no_other(
-    database_url: str, engine: AsyncEngine
-) -> None:
-    async with engine.begin() as connection:
-        await trained(connection, 0, name="broken")
-        await make_candidate(connection, "broken", 1, {"margin": "much"}, reason="probed")
-    await candidate(engine, 0)
-    judge = gate(database_url)
-    await judge.look(engine)
-    await judge.look(engine)
-    assert (await states(engine))[1] == "canary"
-
-
 async def test_what_is_older_than_the_version_that_serves_is_tried_no_more(
     database_url: str, engine: AsyncEngine
 ) -> None:
@@ -433,82 +250,3 @@ async def test_what_is_older_than_the_version_that_serves_is_tried_no_more(
         await moves.promote(connection, "m", 2, reason="imported", actor="trainer")
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
-
-
-async def command(*words: str) -> Any:
-    return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *words])
-
-
-@pytest.fixture
-def _settings(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)
-
-
-@pytest.mark.usefixtures("_settings")
-async def test_what_is_frozen_is_moved_by_commands_alone(
-    database_url: str, engine: AsyncEngine
-) -> None:
-    judge = gate(database_url)
-    await on_trial(engine, judge)
-    assert (await command("freeze", "m", "--reason", "release day")).stdout == "m is frozen\n"
-    await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    assert (await command("freeze", "m", "--off")).exit_code == 0
-    await judge.look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    said = [(line.reason, line.actor) for line in await events_of(engine, "m")]
-    assert ("frozen: release day", "operator") in said
-
-
-@pytest.mark.usefixtures("_settings")
-async def test_an_operator_promotes_what_is_tried_and_rolls_it_back(
-    database_url: str, engine: AsyncEngine
-) -> None:
-    judge = gate(database_url)
-    await on_trial(engine, judge)
-    assert (await command("promote", "m", "--reason", "seen by eye")).stdout == "m@1 serves\n"
-    last = (await events_of(engine, "m"))[-1]
-    assert (last.reason, last.actor) == ("seen by eye", "operator")
-    # What it came to so far is what a watch over it starts from.
-    assert isinstance(last.evidence, dict)
-    assert "reference" in last.evidence
-    done = await command("rollback", "m@1", "--reason", "it swears")
-    assert done.stdout == "m@1 is rolled back\nm serves\n"
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    for words, error, said in (
-        (("promote", "m@1"), NotGated, "'rolled_back'"),
-        (("promote", "m@0"), NotGated, "serves already"),
-        (("promote", "m"), UnknownPolicy, "as m@N"),
-        (("promote", "m@7"), UnknownPolicy, "no version 7"),
-        (("rollback", "m"), NotGated, "'serving'"),
-        (("freeze", "n"), UnknownPolicy, "known: m"),
-    ):
-        found = await command(*words)
-        assert isinstance(found.exception, error)
-        assert said in str(found.exception)
-
-
-@pytest.mark.usefixtures("_settings")
-async def test_what_a_trial_has_come_to_is_shown(database_url: str, engine: AsyncEngine) -> None:
-    await on_trial(engine, gate(database_url))
-    [_, line] = await versions_of(engine, "m")
-    assert line.trial is not line.explore
-    shown = [json.loads(one) for one in (await command("show", "m", "--json")).stdout.splitlines()]
-    assert shown[1]["trial"]["kind"] == "promote"
-    assert shown[1]["trial"]["arms"]["canary"]["mean"] == pytest.approx(0.95)
-    assert table(await versions_of(engine, "m")).caption is not None
-    events = await command("show", "m", "--events", "--json")
-    first = json.loads(events.stdout.splitlines()[0])
-    assert list(first) == ["at", "version", "from_state", "to_state", "reason", "actor"]
-    assert events_table(await events_of(engine, "m")).row_count == len(events.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("named", "found"),
-    [("m", ("m", None)), ("m@3", ("m", 3)), ("a@b", ("a@b", None)), ("a@b@0", ("a@b", 0))],
-)
-def test_a_version_is_named_by_its_policy_and_number(
-    named: str, found: tuple[str, int | None]
-) -> None:
-    assert split_name(named) == found

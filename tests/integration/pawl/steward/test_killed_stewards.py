@@ -26,7 +26,7 @@ from store.updates.policies import ensure_base, list_live
 from store.updates.states import set_state
 from tests.fuzz.profile import is_long
 from tests.integration.conftest import free_port
-from tests.integration.pawl.steward.test_gating import RULE, live, pass_time, states, trained_on
+from tests.support.steward.trials import RULE, live, pass_time, states, trained_on
 from tests.support.waiting import eventually
 from trainer.publishing.servable import is_servable
 

@@ -15,15 +15,8 @@ from pawl.steward.looks import LookTooLong
 from store.read.standing import Gated, gated
 from store.updates.gating import freeze, make_candidate
 from store.updates.policies import list_versions, promote
-from tests.integration.pawl.steward.test_gating import (
-    RULE,
-    candidate,
-    gate,
-    on_trial,
-    states,
-    trained_on,
-)
 from tests.support.ledger.lineage import trained
+from tests.support.steward.trials import RULE, candidate, gate, on_trial, states, trained_on
 from tests.support.waiting import eventually
 
 Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]

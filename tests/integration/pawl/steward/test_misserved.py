@@ -10,14 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.steward.again import Before, load_again
 from pawl.steward.known import Known
 from store.updates.policies import list_servable
-from tests.integration.pawl.steward.test_steward import (
-    POLL_S,
-    asked,
-    assert_has,
-    publish,
-    stewarding,
-)
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.replicas import POLL_S, asked, assert_has, publish, stewarding
 from tests.support.waiting import until
 from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.replicas import Replicas

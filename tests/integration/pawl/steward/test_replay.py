@@ -26,9 +26,9 @@ from tests.integration.pawl.steward.replaying import (
     recorded,
     replay_of,
 )
-from tests.integration.pawl.steward.test_gating import states
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.computing_server import computing_server
+from tests.support.steward.trials import states
 from tests.support.training import write_adapter
 from trainer.publishing.replicas import Replicas
 

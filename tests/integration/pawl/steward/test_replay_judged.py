@@ -17,9 +17,9 @@ from tests.integration.pawl.steward.replaying import (
     recorded,
     replay_of,
 )
-from tests.integration.pawl.steward.test_gating import states
 from tests.integration.pawl.steward.test_replay_servers import TOOLS
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.trials import states
 
 STATES = 16
 JUDGE = """

@@ -21,8 +21,8 @@ from tests.integration.pawl.steward.replaying import (
     rounds,
     steward,
 )
-from tests.integration.pawl.steward.test_gating import states, trained_on
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.trials import states, trained_on
 from tests.support.waiting import eventually
 from trainer.publishing.replicas import Replicas
 

@@ -20,9 +20,9 @@ from store.errors import NotGated, StateChanged
 from store.updates.gating import roll_back
 from store.updates.policies import numbered_version
 from tests.integration.conftest import free_port
-from tests.integration.pawl.steward.test_gating import RULE, command, live, pass_time, states
-from tests.integration.pawl.steward.test_steward import publish, retire
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.replicas import publish, retire
+from tests.support.steward.trials import RULE, command, live, pass_time, states
 from trainer.publishing.adapters import SERVED
 from trainer.publishing.replicas import Replicas
 

@@ -4,119 +4,20 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import psutil
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.policies.show import versions_of
-from pawl.settings import StewardSettings
-from pawl.steward.known import Known
-from pawl.steward.replica import ReplicaKeeper
-from pawl.steward.run import app_of
-from store.schema.trained import MANIFEST_SHA256
-from store.updates.claims import begin_update, consume
-from store.updates.policies import ensure_base, promote
-from store.updates.states import set_state
 from tests.integration.conftest import free_port
-from tests.support.faults.unreadable import unreadable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.waiting import awaited, eventually, until
-from trainer.publishing.adapters import (
-    MANIFEST,
-    SERVED,
-    NewVersion,
-    sha256_of,
-    write_version,
-)
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.server import ModelServer
+from tests.support.steward.replicas import POLL_S, assert_has, publish, retire, server, stewarding
+from tests.support.waiting import eventually, until
 
-POLL_S = 0.05
-
-
-def save(folder: Path) -> None:
-    for name in SERVED:
-        (folder / name).write_text(f"{name} of {folder.name}")
-
-
-async def publish(
-    engine: AsyncEngine,
-    root: Path,
-    *numbers: int,
-    policy: str = "m",
-    base: str = "m",
-    probe: tuple[ProbeRow, ...] = (),
-) -> None:
-    """Versions of a policy with their files below `root`, of which the last gets the traffic."""
-    async with engine.begin() as connection:
-        await ensure_base(connection, policy, base)
-        for number in numbers:
-            new = NewVersion(
-                policy=policy,
-                version=number,
-                update_id=await begin_update(connection, policy, 0, {}),
-                parent_version=0,
-                outcomes=(),
-                metrics={},
-                probe=probe,
-            )
-            folder = write_version(root, new, save)
-            await consume(
-                connection,
-                new.update_id,
-                (),
-                {MANIFEST_SHA256: sha256_of(folder / MANIFEST)},
-                policy=policy,
-                version=number,
-                adapter_path=str(folder),
-            )
-            await promote(connection, policy, number, reason="for the test", actor="operator")
-
-
-async def retire(engine: AsyncEngine, number: int) -> None:
-    async with engine.begin() as connection:
-        await set_state(connection, "m", number, "retired", reason="for the test", actor="operator")
-
-
-@asynccontextmanager
-async def stewarding(database_url: str, *urls: str) -> AsyncIterator[Known]:
-    """A steward of these replicas, in this process."""
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    known = Known(settings, POLL_S)
-    async with AsyncExitStack() as exits:
-        work = [known.follow()]
-        for url in urls:
-            server = await exits.enter_async_context(ModelServer(url))
-            work.append(ReplicaKeeper(server, known, POLL_S).keep())
-        tasks = [asyncio.create_task(one) for one in work]
-        try:
-            yield known
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def assert_has(server: FakeModelServer, *names: str) -> None:
-    """Assert that before long these adapters are loaded, and no other."""
-
-    async def loaded() -> set[str]:
-        return set(server.loaded)
-
-    assert await awaited(loaded, lambda found: found == set(names)) == set(names)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeModelServer]:
-    async with fake_model_server() as made:
-        yield made
+__all__ = ["server"]
 
 
 async def test_a_restarted_server_gets_its_adapters_back(
@@ -291,91 +192,6 @@ async def test_what_was_retired_meanwhile_is_not_loaded(
         # Nor is it loaded at a later look.
         await asyncio.sleep(5 * POLL_S)
         assert server.loads == ["m@2"]
-
-
-async def test_altered_files_are_not_loaded_and_hinder_no_other(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1, 2)
-    weights = tmp_path / "m" / "2" / SERVED[1]
-    whole = weights.read_bytes()
-    weights.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    async with stewarding(database_url, server.url) as known:
-        await assert_has(server, "m@1")
-        await until(lambda: bool(known.altered))
-        # Ten looks later, too.
-        await asyncio.sleep(10 * POLL_S)
-        assert server.tries["m@2"] == 0
-        assert set(server.loaded) == {"m@1"}
-        assert list(known.altered) == ["m@2"]
-        assert "SHA-256" in known.altered["m@2"]
-        async with asked(known) as (ready, metrics):
-            assert (ready["status"], list(ready["altered"])) == ("degraded", ["m@2"])
-            assert 'pawl_steward_altered_adapters{version="m@2"} 1.0' in metrics
-            assert f'outcome="altered",replica="{server.url}"' in metrics
-        [_, one, two] = await versions_of(engine, "m")
-        assert (one.altered, two.altered) == (False, True)
-        weights.write_bytes(whole)
-        await assert_has(server, "m@1", "m@2")
-        async with asked(known) as (ready, metrics):
-            assert (ready["status"], ready["altered"]) == ("ready", {})
-            assert "pawl_steward_altered_adapters{" not in metrics
-
-
-async def test_files_that_cannot_be_read_for_now_are_loaded_later_and_hinder_no_other(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1, 2)
-    with unreadable(tmp_path / "m" / "2" / SERVED[1]):
-        async with stewarding(database_url, server.url) as known:
-            # The one that serves comes first, and fails; the other is loaded at the same look.
-            await assert_has(server, "m@1")
-            await until(lambda: bool(known.unread))
-            assert list(known.unread) == ["m@2"]
-            assert "cannot be read (Input/output error)" in known.unread["m@2"]
-            assert known.altered == {}
-            # Ten looks, and it is not tried at each of them.
-            await asyncio.sleep(10 * POLL_S)
-            async with asked(known) as (ready, metrics):
-                assert (ready["status"], ready["unread"]) == ("degraded", known.unread)
-                assert ready["altered"] == {}
-                assert f'outcome="unread",replica="{server.url}"}} 1.0' in metrics
-            [_, one, two] = await versions_of(engine, "m")
-            assert (one.unread, two.unread, two.altered) == (False, True, False)
-            assert server.tries["m@2"] == 0
-    async with stewarding(database_url, server.url) as known:
-        await assert_has(server, "m@1", "m@2")
-
-
-async def test_what_could_not_be_read_is_loaded_by_the_same_steward_once_it_can(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1)
-    async with stewarding(database_url, server.url) as known:
-        with unreadable(tmp_path / "m" / "1" / MANIFEST):
-            await until(lambda: "m@1" in known.unread)
-        await assert_has(server, "m@1")
-        assert known.unread == {}
-
-
-@asynccontextmanager
-async def asked(known: Known) -> AsyncIterator[tuple[dict[str, Any], str]]:
-    """What the steward's port says."""
-    async with TestClient(TestServer(app_of(known))) as client:
-        ready = await (await client.get("/readyz")).json()
-        yield ready, await (await client.get("/metrics")).text()
-
-
-async def test_files_are_checked_at_each_load_and_not_only_at_the_first(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1)
-    async with stewarding(database_url, server.url) as known:
-        await assert_has(server, "m@1")
-        (tmp_path / "m" / "1" / SERVED[0]).write_text("other")
-        server.loaded.clear()
-        await until(lambda: "m@1" in known.altered)
-        assert not server.loaded
 
 
 async def test_the_process_is_small_answers_and_ends_at_sigterm(

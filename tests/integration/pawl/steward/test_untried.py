@@ -21,17 +21,10 @@ from store.updates.rolled_back import rolled_back_episodes
 from store.updates.states import set_state
 from store.write.ingest import Ingester
 from tests.integration.conftest import free_port
-from tests.integration.pawl.steward.test_gating import (
-    changes,
-    live,
-    on_trial,
-    pass_time,
-    states,
-    trained_on,
-)
 from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import trained
+from tests.support.steward.trials import changes, live, on_trial, pass_time, states, trained_on
 from trainer.publishing.replicas import Replicas
 from trainer.recipes.gate import GateOptions
 

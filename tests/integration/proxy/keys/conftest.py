@@ -1,7 +1,9 @@
-"""A proxy that three tenants share."""
+"""Share a proxy between three tenants, and ask it as each of them."""
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -9,9 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.keys.grants import Scope
 from store.keys.keys import create_key
-from store.tenants import DEFAULT
+from store.records import Episode
+from store.tenants import DEFAULT, tenant_of
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
+from tests.support.proxy.keys import bearer, taken
 from tests.support.servers.fake_upstream import FakeUpstream
 
 FILE = """
@@ -66,3 +70,32 @@ async def shared(
     settings = settings_for(database_url, upstream.url, tmp_path)
     async with proxy_with(settings.model_copy(update={"policies": path}), engine) as proxy:
         yield proxy
+
+
+Headers = dict[str, Mapping[str, str]]
+
+
+@pytest.fixture
+async def keys(shared: Proxy, engine: AsyncEngine, upstream: FakeUpstream) -> Headers:
+    """Make a key for each tenant: the headers that its requests show."""
+    made = {one: await key_of(engine, one, "infer", "feedback", "read") for one in EVERYONE}
+    for key in made.values():
+        await taken(shared, key)
+    # What was asked to see whether the keys are known.
+    upstream.other.clear()
+    return {tenant: bearer(key) for tenant, key in made.items()}
+
+
+async def ask(proxy: Proxy, method: str, path: str, key: Mapping[str, str], **body: Any) -> Reply:
+    url, json = f"{proxy.url}{path}", body or None
+    async with proxy.session.request(method, url, json=json, headers=key) as reply:
+        return Reply(reply.status, reply.headers, await reply.read())
+
+
+def by_tenant(found: list[Episode]) -> dict[str, list[Episode]]:
+    return {one: [e for e in found if tenant_of(e.key) == one] for one in EVERYONE}
+
+
+def about(reply: Reply, name: str) -> tuple[int, bytes]:
+    """Return status and body, but for the name that was asked for and the call's id."""
+    return reply.status, re.sub(rb"[0-9a-f-]{36}", b"", reply.body.replace(name.encode(), b"X"))

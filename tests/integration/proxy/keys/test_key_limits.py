@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.keys.grants import Limits, Scope
 from store.keys.keys import create_key
 from tests.integration.conftest import Proxy
-from tests.integration.proxy.keys.test_keys import bearer, made, taken
+from tests.support.proxy.keys import bearer, made, taken
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
 

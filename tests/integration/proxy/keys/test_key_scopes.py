@@ -14,7 +14,7 @@ from store.tenants import DEFAULT
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.proxy.keys.conftest import EVERYONE, key_of
-from tests.integration.proxy.keys.test_keys import bearer, made, taken
+from tests.support.proxy.keys import bearer, made, taken
 from tests.support.servers.fake_upstream import FakeUpstream
 
 DOCUMENT = openapi()

@@ -19,15 +19,15 @@ from structlog.testing import capture_logs
 from proxy.feedback.endpoint import LONG_BYTES
 from store.connection.engine import make_engine
 from store.keys.grants import SCOPES, Scope
-from store.keys.keys import create_key, revoke_key
+from store.keys.keys import revoke_key
 from store.keys.secrets import id_of
 from store.schema.tables import metadata
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working
+from tests.support.proxy.keys import CALL, bearer, made, status, taken
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
-CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 EFFECTIVE_S = 2.0
 CALLS_BY_KEY = text(
     "SELECT e.key, t.api_key FROM transitions t JOIN episodes e ON e.id = t.episode_id"
@@ -37,43 +37,6 @@ SAID_BY_KEY = text(
     " ON q.id = f.request_id"
 )
 AWAY = "postgresql://nobody@127.0.0.1:1/away"
-
-
-async def made(engine: AsyncEngine, name: str, *scopes: Scope) -> str:
-    async with engine.begin() as connection:
-        return (await create_key(connection, name, scopes)).key
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-async def status(proxy: Proxy, path: str, headers: Mapping[str, str], port: str = "") -> int:
-    """POST what the path takes, or GET from the admin port."""
-    if port:
-        async with proxy.session.get(f"{proxy.admin}{path}", headers=headers) as reply:
-            return reply.status
-    body: Any = {"value": 1, "episode": "e"} if path == "/feedback" else CALL
-    async with proxy.session.post(f"{proxy.url}{path}", json=body, headers=headers) as reply:
-        return reply.status
-
-
-async def taken(proxy: Proxy, key: str) -> None:
-    """Wait until the proxy knows a key, on both ports."""
-
-    async def known() -> bool:
-        seen = [
-            await status(proxy, "/v1/embeddings", bearer(key)),
-            await status(proxy, "/metrics", bearer(key), "admin"),
-        ]
-        # A port that has not seen the key yet may still be open to everybody.
-        open_to_all = [
-            await status(proxy, "/v1/embeddings", {}),
-            await status(proxy, "/metrics", {}, "admin"),
-        ]
-        return 401 not in seen and open_to_all == [401, 401]
-
-    await eventually(known)
 
 
 async def test_a_key_made_while_the_proxy_runs_counts_and_one_revoked_does_not(

@@ -2,52 +2,17 @@
 
 import asyncio
 import random
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from aiohttp import web
-from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls import continuing
 from store.records import Episode
-from store.tenants import DEFAULT, bare, tenant_of
-from tests.integration.conftest import Proxy, Reply
-from tests.integration.proxy.keys.conftest import EVERYONE, key_of
-from tests.integration.proxy.keys.test_keys import bearer, taken
+from store.tenants import DEFAULT, bare
+from tests.integration.conftest import Proxy
+from tests.integration.proxy.keys.conftest import EVERYONE, Headers, ask, by_tenant
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
 from tests.support.waiting import eventually
-
-Headers = dict[str, Mapping[str, str]]
-
-
-@pytest.fixture
-async def keys(shared: Proxy, engine: AsyncEngine, upstream: FakeUpstream) -> Headers:
-    """What each tenant's requests show."""
-    made = {one: await key_of(engine, one, "infer", "feedback", "read") for one in EVERYONE}
-    for key in made.values():
-        await taken(shared, key)
-    # What was asked to see whether the keys are known.
-    upstream.other.clear()
-    return {tenant: bearer(key) for tenant, key in made.items()}
-
-
-@pytest.fixture
-def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no worker remembers is looked up once, for as long as the machine takes."""
-    monkeypatch.setattr(continuing, "WAIT_S", 0.0)
-    monkeypatch.setattr(continuing, "LOOK_S", 60.0)
-
-
-async def ask(proxy: Proxy, method: str, path: str, key: Mapping[str, str], **body: Any) -> Reply:
-    url, json = f"{proxy.url}{path}", body or None
-    async with proxy.session.request(method, url, json=json, headers=key) as reply:
-        return Reply(reply.status, reply.headers, await reply.read())
-
-
-def by_tenant(found: list[Episode]) -> dict[str, list[Episode]]:
-    return {one: [e for e in found if tenant_of(e.key) == one] for one in EVERYONE}
 
 
 async def test_the_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) -> None:
@@ -186,238 +151,12 @@ async def test_a_policy_answers_its_tenant_alone(
         assert upstream.requests[-1]["model"] == foreign
 
 
-def about(reply: Reply, name: str) -> tuple[int, bytes]:
-    """Status and body, but for the name that was asked for and the call's id."""
-    return reply.status, re.sub(rb"[0-9a-f-]{36}", b"", reply.body.replace(name.encode(), b"X"))
-
-
-async def test_another_tenants_version_looks_like_one_that_nobody_has(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    calls = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-    for tenant, foreign in (("a", "b-writes@1"), ("b", "m@1"), (DEFAULT, "a-writes@1")):
-        for path in (*calls, "/v1/embeddings", "/tokenize"):
-            body = {"messages": [{"role": "user", "content": "q"}], "input": "q", "prompt": "q"}
-            answers = {
-                name: await ask(shared, "POST", path, keys[tenant], model=name, **body)
-                for name in (foreign, "nobody@1", "a-writes@7" if tenant != "a" else "m@7")
-            }
-            assert len({about(reply, name) for name, reply in answers.items()}) == 1, path
-            assert {reply.status for reply in answers.values()} == {404}
-        shown = [
-            about(await ask(shared, "GET", f"/v1/models/{name}", keys[tenant]), name)
-            for name in (foreign, "nobody@1")
-        ]
-        assert shown[0] == shown[1]
-        assert shown[0][0] == 404
-    assert (upstream.requests, upstream.other) == ([], [])
-
-
 async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, keys: Headers) -> None:
     listed = {}
     for tenant, key in keys.items():
         reply = await ask(shared, "GET", "/v1/models", key)
         listed[tenant] = [model["id"] for model in reply.json["data"]]
     assert listed == {"a": ["m", "a-writes@1"], "b": ["m", "b-writes@1"], DEFAULT: ["m", "m@1"]}
-
-
-async def test_a_version_named_in_a_form_is_looked_at_too(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n'
-        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n\xff\x00\r\n--x--'
-    )
-    seen = {}
-    for name in (b"b-writes@1", b"a-writes@1", b"m"):
-        headers = {**keys["a"], "Content-Type": "multipart/form-data; boundary=x"}
-        url = f"{shared.url}/v1/audio/transcriptions"
-        async with shared.session.post(url, data=form % name, headers=headers) as reply:
-            seen[name] = reply.status
-    assert seen == {b"b-writes@1": 404, b"a-writes@1": 200, b"m": 200}
-    assert len(upstream.other) == 2
-    # vLLM reads a form in the character set that its head names.
-    headers["Content-Type"] += "; charset=utf-7"
-    async with shared.session.post(url, data=form % b"b-writes+AEA-1", headers=headers) as reply:
-        assert reply.status == 400
-        assert b"in another character set than UTF-8" in await reply.read()
-    assert len(upstream.other) == 2
-
-
-async def test_a_file_named_in_a_form_is_the_default_tenants(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nq\r\n'
-        b'--x\r\nContent-Disposition: form-data; name="mask[file_id]"\r\n\r\nfile-1\r\n--x--'
-    )
-    seen = {}
-    for tenant, key in keys.items():
-        headers = {**key, "Content-Type": "multipart/form-data; boundary=x"}
-        url = f"{shared.url}/v1/images/edits"
-        async with shared.session.post(url, data=form, headers=headers) as reply:
-            seen[tenant] = reply.status
-            said = await reply.read()
-            assert (b"file_id names what is kept" in said) is (tenant != DEFAULT)
-    assert seen == {"a": 404, "b": 404, DEFAULT: 200}
-    assert len(upstream.other) == 1
-
-
-async def test_what_cannot_be_read_is_not_passed_on_where_it_may_name_a_version(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    said = '{"model": "b-writes@1", "messages": [], "input": "q"}'
-    deep = '{"model": "b-writes@1", "messages": ' + "[" * 600 + "]" * 600 + "}"
-    bodies = [said.encode("utf-16"), said.encode("utf-32"), deep.encode(), b"model=b-writes%401"]
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/embeddings"):
-        for body in bodies:
-            url = f"{shared.url}{path}"
-            async with shared.session.post(url, data=body, headers=keys["a"]) as reply:
-                assert reply.status == 400
-    assert (upstream.requests, upstream.other) == ([], [])
-
-
-async def test_what_a_provider_keeps_for_all_is_the_default_tenants(
-    shared: Proxy, keys: Headers
-) -> None:
-    for path in ("/v1/files", "/v1/files/f1", "/v1/responses/r1", "/v1/chat/completions/c1"):
-        seen = {one: (await ask(shared, "GET", path, key)).status for one, key in keys.items()}
-        assert seen == {"a": 403, "b": 403, DEFAULT: 200}
-    # A session beside the proxy would reach it all.
-    path, session = "/v1/realtime/client_secrets", {"session": {"type": "realtime"}}
-    seen = {one: (await ask(shared, "POST", path, k, **session)).status for one, k in keys.items()}
-    assert seen == {"a": 403, "b": 403, DEFAULT: 200}
-
-
-async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
-) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"id": "resp_1", "object": "response", "output": []})
-
-    upstream.behave_otherwise = answer
-
-    async def go_on(tenant: str, **body: Any) -> Reply:
-        said = {"model": "m", "input": "q", **body}
-        return await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
-
-    assert (await go_on("a")).status == 200
-    replies = {one: await go_on(one, previous_response_id="resp_1") for one in EVERYONE}
-    assert {one: reply.status for one, reply in replies.items()} == {
-        "a": 200,
-        "b": 404,
-        DEFAULT: 200,
-    }
-    unknown = await go_on("b", previous_response_id="resp_0")
-    assert about(unknown, "resp_0") == about(replies["b"], "resp_1")
-    assert (await go_on("b", conversation="conv_1")).status == 404
-    # vLLM would give its response another one's id, which the tenant could then go on from.
-    for name in ("request_id", "rid"):
-        chosen = await go_on("b", **{name: "resp_1"}, store=False)
-        assert (chosen.status, chosen.json["error"]["param"]) == (400, name)
-    assert (await go_on("b", previous_response_id="resp_1")).status == 404
-    for named in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
-        items = [named, {"role": "user", "content": "q"}]
-        assert (await go_on("b", input=items)).status == 404
-    assert len(upstream.other) == 3
-
-
-async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
-) -> None:
-    async def respond(_: web.Request) -> web.Response:
-        return web.json_response({"id": "resp_1", "object": "response", "output": []})
-
-    async def chat(_: web.Request) -> web.Response:
-        # SGLang's reply has the id that its request's `rid` says.
-        asked = upstream.requests[-1]
-        return web.json_response(whole_reply(asked, 0) | {"id": asked["rid"]})
-
-    upstream.behave_otherwise, upstream.behave = respond, chat
-    own = await ask(shared, "POST", "/v1/responses", keys["a"], model="m", input="q")
-    assert own.json["id"] == "resp_1"
-    reply = await shared.chat(headers=keys["b"], rid="resp_1")
-    assert reply.json["id"] == "resp_1"
-    found = by_tenant(await shared.episodes(2))
-    said = {"model": "m", "input": "q", "previous_response_id": "resp_1"}
-    seen = {one: await ask(shared, "POST", "/v1/responses", keys[one], **said) for one in "ab"}
-    assert {one: got.status for one, got in seen.items()} == {"a": 200, "b": 404}
-    # A reward for it is one for what its tenant got under this name, and for nothing else.
-    status, _ = await shared.feedback({"value": 1.0, "response": "resp_1"}, **keys["b"])
-    assert status == 200
-
-    async def scored() -> list[Episode]:
-        found = await shared.episodes(3)
-        return [one for one in found if one.feedback or any(call.feedback for call in one.calls)]
-
-    [one] = await eventually(scored)
-    assert one.key == found["b"][0].key
-
-
-async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
-    shared: Proxy, keys: Headers, looked_up_once: None
-) -> None:
-    # After a failed look-up nobody is answered for a second: the next one would be 503.
-    for odd in ("\x00", "resp_0", "resp\x00_1", "x" * 100_000, "\x1f", "resp_0"):
-        said = {"model": "m", "input": "q", "previous_response_id": odd}
-        tenant = "a" if odd == "resp_0" else "b"
-        reply = await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
-        assert reply.status == 404, odd
-
-
-async def test_what_a_tenants_request_would_steer_reaches_no_upstream(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    steering: list[dict[str, Any]] = [
-        {"fallbacks": ["b-writes@1"]},
-        {"models": ["m", "b-writes@1"]},
-        {"api_base": "http://evil.example/v1"},
-        {"extra_body": {"api_key": "k"}},
-        {"priority": -1},
-    ]
-    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
-    for path in paths:
-        for fields in steering:
-            body = {"model": "m", "messages": [], "input": "q", **fields}
-            reply = await ask(shared, "POST", path, keys["a"], **body)
-            assert reply.status in (400, 404), (path, fields)
-            assert reply.headers["x-pawl-fault"] == "client"
-        twice = '{"model": "b-writes@1", "messages": [], "input": "q", "mod\\u0065l": "m"}'
-        async with shared.session.post(
-            f"{shared.url}{path}", data=twice, headers=keys["a"]
-        ) as answer:
-            assert answer.status == 400
-            assert "twice" in await answer.text()
-    assert (upstream.requests, upstream.other) == ([], [])
-    head = {"x-gateway-model-name-rewrite": "b-writes@1", "x-request-id": "r"}
-    assert (await shared.chat(headers={**keys["a"], **head})).status == 200
-    assert not {"x-gateway-model-name-rewrite", "x-request-id"} & {
-        name.lower() for name in upstream.headers[-1]
-    }
-    assert (await shared.chat(headers={**keys[DEFAULT], **head})).status == 404
-
-
-FILE = {"type": "file", "file": {"file_id": "file-1"}}
-NAMING_FILES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": [FILE]}]},
-    "/v1/completions": {"prompt": "q", "kv_transfer_params": {"do_remote_prefill": True}},
-    "/v1/responses": {"input": [{"role": "user", "content": [FILE["file"]]}]},
-    "/v1/messages": {"messages": [], "container": "container_1"},
-    "/v1/embeddings": {"input": "q", "messages": [{"role": "user", "content": [FILE]}]},
-    "/v1/images/edits": {"prompt": "q", "images": [{"file_id": "file-1"}]},
-}
-
-
-@pytest.mark.parametrize("path", NAMING_FILES)
-async def test_a_file_is_named_by_the_default_tenant_only(
-    path: str, shared: Proxy, keys: Headers, upstream: FakeUpstream
-) -> None:
-    body = {"model": "m", **NAMING_FILES[path]}
-    seen = {one: await ask(shared, "POST", path, key, **body) for one, key in keys.items()}
-    assert {one: reply.status for one, reply in seen.items()} == {"a": 404, "b": 404, DEFAULT: 200}
-    assert seen["a"].headers["x-pawl-fault"] == "client"
-    assert b"kept for all tenants" in seen["a"].body
-    assert len(upstream.requests) + len(upstream.other) == 1
 
 
 async def test_metrics_are_those_of_the_tenants_policies(shared: Proxy, keys: Headers) -> None:

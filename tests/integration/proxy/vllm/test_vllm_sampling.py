@@ -4,28 +4,19 @@ import json
 import warnings
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.calls.trainable import why_not_trainable
-from proxy.formats.base import Sampled
-from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
-from proxy.keeper.sampling import NUMBERS, sampling_settings
+from proxy.keeper.sampling import NUMBERS
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from store.values.distribution import distribution_of
-from store.values.grammars import Grammar
+from tests.support.proxy.grammars import recorded, written
 from tests.support.records import captured
 
 # Importing vLLM takes its time.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
-
-SAMPLED = Sampled(
-    prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1
-)
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 APIS = ("chat", "completions", "responses")
 LONG = "1" + "0" * 400
@@ -44,18 +35,6 @@ NUMBER_TEXTS = st.one_of(
     st.integers().map(str),
     st.from_regex(r'"[ +\-0-9._e]{1,6}"', fullmatch=True),
 )
-
-
-def written(asked: Any) -> Grammar | None:
-    """A constraint as vLLM's scheduler has it, in our words."""
-    if asked is None:
-        return None
-    from vllm.v1.structured_output.request import get_structured_output_key
-
-    option, text = get_structured_output_key(asked)
-    if option.name == "JSON_OBJECT":
-        return Grammar(kind="json", text='{"type": "object"}')
-    return Grammar(kind=option.name.lower(), text=text)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +64,6 @@ def vllm_params() -> Any:
 def body_of(api: str, more: str) -> str:
     said = {"chat": '"messages":[]', "completions": '"prompt":"q"', "responses": '"input":"q"'}
     return f'{{"model":"m",{said[api]}{more}}}'
-
-
-def recorded(
-    api: str, body: str, *, tool_grammars: bool = True, tool_tag: str | None = None
-) -> tuple[dict[str, Any], str | None]:
-    request = read_request(body.encode())
-    fields = None if request.parsed is None else request.fields
-    rules = FORMATS[api].sampling
-    found = sampling_settings(fields, 1.0, rules, tool_grammars=tool_grammars, tool_tag=tool_tag)
-    # It is written down as JSON.
-    assert msgspec.json.decode(msgspec.json.encode(found)) == found
-    return found, why_not_trainable("complete", 200, 0, found, SAMPLED, rules, only_text=True)
 
 
 def assert_agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:

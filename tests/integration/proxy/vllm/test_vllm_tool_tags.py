@@ -13,7 +13,7 @@ from proxy.formats.messages.as_chat import chat_request
 from proxy.formats.tool_parsers import TAGS, has_grammars, tag_model
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
-from tests.integration.proxy.vllm.test_vllm_grammars import (
+from tests.support.proxy.grammars import (
     CHAT,
     CHOICES,
     FORMS,
@@ -21,8 +21,8 @@ from tests.integration.proxy.vllm.test_vllm_grammars import (
     RESPONSES,
     SCHEMAS,
     grammars_with,
+    recorded,
 )
-from tests.integration.proxy.vllm.test_vllm_sampling import recorded
 from trainer.learners.replay.tags import structural_tag
 
 # Importing vLLM takes its time.

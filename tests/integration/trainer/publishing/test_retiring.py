@@ -7,8 +7,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates.states import set_state
-from tests.integration.pawl.steward.test_steward import publish, retire
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.steward.replicas import publish, retire
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer

@@ -13,9 +13,9 @@ from store.updates.claims import IMPORTED_FROM
 from store.updates.gating import begin_canary, roll_back
 from store.updates.policies import numbered_version, promote
 from store.versions import PolicyVersion
-from tests.integration.trainer.recovery.test_recovery import Bench, FakeLearner, run_once
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.metrics import VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion

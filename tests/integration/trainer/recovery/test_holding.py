@@ -1,87 +1,27 @@
 """A fault of the machine, the server or the recipe costs two updates at most, and then nothing."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 from uuid import UUID
 
 import pytest
-from prometheus_client import REGISTRY
 from sqlalchemy import select
 
-from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
-from store.schema.trained import consumptions
-from store.updates import claims
-from tests.integration.conftest import free_port
-from tests.integration.trainer.recovery.test_recovery import Bench, bench
-from tests.support.servers.fake_server import fake_model_server
-from trainer.batches.rows import Row
-from trainer.errors import (
-    DriftOutOfBounds,
-    LearnerError,
-    OtherVocabulary,
-    PublishError,
-    ShortOfMemory,
-    Unusable,
-    UpstreamAway,
+from tests.support.trainer.holding import (
+    consumed,
+    gauge,
+    held_by_an_update,
+    held_for,
+    states,
+    try_again,
+    working,
 )
-from trainer.loop import Loop
-from trainer.publishing.replicas import Replicas
-from trainer.updates.holding import HoldReason
+from tests.support.trainer.recovery import Bench, bench
+from trainer.batches.rows import Row
+from trainer.errors import DriftOutOfBounds, LearnerError, OtherVocabulary, Unusable
 
 __all__ = ["bench"]
-
-# What the scripted learner says of any row, and so a server that fits.
-OWN = -0.5
-
-
-@asynccontextmanager
-async def working(bench: Bench) -> AsyncIterator[Loop]:
-    bench.fake.logprobs["m"] = OWN
-    async with Replicas([bench.fake.url]) as servers:
-        loop = bench.loop(servers)
-        await loop.recover()
-        yield loop
-
-
-async def consumed(bench: Bench) -> int:
-    async with bench.engine.connect() as connection:
-        return len((await connection.execute(select(consumptions.c.episode_id))).all())
-
-
-async def held_by_an_update(bench: Bench) -> int:
-    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by.is_not(None))
-    async with bench.engine.connect() as connection:
-        return len((await connection.execute(query)).all())
-
-
-async def states(bench: Bench) -> list[str]:
-    async with bench.engine.connect() as connection:
-        return [one.state for one in await claims.list_updates(connection, "m")]
-
-
-def gauge() -> float | None:
-    return REGISTRY.get_sample_value("pawl_trainer_held", {"policy": "m"})
-
-
-def held_for() -> list[str]:
-    """What `/metrics` says that the trainer holds for."""
-    found = {
-        sample.labels["reason"]: sample.value
-        for family in REGISTRY.collect()
-        for sample in family.samples
-        if sample.name == "pawl_trainer_held_reason" and sample.labels["policy"] == "m"
-    }
-    assert set(found) == set(get_args(HoldReason))
-    return [reason for reason, value in found.items() if value]
-
-
-async def try_again(loop: Loop) -> bool:
-    """What the loop does once its pause is over."""
-    loop._holding._trial_at = 0.0
-    await loop.try_again()
-    return await loop.update_once()
 
 
 async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(bench: Bench) -> None:
@@ -260,111 +200,3 @@ async def test_a_few_episodes_that_are_to_blame_do_not_hold(
         assert await loop.update_once()
         assert not loop._holding.is_held
         assert await consumed(bench) == 5 + 4
-
-
-async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Bench) -> None:
-    async with working(bench) as loop:
-        loop._holding.doubt("the model servers were away")
-        bench.fake.sampled_logprob = -4.0
-        await loop.try_again()
-        assert not await loop.update_once()
-        assert (await states(bench), await consumed(bench)) == ([], 0)
-        bench.fake.sampled_logprob = None
-        assert await try_again(loop)
-    await bench.assert_spent_once(4)
-
-
-async def test_too_little_memory_at_the_start_is_waited_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise ShortOfMemory("the memory has no room")
-
-    async with working(bench) as loop:
-        with monkeypatch.context() as patched:
-            patched.setattr(bench.learner, "write_trial", full)
-            await loop.check_server()
-            assert (loop._holding.reason, gauge()) == ("the memory has no room", 1.0)
-            assert held_for() == ["out_of_memory"]
-            assert not await try_again(loop)
-        assert (await states(bench), await consumed(bench)) == ([], 0)
-        assert await try_again(loop)
-        assert (gauge(), held_for()) == (0.0, [])
-    await bench.assert_spent_once(4)
-
-
-async def test_what_a_server_samples_with_by_default_is_not_in_the_trial(bench: Bench) -> None:
-    async with working(bench) as loop:
-        await loop.check_server()
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert bench.fake.sampled_with is not None
-    assert bench.fake.sampled_with.items() >= neutral.items()
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("refuses", "--max-lora-rank"),
-        ("another base", "PAWL_MODEL"),
-        ("another adapter", "LoRA in the layers"),
-        ("raw", "--logprobs-mode processed_logprobs"),
-    ],
-)
-async def test_what_does_not_fit_is_known_before_the_first_claim(
-    bench: Bench, fault: str, said: str
-) -> None:
-    async with working(bench) as loop:
-        await loop.check_server()
-        if fault == "refuses":
-            bench.fake.refuse_load = True
-        elif fault == "another base":
-            bench.fake.logprobs["m"] = -4.0
-        elif fault == "another adapter":
-            bench.learner.trial_logprob = -4.0
-        else:
-            bench.fake.sampled_logprob = -4.0
-        with pytest.raises(PublishError, match=said):
-            await loop.check_server()
-    assert bench.fake.loaded == {}
-    assert not list(bench.folder.glob("m/*"))
-    assert await states(bench) == []
-
-
-async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench: Bench) -> None:
-    bench.fake.logprobs["m"] = OWN
-    nobody = "http://127.0.0.1:9/v1"
-    for urls, away in (([nobody, bench.fake.url], False), ([nobody], True)):
-        async with Replicas(urls) as servers:
-            loop = bench.loop(servers)
-            if away:
-                with pytest.raises(UpstreamAway):
-                    await loop.check_server()
-            else:
-                await loop.check_server()
-
-
-async def test_a_replica_that_is_back_with_another_base_stops_training_before_it_costs_anything(
-    bench: Bench,
-) -> None:
-    bench.fake.logprobs["m"] = OWN
-    port = free_port()
-    async with Replicas([bench.fake.url, f"http://127.0.0.1:{port}/v1"]) as servers:
-        loop = bench.loop(servers)
-        await loop.recover()
-        await loop.sync_adapters()
-        assert await loop.update_once()
-        await bench.fill("u")
-        async with fake_model_server(port) as back:
-            back.logprobs = {"m": -4.0, "m@1": -4.0}
-            await loop.sync_adapters()
-            assert not back.loaded
-            assert not await loop.update_once()
-            await loop.try_again()
-            assert "base model and the trainer's differ" in (loop._holding.reason or "")
-            assert not await loop.update_once()
-            assert (await consumed(bench), await held_by_an_update(bench)) == (4, 4)
-            # It has the right one again.
-            back.logprobs = {"m": OWN, "m@trial": OWN, "m@2": -3.0}
-            assert await try_again(loop)
-            assert set(back.loaded) == {"m@2"}
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.integration.conftest import free_port
-from tests.integration.trainer.recovery.test_recovery import Bench, bench, run_once
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import Bench, bench, run_once
 from trainer.errors import UpstreamAway
 from trainer.publishing.replicas import Replicas
 

@@ -12,7 +12,7 @@ from store.connection.engine import make_engine
 from store.errors import ClaimLost
 from store.schema.claimable import episode_policies
 from store.updates import claims
-from tests.integration.trainer.recovery.test_recovery import Bench, FakeLearner, bench, run_once
+from tests.support.trainer.recovery import Bench, FakeLearner, bench, run_once
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.replicas import Replicas

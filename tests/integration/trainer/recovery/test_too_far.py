@@ -9,9 +9,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.read.events import list_events
 from store.updates.policies import numbered_version
-from tests.integration.trainer.recovery.test_recovery import Bench, FakeLearner, run_once
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.publishing.publish import Publisher
 from trainer.recipes.gate import GateOptions
 

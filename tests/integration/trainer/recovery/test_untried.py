@@ -11,8 +11,8 @@ from store.schema.trained import policies
 from store.updates import gating
 from store.updates.gating import roll_back
 from store.updates.policies import numbered_version
-from tests.integration.trainer.recovery.test_recovery import Bench, run_once
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.trainer.recovery import Bench, run_once
 from trainer.recipes.gate import GateOptions
 
 WATCHED = GateOptions(base_share=0.1)

@@ -1,0 +1,51 @@
+"""Try versions as canaries, and hold the events that tell of states against the states."""
+
+from itertools import pairwise
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.read.events import list_events
+from store.updates.gating import begin_canary, make_candidate
+from store.updates.policies import list_versions, numbered_version
+from store.versions import PolicyState, PolicyVersion
+
+TEST = "for the test"
+
+
+async def states(engine: AsyncEngine) -> dict[int, PolicyState]:
+    async with engine.connect() as connection:
+        return {one.version: one.state for one in await list_versions(connection, "m")}
+
+
+async def told(engine: AsyncEngine) -> dict[int, list[tuple[str | None, str]]]:
+    """Return the changes of state that events tell of, oldest first, by version."""
+    async with engine.connect() as connection:
+        events = await list_events(connection, "m")
+    found: dict[int, list[tuple[str | None, str]]] = {}
+    for one in reversed(events):
+        assert one.reason
+        found.setdefault(one.version, []).append((one.from_state, one.to_state))
+    return found
+
+
+async def check_told(engine: AsyncEngine) -> None:
+    """Check that each event begins where the last one ended, and the last ends where it is now."""
+    now = await states(engine)
+    for version, changes in (await told(engine)).items():
+        assert changes[0][0] is None
+        for (_, before), (after, _) in pairwise(changes):
+            assert before == after
+        assert changes[-1][1] == now[version]
+
+
+async def version(connection: AsyncConnection, number: int) -> PolicyVersion:
+    found = await numbered_version(connection, "m", number)
+    assert found is not None
+    return found
+
+
+async def canary(connection: AsyncConnection, number: int, share: float = 0.1) -> PolicyVersion:
+    await make_candidate(connection, "m", number, {"canary_share": share}, reason=TEST)
+    candidate = await version(connection, number)
+    await begin_canary(connection, candidate, share, 0.02, reason=TEST, actor="steward")
+    return await version(connection, number)

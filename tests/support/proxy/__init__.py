@@ -1,0 +1,1 @@
+"""Ask proxies with keys, rules and grammars, and compare what they record."""

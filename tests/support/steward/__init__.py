@@ -1,0 +1,1 @@
+"""Make versions for a steward to load, to judge and to watch."""

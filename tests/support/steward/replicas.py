@@ -1,0 +1,113 @@
+"""Publish versions with their files, and run a steward of some replicas in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.settings import StewardSettings
+from pawl.steward.known import Known
+from pawl.steward.replica import ReplicaKeeper
+from pawl.steward.run import app_of
+from store.schema.trained import MANIFEST_SHA256
+from store.updates.claims import begin_update, consume
+from store.updates.policies import ensure_base, promote
+from store.updates.states import set_state
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.waiting import awaited
+from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
+from trainer.publishing.probing.probe import ProbeRow
+from trainer.publishing.server import ModelServer
+
+POLL_S = 0.05
+
+
+def save(folder: Path) -> None:
+    for name in SERVED:
+        (folder / name).write_text(f"{name} of {folder.name}")
+
+
+async def publish(
+    engine: AsyncEngine,
+    root: Path,
+    *numbers: int,
+    policy: str = "m",
+    base: str = "m",
+    probe: tuple[ProbeRow, ...] = (),
+) -> None:
+    """Make versions of a policy with files below `root`, of which the last gets the traffic."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, policy, base)
+        for number in numbers:
+            new = NewVersion(
+                policy=policy,
+                version=number,
+                update_id=await begin_update(connection, policy, 0, {}),
+                parent_version=0,
+                outcomes=(),
+                metrics={},
+                probe=probe,
+            )
+            folder = write_version(root, new, save)
+            await consume(
+                connection,
+                new.update_id,
+                (),
+                {MANIFEST_SHA256: sha256_of(folder / MANIFEST)},
+                policy=policy,
+                version=number,
+                adapter_path=str(folder),
+            )
+            await promote(connection, policy, number, reason="for the test", actor="operator")
+
+
+async def retire(engine: AsyncEngine, number: int) -> None:
+    async with engine.begin() as connection:
+        await set_state(connection, "m", number, "retired", reason="for the test", actor="operator")
+
+
+@asynccontextmanager
+async def stewarding(database_url: str, *urls: str) -> AsyncIterator[Known]:
+    """Run a steward of these replicas, in this process."""
+    settings = StewardSettings.model_validate({"database_url": database_url})
+    known = Known(settings, POLL_S)
+    async with AsyncExitStack() as exits:
+        work = [known.follow()]
+        for url in urls:
+            server = await exits.enter_async_context(ModelServer(url))
+            work.append(ReplicaKeeper(server, known, POLL_S).keep())
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            yield known
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def assert_has(server: FakeModelServer, *names: str) -> None:
+    """Assert that before long these adapters are loaded, and no other."""
+
+    async def loaded() -> set[str]:
+        return set(server.loaded)
+
+    assert await awaited(loaded, lambda found: found == set(names)) == set(names)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as made:
+        yield made
+
+
+@asynccontextmanager
+async def asked(known: Known) -> AsyncIterator[tuple[dict[str, Any], str]]:
+    """Give what the steward's port says."""
+    async with TestClient(TestServer(app_of(known))) as client:
+        ready = await (await client.get("/readyz")).json()
+        yield ready, await (await client.get("/metrics")).text()

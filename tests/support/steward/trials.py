@@ -1,0 +1,134 @@
+"""Make versions on trial and episodes of both arms, an hour ago, and judge them."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from pawl.policies.events import events_of
+from pawl.settings import StewardSettings
+from pawl.steward.gating import Gating
+from store.records import Arm, SpoolRecord
+from store.updates.gating import make_candidate
+from store.updates.policies import list_versions
+from store.updates.states import lock_policies
+from store.versions import policy_name
+from store.write.ingest import Ingester
+from tests.support.ledger.lineage import trained
+from tests.support.records import ago, call, reward
+from trainer.publishing.replicas import Replicas
+from trainer.recipes.gate import GateOptions
+
+RULE = GateOptions(
+    mode="gated",
+    canary_share=0.4,
+    base_share=0.4,
+    margin=0.2,
+    reward_delay_s=600.0,
+    fewest=10,
+)
+# How long ago what a test does was done, and the seconds in which its episodes began.
+HOUR_S = 3600.0
+FROM_S, TO_S = 3000.0, 700.0
+# Episodes of each arm: enough for a clear difference.
+MANY = 60
+
+
+def gate(database_url: str) -> Gating:
+    settings = StewardSettings.model_validate({"database_url": database_url})
+    return Gating(settings, 0.01, Replicas(settings.server_urls))
+
+
+async def candidate(engine: AsyncEngine, *parents: int, rule: GateOptions = RULE) -> None:
+    """Make versions with these parents, of which the last waits for its trial."""
+    async with engine.begin() as connection:
+        await trained(connection, *parents)
+        dumped = rule.model_dump(mode="json")
+        await make_candidate(connection, "m", len(parents), dumped, reason="probed")
+
+
+async def pass_time(engine: AsyncEngine) -> None:
+    """Let all changes of states have been made an hour ago."""
+    async with engine.begin() as connection:
+        # As whoever moves traffic does first.
+        await lock_policies(connection, ["m"])
+        changed = text("UPDATE policies SET changed_at = changed_at - make_interval(secs => :s)")
+        await connection.execute(changed, {"s": HOUR_S})
+
+
+async def live(
+    engine: AsyncEngine,
+    rewards: dict[tuple[Arm, int], Sequence[float]],
+    run: str = "a",
+    from_s: float = FROM_S,
+    many: int = MANY,
+    *,
+    to_s: float = TO_S,
+    are_late: bool = False,
+) -> Sequence[SpoolRecord]:
+    """Make episodes of arms and their versions, in turn, with these rewards over and over.
+
+    If `are_late`, the rewards are given, and not stored: they are returned.
+    """
+    records: list[SpoolRecord] = []
+    late: list[SpoolRecord] = []
+    step = (from_s - to_s) / many
+    for number in range(many):
+        for place, ((arm, version), values) in enumerate(rewards.items()):
+            key = f"{run}-{arm}-{number}"
+            served = policy_name("m", version, "m")
+            began = ago(from_s - step * number, place)
+            made = call(key, policy_version=version, arm=arm, served_model=served, **began)
+            records.append(made)
+            late.append(reward(values[number % len(values)], episode=key))
+    await Ingester().store(engine, records if are_late else records + late)
+    return late
+
+
+async def states(engine: AsyncEngine) -> dict[int, str]:
+    async with engine.connect() as connection:
+        return {one.version: one.state for one in await list_versions(connection, "m")}
+
+
+async def changes(engine: AsyncEngine) -> list[tuple[str, str, str]]:
+    """Return what the steward and operators did, oldest first."""
+    return [
+        (line.version, line.to_state, line.actor)
+        for line in await events_of(engine, "m")
+        if line.actor in ("steward", "operator")
+    ]
+
+
+async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> None:
+    """Try version 1 as a canary, with its episodes, while the base model serves."""
+    await candidate(engine, 0)
+    await judge.look(engine)
+    await pass_time(engine)
+    mine, others = ([1.0, 0.9], [0.0, 0.1]) if better else ([0.0, 0.1], [1.0, 0.9])
+    await live(engine, {("serving", 0): others, ("canary", 1): mine})
+
+
+async def trained_on(connection: Any, number: int, parent: int) -> None:
+    """Make one more version of the policy."""
+    from store.updates.claims import begin_update, consume
+
+    update = await begin_update(connection, "m", parent, {})
+    await consume(
+        connection, update, (), {}, policy="m", version=number, adapter_path=f"/m/{number}"
+    )
+
+
+async def command(*words: str) -> Any:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *words])
+
+
+@pytest.fixture
+def _settings(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)

@@ -1,0 +1,1 @@
+"""Run trainers in this process, on real tables."""

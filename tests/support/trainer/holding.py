@@ -1,0 +1,67 @@
+"""Let a trainer hold and try again, and read what it holds for and what it spent."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import get_args
+
+from prometheus_client import REGISTRY
+from sqlalchemy import select
+
+from store.schema.claimable import episode_policies
+from store.schema.trained import consumptions
+from store.updates import claims
+from tests.support.trainer.recovery import Bench
+from trainer.loop import Loop
+from trainer.publishing.replicas import Replicas
+from trainer.updates.holding import HoldReason
+
+# What the scripted learner says of any row, and so a server that fits.
+OWN = -0.5
+
+
+@asynccontextmanager
+async def working(bench: Bench) -> AsyncIterator[Loop]:
+    bench.fake.logprobs["m"] = OWN
+    async with Replicas([bench.fake.url]) as servers:
+        loop = bench.loop(servers)
+        await loop.recover()
+        yield loop
+
+
+async def consumed(bench: Bench) -> int:
+    async with bench.engine.connect() as connection:
+        return len((await connection.execute(select(consumptions.c.episode_id))).all())
+
+
+async def held_by_an_update(bench: Bench) -> int:
+    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by.is_not(None))
+    async with bench.engine.connect() as connection:
+        return len((await connection.execute(query)).all())
+
+
+async def states(bench: Bench) -> list[str]:
+    async with bench.engine.connect() as connection:
+        return [one.state for one in await claims.list_updates(connection, "m")]
+
+
+def gauge() -> float | None:
+    return REGISTRY.get_sample_value("pawl_trainer_held", {"policy": "m"})
+
+
+def held_for() -> list[str]:
+    """Return what `/metrics` says that the trainer holds for."""
+    found = {
+        sample.labels["reason"]: sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "pawl_trainer_held_reason" and sample.labels["policy"] == "m"
+    }
+    assert set(found) == set(get_args(HoldReason))
+    return [reason for reason, value in found.items() if value]
+
+
+async def try_again(loop: Loop) -> bool:
+    """Do what the loop does once its pause is over."""
+    loop._holding._trial_at = 0.0
+    await loop.try_again()
+    return await loop.update_once()

@@ -1,0 +1,32 @@
+"""Run a trainer's loop with so many adapter slots."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import REGISTRY
+
+from tests.support.trainer.recovery import Bench
+from trainer.loop import Loop
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.recipe import Recipe
+from trainer.settings import TrainerSettings
+
+
+@asynccontextmanager
+async def working(bench: Bench, slots: int | None, **publish: float) -> AsyncIterator[Loop]:
+    async with Replicas([bench.fake.url]) as servers:
+        recipe = Recipe(
+            claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
+            publish=PublishOptions.model_validate({"retire_after_s": 1e9, **publish}),
+        )
+        given = {"adapter_dir": bench.folder, "adapter_slots": slots}
+        settings = TrainerSettings.model_validate(given)
+        publisher = Publisher(bench.engine, servers, "m", recipe.publish)
+        yield Loop(settings, recipe, bench.engine, publisher, bench.learner, "m")
+
+
+def gauge(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"policy": "m"})
