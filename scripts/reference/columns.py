@@ -32,8 +32,8 @@ TABLES: Final = {
     "feedback_keys": "Idempotency keys in use, maybe for bodies that are not stored yet. Kept for "
     "a day.",
     "policies": "One row per policy version; a version never changes. Version 0 is the base model.",
-    "policy_events": "Changes of versions' states, with reasons. Rows are only added; none is of "
-    "a time before there was this table.",
+    "policy_events": "Changes of versions' states, with reasons. Rows are only added: a trigger "
+    "refuses to change or delete one. None is of a time before there was this table.",
     "updates": "One row per training update. At most one per policy is running.",
     "episode_policies": "What each policy may claim of an episode: a row for each policy that "
     "served a call of it, or of its parts.",

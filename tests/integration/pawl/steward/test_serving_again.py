@@ -20,6 +20,7 @@ from store.errors import NotGated, StateChanged
 from store.updates.gating import roll_back
 from store.updates.policies import numbered_version
 from tests.integration.conftest import free_port
+from tests.support.ledger.history import let_events_change
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish, retire
 from tests.support.steward.trials import RULE, command, live, pass_time, states
@@ -49,6 +50,7 @@ async def fallen(engine: AsyncEngine, root: Path, *, retired: bool = True) -> No
         await connection.execute(gated, {"rule": rule})
         kept = text("UPDATE policies SET share = :share WHERE version = 0")
         await connection.execute(kept, {"share": RULE.base_share})
+        await let_events_change(connection)
         proven = "UPDATE policy_events SET evidence = CAST(:evidence AS jsonb) WHERE version = 2"
         proven += " AND to_state = 'serving'"
         await connection.execute(text(proven), {"evidence": evidence})

@@ -12,6 +12,7 @@ from store.updates.gating import roll_back, version_before
 from store.updates.policies import make_ready, promote
 from store.updates.states import change_state, set_state
 from store.versions import PolicyState
+from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import trained
 from tests.support.ledger.states import TEST, canary, check_told, states, version
 
@@ -137,6 +138,7 @@ async def test_what_served_before_events_were_kept_serves_after_a_roll_back(
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, reason=TEST, actor="operator")
         await promote(connection, "m", 2, reason=TEST, actor="operator")
+        await let_events_change(connection)
         await connection.execute(text("DELETE FROM policy_events WHERE version = 1"))
         assert (await version_before(connection, await version(connection, 2))).version == 1
         assert await newest_promoted(connection, "m") == 2
