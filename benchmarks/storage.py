@@ -28,6 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
 from proxy.calls.capture import CapturedCall
+from proxy.identity.question import question_of
 from proxy.keeper.transcribe import record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.connection.engine import make_engine
@@ -235,7 +236,7 @@ async def speed(
     engine: AsyncEngine, pid: int, calls: int, batch: int, dice: random.Random
 ) -> dict[str, float]:
     """Read and store what was spooled of `calls`, in batches; what a call costs."""
-    ingester = Ingester()
+    ingester = Ingester(question_of=question_of)
 
     async def drain(count: int) -> tuple[float, float, float]:
         payloads = [single_call(dice) for _ in range(count)]
@@ -272,7 +273,7 @@ async def size(engine: AsyncEngine, episodes: Sequence[list[CallRecord]]) -> dic
         await connection.execute(
             text("TRUNCATE transitions, episodes, provided_fingerprints CASCADE")
         )
-    ingester = Ingester()
+    ingester = Ingester(question_of=question_of)
     for calls in episodes:
         await ingester.store(engine, calls)
     async with engine.connect() as connection:

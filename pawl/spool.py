@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, Frame, Gap
+from proxy.identity.question import question_of
 from proxy.keeper.letters import FOLDER, LETTER, REASON
 from proxy.keeper.removing.deleted import names_in
 from proxy.keeper.transcribe import NO_READERS, record_of
@@ -151,7 +152,7 @@ async def replay(
             `store.connection.availability.is_no_records_fault` is true); the letters that were not
             tried stay.
     """
-    ingester = Ingester()
+    ingester = Ingester(question_of=question_of)
     stored, refused = 0, []
     for letter in look(folder, tenant).dead_letters:
         path = Path(letter.path)

@@ -2,10 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -88,24 +88,29 @@ def data_handler(
                     owners,
                     may_delete_models=may_delete_models,
                 )
-        except ProxyError as error:
-            REFUSED.labels(type(error).__name__).inc()
-            refuse(exchange, error)
         except ClientGone:
             # If it got as far as a `Call`, its record has been made.
             log.info("client_gone", method=exchange.method)
-        except BodyTooSlow as error:
-            REFUSED.labels(TooSlow.__name__).inc()
-            refuse(exchange, TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take"))
-        except Exception:
-            log.exception("request_failed", method=exchange.method, call=exchange.call)
-            UNFORESEEN.inc()
-            apologise(exchange)
+        except Exception as error:
+            _answer_failure(exchange, error)
         finally:
             if usage is not None:
                 usage.end()
 
     return handle
+
+
+def _answer_failure(exchange: Exchange, error: Exception) -> None:
+    """Say why a request came to nothing, if that is known; log the error if it is not."""
+    if isinstance(error, BodyTooSlow):
+        error = TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take")
+    if isinstance(error, ProxyError):
+        REFUSED.labels(type(error).__name__).inc()
+        refuse(exchange, error)
+    else:
+        log.error("request_failed", method=exchange.method, call=exchange.call, exc_info=error)
+        UNFORESEEN.inc()
+        apologise(exchange)
 
 
 def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> None:
@@ -120,6 +125,23 @@ def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> No
     )
 
 
+class _Parts(NamedTuple):
+    """Hold what calls and feedback have in common in a worker."""
+
+    upstreams: Upstreams
+    versions: Versions
+    recent: Recent
+    recorder: Recorder
+    lookup: Lookup
+    intake: Intake
+
+    async def close(self) -> None:
+        """End what holds connections, files and memory; call it once no request is under way."""
+        for part in (self.upstreams, self.recorder, self.lookup):
+            await part.close()
+        self.intake.close()
+
+
 @asynccontextmanager
 async def serving(
     settings: ProxySettings, listener: socket.socket, pins: SharedPins | None = None
@@ -132,34 +154,22 @@ async def serving(
     """
 
     def take(known: list[PolicyVersion]) -> None:
-        versions.replace(known)
-        upstreams.learn(known)
+        parts.versions.replace(known)
+        parts.upstreams.learn(known)
 
-    spool = settings.spool_dir
-    policies, upstreams = PolicyFile(spool), open_upstreams(settings)
-    table, catch_up = open_policies(settings.policies), partial(policies.look, take)
-    versions = Versions(table=table, shared=pins, catch_up=catch_up)
-    recent = Recent()
-    recorder = _recorder(settings, recent)
-    lookup = Lookup(settings)
-    intake = _intake(settings)
-    calls = _calls(settings, upstreams, versions, recorder, lookup, intake)
-    gate, key_file = Gate(settings.access, settings.workers), KeyFile(spool)
-    keys = KeyDesk(KeyFiles(spool), recent, lookup)
-    desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
-    handler = data_handler(
-        calls, desk, gate, versions.owners, may_delete_models=settings.allow_model_delete
-    )
-    server = _server(settings, handler)
+    policies, key_file = PolicyFile(settings.spool_dir), KeyFile(settings.spool_dir)
+    parts = _make_parts(settings, pins, partial(policies.look, take))
+    gate = Gate(settings.access, settings.workers)
+    server = _server(settings, _handler(settings, parts, gate))
     gate.take(key_file.read())
     policies.look(take)
     beside = _begin(
         {
             "policies": policies.watch(take),
             "keys": key_file.watch(gate.take),
-            "pins": _load_pins(lookup, versions),
-            "sweep": upstreams.sweep(),
-            "in-flight": _count_in_flight(server, recorder, intake),
+            "pins": _load_pins(parts.lookup, parts.versions),
+            "sweep": parts.upstreams.sweep(),
+            "in-flight": _count_in_flight(server, parts.recorder, parts.intake),
         }
     )
     await server.listen(sock=listener, backlog=4096)
@@ -169,33 +179,42 @@ async def serving(
     finally:
         await _let_finish(server, settings.calls_end_s)
         await _stop(beside)
-        for part in (upstreams, recorder, lookup):
-            await part.close()
-        intake.close()
+        await parts.close()
         log.info("worker_down")
+
+
+def _make_parts(
+    settings: ProxySettings, pins: SharedPins | None, catch_up: Callable[[], None]
+) -> _Parts:
+    recent = Recent()
+    return _Parts(
+        upstreams=open_upstreams(settings),
+        versions=Versions(table=open_policies(settings.policies), shared=pins, catch_up=catch_up),
+        recent=recent,
+        recorder=_recorder(settings, recent),
+        lookup=Lookup(settings),
+        intake=_intake(settings),
+    )
+
+
+def _handler(settings: ProxySettings, parts: _Parts, gate: Gate) -> Handler:
+    calls = CallHandler(
+        parts.upstreams,
+        parts.versions,
+        parts.recorder,
+        parts.lookup,
+        intake=parts.intake,
+        max_reply=settings.max_reply_mb * 2**20,
+        eval_tasks=settings.eval_tasks,
+    )
+    keys = KeyDesk(KeyFiles(settings.spool_dir), parts.recent, parts.lookup)
+    desk = FeedbackDesk(parts.recorder, parts.recent, parts.lookup, parts.intake, keys)
+    owners = parts.versions.owners
+    return data_handler(calls, desk, gate, owners, may_delete_models=settings.allow_model_delete)
 
 
 def _server(settings: ProxySettings, handler: Handler) -> Server:
     return Server(handler, patience=_deadlines(settings), explain=explain, on_late=_note_too_slow)
-
-
-def _calls(
-    settings: ProxySettings,
-    upstreams: Upstreams,
-    versions: Versions,
-    recorder: Recorder,
-    lookup: Lookup,
-    intake: Intake,
-) -> CallHandler:
-    return CallHandler(
-        upstreams,
-        versions,
-        recorder,
-        lookup,
-        intake=intake,
-        max_reply=settings.max_reply_mb * 2**20,
-        eval_tasks=settings.eval_tasks,
-    )
 
 
 def _begin(beside: Mapping[str, Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:

@@ -52,10 +52,11 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
             connected[run] = random.choice(memories)
         memory = connected[run]
         body = json.dumps(exchange.body).encode()
+        request = ModelRequest(body, fields=exchange.body)
         route = Route(kind=Kind.CALL, path="", wire_format=FORMATS[exchange.dialect])
         call = new_id()
         before = perf_counter()
-        who = identify(exchange.headers, route, exchange.body, body, str(call), memory)
+        who = identify(exchange.headers, route, request, str(call), memory)
         seen.append(Seen(run, call, who, perf_counter() - before))
         flying[run] = (seen[-1], exchange, body, memory)
     return seen

@@ -1,12 +1,17 @@
 """Define `pawl keys …`: make, list and revoke the API keys of the proxy's ports."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pawl.commands.common import OfTenant, in_database
+from pawl.commands.flags import takes
+from store.records import Record
 from store.tenants import DEFAULT
+
+if TYPE_CHECKING:
+    from store.keys.grants import Limits
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,11 +21,12 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-@app.command()
-def create(
+class KeyFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl keys create`."""
+
     name: Annotated[
         str, typer.Argument(help="Name of the key, by which it is revoked.", show_default=False)
-    ],
+    ]
     scope: Annotated[
         str,
         typer.Option(
@@ -28,23 +34,23 @@ def create(
             "(metrics), admin (the account at the provider), train (no endpoint yet: it opens "
             "nothing)."
         ),
-    ] = "infer,feedback",
+    ] = "infer,feedback"
     tenant: Annotated[
         str,
         typer.Option(
             help="Tenant that the key belongs to: a client with it sees and scores only this "
             "tenant's data, and its calls train this tenant's policies."
         ),
-    ] = DEFAULT,
+    ] = DEFAULT
     per_minute: Annotated[
         int | None,
         typer.Option(
             min=1, max=100_000, help="Requests that may begin in any minute, in one proxy."
         ),
-    ] = None,
+    ] = None
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Requests that may run at once, in one proxy.")
-    ] = None,
+    ] = None
     tokens_per_minute: Annotated[
         int | None,
         typer.Option(
@@ -52,9 +58,13 @@ def create(
             max=2_000_000_000,
             help="Tokens, of prompts and replies, after which no call may begin in that minute.",
         ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    as_json: AsJson = False
+
+
+@app.command()
+@takes(KeyFlags)
+def create(flags: KeyFlags) -> None:
     """Make a key and print it. It cannot be shown again: only its hash is kept.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxies take the key
@@ -64,22 +74,30 @@ def create(
     than the default one was to have a key with the scope admin.
     """
     from pawl.keys import shown
-    from store.keys.grants import Limits, read_scopes
+    from store.keys.grants import read_scopes
     from store.keys.keys import create_key
 
-    scopes = read_scopes(scope)
-    limits = Limits(per_minute=per_minute, at_once=at_once, tokens_per_minute=tokens_per_minute)
-    new = in_database(lambda connection: create_key(connection, name, scopes, limits, tenant))
-    if as_json:
+    scopes, limits = read_scopes(flags.scope), _limits(flags)
+    new = in_database(lambda one: create_key(one, flags.name, scopes, limits, flags.tenant))
+    if flags.as_json:
         sys.stdout.buffer.write(shown.as_json(new))
         return
     print(new.key)
-    whose = "" if tenant == DEFAULT else f" of tenant {tenant}"
-    what = f"key {name} ({new.about.id}){whose} for {','.join(scopes)}"
-    about = f"{what}: keep it, it is not shown again"
-    print(about, file=sys.stderr)
+    whose = "" if flags.tenant == DEFAULT else f" of tenant {flags.tenant}"
+    what = f"key {flags.name} ({new.about.id}){whose} for {','.join(scopes)}"
+    print(f"{what}: keep it, it is not shown again", file=sys.stderr)
     if "train" in scopes:
         print("no endpoint asks for the scope train yet: it opens nothing", file=sys.stderr)
+
+
+def _limits(flags: KeyFlags) -> "Limits":
+    from store.keys.grants import Limits
+
+    return Limits(
+        per_minute=flags.per_minute,
+        at_once=flags.at_once,
+        tokens_per_minute=flags.tokens_per_minute,
+    )
 
 
 @app.command("list")

@@ -8,8 +8,10 @@ import msgspec
 import typer
 
 from pawl.commands.common import OfTenant, fail, require_torch
+from pawl.commands.flags import takes
 from pawl.imports import large_imports
 from pawl.settings import read_settings
+from store.records import Record
 
 if TYPE_CHECKING:
     from pawl.policies.rebuilding import Forecast
@@ -27,25 +29,30 @@ Without = Annotated[
 ]
 
 
-def rebuild(
-    name: Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)],
-    without: Without = None,
+class RebuildFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl policies rebuild`."""
+
+    name: Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
+    without: Without = None
     leave_missing: Annotated[
         bool,
         typer.Option(
             "--leave-out-missing",
             help="Leave out as well what was deleted, or cannot be read any more.",
         ),
-    ] = False,
+    ] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before it begins.")] = False,
-    tenant: OfTenant = None,
+    ] = False
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before it begins.")] = False
+    tenant: OfTenant = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON on a terminal too, not text.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@takes(RebuildFlags)
+def rebuild(flags: RebuildFlags) -> None:
     """Train a policy's line again without some episodes, and serve what it comes to.
 
     For the day on which rewards turn out to be wrong. The updates of the line are done again in
@@ -64,31 +71,31 @@ def rebuild(
     from trainer.errors import TrainerError
     from trainer.settings import TrainerSettings
 
-    queries = read_queries(without or ())
-    if not (queries or leave_missing):
+    queries = read_queries(flags.without or ())
+    if not (queries or flags.leave_missing):
         fail(
             "nothing would be left out, so there is nothing to rebuild: say what to leave out, with"
             " --without or --leave-out-missing"
         )
     settings = read_settings(TrainerSettings)
     try:
-        importing_policy(settings, open_policies(settings.policies), name, tenant)
-        expected, words = asyncio.run(_look(settings, name, queries, leave_missing, tenant))
-        as_lines = as_json or not sys.stdout.isatty()
-        if dry_run:
+        importing_policy(settings, open_policies(settings.policies), flags.name, flags.tenant)
+        expected, words = asyncio.run(_look(settings, queries, flags))
+        as_lines = flags.as_json or not sys.stdout.isatty()
+        if flags.dry_run:
             print(msgspec.json.encode(expected).decode() if as_lines else words)
             return
         print(words, file=sys.stderr)
-        _agree(yes)
+        _agree(flags.yes)
         with large_imports():
             require_torch()
             from trainer.rebuilding.rebuild import Wish
 
-        wish = Wish(queries=queries, leave_missing=leave_missing)
-        result, words = asyncio.run(_rebuild(settings, name, wish))
+        wish = Wish(queries=queries, leave_missing=flags.leave_missing)
+        result, words = asyncio.run(_rebuild(settings, flags.name, wish))
     except TrainerError as error:
         fail(str(error))
-    print(msgspec.json.encode(result).decode() if as_json else words)
+    print(msgspec.json.encode(result).decode() if flags.as_json else words)
 
 
 def _agree(yes: bool) -> None:
@@ -102,11 +109,7 @@ def _agree(yes: bool) -> None:
 
 
 async def _look(
-    settings: "TrainerSettings",
-    name: str,
-    queries: "tuple[Query, ...]",
-    leave_missing: bool,
-    tenant: str | None,
+    settings: "TrainerSettings", queries: "tuple[Query, ...]", flags: RebuildFlags
 ) -> "tuple[Forecast, str]":
     from pawl.policies.lookup import policy_versions
     from pawl.policies.rebuilding import as_text, forecast
@@ -115,10 +118,10 @@ async def _look(
     from trainer.rebuilding.resuming import furthest, needed
 
     async with open_engine(settings) as engine, engine.connect() as connection:
-        await policy_versions(connection, name, tenant)
-        seen = await outlook(connection, name, queries, leave_missing=leave_missing)
-    done = furthest(seen.done, seen.line, settings.adapter_dir, name)
-    expected = forecast(name, seen, done, needed(seen, done))
+        await policy_versions(connection, flags.name, flags.tenant)
+        seen = await outlook(connection, flags.name, queries, leave_missing=flags.leave_missing)
+    done = furthest(seen.done, seen.line, settings.adapter_dir, flags.name)
+    expected = forecast(flags.name, seen, done, needed(seen, done))
     return expected, as_text(expected)
 
 

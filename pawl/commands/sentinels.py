@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 
 from pawl.commands.common import OfTenant, a_tenant, fail, in_database, with_engine
+from pawl.commands.flags import takes
 from pawl.settings import JudgeSettings, read_settings
+from store.records import Record
 from store.tenants import DEFAULT, bare, scoped, tenant_of
 
 if TYPE_CHECKING:
@@ -37,10 +39,11 @@ AsJson = Annotated[
 ]
 
 
-@app.command()
-def add(
-    judge: OfJudge,
-    names: Names = None,
+class AddFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl sentinels add`."""
+
+    judge: OfJudge
+    names: Names = None
     sample: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +52,7 @@ def add(
             help="Instead of names: number of episodes to take from those that the judge scored, "
             "evenly over the range of its scores.",
         ),
-    ] = None,
+    ] = None
     seed: Annotated[
         int,
         typer.Option(
@@ -57,13 +60,13 @@ def add(
             max=2**31 - 1,
             help="With --sample: random seed of the choice among similar scores.",
         ),
-    ] = 0,
+    ] = 0
     policy: Annotated[
         str | None, typer.Option(help="With --sample: only episodes with calls of this policy.")
-    ] = None,
+    ] = None
     metric: Annotated[
         str, typer.Option(help="Metric of the judge's answers whose value is compared.")
-    ] = "reward",
+    ] = "reward"
     references: Annotated[
         int,
         typer.Option(
@@ -71,9 +74,13 @@ def add(
             max=4,
             help="Number of first rounds whose scores are the reference for later ones.",
         ),
-    ] = 3,
-    tenant: Whose = DEFAULT,
-) -> None:
+    ] = 3
+    tenant: Whose = DEFAULT
+
+
+@app.command()
+@takes(AddFlags)
+def add(flags: AddFlags) -> None:
     """Make episodes sentinels of a judge, from its next round on.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). The running `pawl
@@ -84,37 +91,43 @@ def add(
 
     Status 2: an episode is not recorded, or cannot be read back; nothing is added then.
     """
-    from pawl.judging.sentinels.choosing import Choice
-    from pawl.judging.sentinels.choosing import add as add_chosen
     from pawl.judging.sentinels.drift import fewest
-    from store.judge.sentinels import sentinels_of
 
-    if bool(names) == (sample is not None):
+    if bool(flags.names) == (flags.sample is not None):
         fail(
             "the episodes must be either named or drawn: give names, or --sample for some of those"
             " that the judge scored; one of both"
         )
-    kept = scoped(tenant, judge)
-    choice = Choice(
-        names=tuple(names or ()), number=sample or 0, seed=seed, metric=metric, policy=policy
-    )
-
-    async def work(engine: "AsyncEngine") -> tuple[int, int]:
-        new = await add_chosen(engine, kept, choice, references)
-        async with engine.connect() as connection:
-            return new, len(await sentinels_of(connection, kept))
-
-    new, number = _done(lambda: with_engine(work))
+    new, number = _done(lambda: with_engine(lambda engine: _add(engine, flags)))
     print(
-        f"{new} sentinels added, {number} in all: the next {references} rounds are their reference"
+        f"{new} sentinels added, {number} in all: the next {flags.references} rounds are their"
+        " reference"
     )
-    enough = fewest(references, read_settings(JudgeSettings).judge_drift_evidence)
+    enough = fewest(flags.references, read_settings(JudgeSettings).judge_drift_evidence)
     if number < enough:
         print(
             f"{number} sentinels are too few for any drift to be shown: add some until there are "
             f"{enough} at least; 20 or more tell of smaller ones",
             file=sys.stderr,
         )
+
+
+async def _add(engine: "AsyncEngine", flags: AddFlags) -> tuple[int, int]:
+    """Return how many sentinels were added, and how many the judge has by now."""
+    from pawl.judging.sentinels import choosing
+    from store.judge.sentinels import sentinels_of
+
+    judge = scoped(flags.tenant, flags.judge)
+    choice = choosing.Choice(
+        names=tuple(flags.names or ()),
+        number=flags.sample or 0,
+        seed=flags.seed,
+        metric=flags.metric,
+        policy=flags.policy,
+    )
+    new = await choosing.add(engine, judge, choice, flags.references)
+    async with engine.connect() as connection:
+        return new, len(await sentinels_of(connection, judge))
 
 
 @app.command("list")

@@ -132,8 +132,7 @@ def who_asks(
     identity = identify(
         headers,
         arrived.route,
-        arrived.request.fields,
-        arrived.request.body,
+        arrived.request,
         arrived.own,
         stitches,
         arrived.conversation,

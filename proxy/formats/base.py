@@ -4,7 +4,7 @@ Adding a format is a room that keeps `WireFormat`, and a line in `proxy.formats.
 outside this package knows any format by its name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -185,6 +185,16 @@ class Turns(Protocol):
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
         """Return the conversation that a request shows."""
+
+    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return what users say in a request, message by message, each a content unparsed.
+
+        Nothing if no user speaks, or if the format does not tell users from instructions.
+
+        Raises:
+            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
+                while the messages are iterated over.
+        """
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether all that a request shows and asks for is text: no image, sound or file."""

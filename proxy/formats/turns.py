@@ -16,9 +16,10 @@ import msgspec
 from proxy.formats.base import Object, ToolResult
 from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation, texts
-from proxy.formats.requests import NULL, UNREADABLE
+from proxy.formats.requests import NULL, UNREADABLE, value_of
 
 MAX_TEXT: Final = 1024
+USER: Final = "user"
 UNHEARD_ROLES: Final = ("system", "developer")
 TOOL_ROLES: Final = ("tool", "function")
 # What parsing a text raises that is no JSON, or that holds half a surrogate pair.
@@ -87,6 +88,11 @@ class BaseTurns:
             self._add(conversation, member)
         return conversation
 
+    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return what users say in a request, message by message, each a content unparsed."""
+        members = members_of(parsed.get(self.field)) or ()
+        return (said for member in members if (said := self._said_by_user(member)) is not None)
+
     def only_text(self, parsed: Object) -> bool:
         """Return whether all that a request shows and asks for is text: no image, sound or file."""
         members = members_of(parsed.get(self.field))
@@ -127,6 +133,10 @@ class BaseTurns:
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         """Add one member of the conversation to `conversation`."""
+
+    def _said_by_user(self, member: Object) -> msgspec.Raw | None:
+        """Return what a user says in a member; None: it is somebody else's."""
+        return member.get("content", NULL) if value_of(member.get("role")) == USER else None
 
     def _is_text(self, member: Object) -> bool:
         """Return whether one member of the conversation is all text."""

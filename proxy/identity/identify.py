@@ -13,12 +13,13 @@ all proxies provided, and can see that nobody else provided the same.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 import msgspec
 
 from proxy.door.routes import Route
+from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
 from proxy.identity.baggage import trace_id
 from proxy.identity.names import (
@@ -78,8 +79,7 @@ class _Episode(msgspec.Struct, frozen=True):
 def identify(
     headers: Mapping[str, str],
     route: Route,
-    fields: dict[str, Any],
-    body: bytes,
+    request: ModelRequest,
     own: str,
     stitches: CallMemory,
     conversation: Conversation | None = None,
@@ -90,8 +90,7 @@ def identify(
     Args:
         headers: the request's, by lower-case name.
         route: names from the URL's prefix.
-        fields: the request's parsed fields; empty if the body is not a JSON object.
-        body: the request's bytes, read only if they may repeat an earlier attempt.
+        request: the request; its body is read only if it may repeat an earlier attempt.
         own: the name, as it is kept, of the episode that the call has if nothing else names one:
             it tells the call's tenant, whose are all names of the call.
         stitches: what this proxy remembers of earlier calls.
@@ -99,20 +98,18 @@ def identify(
         eval_tasks: how the names of tasks begin whose episodes are evaluation.
     """
     warnings: list[str] = []
-    hints = read_hints(headers, fields)
+    hints = read_hints(headers, request.fields)
     retry = retry_count(headers)
     task = _role(headers, "task", route.task, hints, (), warnings)
     split = _split(headers, route, hints.own("split"), task, eval_tasks, warnings)
-    names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
+    names = chain(_ours(headers, "episode", route.episode), episode_names(hints, request.fields))
     name = _first_usable(names, warnings)
     if name is not None:
-        key = same_tenant(own, name.key)
-        episode = _named(key, name.method, body if retry else None, split, stitches)
+        episode = _named(name, request.body if retry else None, own, split, stitches)
     else:
-        conversation = conversation or route.speaks.turns.read(fields)
-        fingerprints = needed_fingerprints(route.speaks.turns, fields, conversation)
-        needs = own_digests(tenant_of(own), fingerprints)
-        episode = _unnamed(headers, needs, body if retry else None, own, split, stitches)
+        conversation = conversation or route.speaks.turns.read(request.fields)
+        needs = needed_fingerprints(route.speaks.turns, request.fields, conversation)
+        episode = _unnamed(headers, needs, request.body if retry else None, own, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
@@ -158,24 +155,27 @@ def retry_count(headers: Mapping[str, str]) -> int:
 
 
 def _named(
-    key: str, method: str, repeated: bytes | None, split: Split, stitches: CallMemory
+    name: Name, repeated: bytes | None, own: str, split: Split, stitches: CallMemory
 ) -> _Episode:
+    """Return the episode that a call names."""
+    key = same_tenant(own, name.key)
     attempt = None if repeated is None else stitches.retried(repeated, key, split, tenant_of(key))
-    return _Episode(key, method, retry_of=attempt.call_id if attempt else None)
+    return _Episode(key, name.method, retry_of=attempt.call_id if attempt else None)
 
 
 def _unnamed(
     headers: Mapping[str, str],
-    needs: tuple[bytes, ...],
+    fingerprints: Sequence[bytes],
     repeated: bytes | None,
     own: str,
     split: Split,
     stitches: CallMemory,
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
+    tenant = tenant_of(own)
+    needs = own_digests(tenant, fingerprints)
     joined = stitches.find(needs)
     follows = joined.follows if isinstance(joined, Joined) else stitches.followed(needs)
-    tenant = tenant_of(own)
     attempt = None if repeated is None else stitches.retried(repeated, None, split, tenant)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)

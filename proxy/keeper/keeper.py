@@ -57,6 +57,21 @@ async def keeping(
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
+    try:
+        async with _working(settings, redaction, processes):
+            yield
+    finally:
+        lock.release()
+        log.info("keeper_down")
+
+
+@asynccontextmanager
+async def _working(
+    settings: ProxySettings,
+    redaction: Redaction | None,
+    processes: Callable[[], list[ProcessState]] | None,
+) -> AsyncIterator[None]:
+    """Do a keeper's work in a spool directory that it holds."""
     database = Database(settings)
     drainer = _drainer(settings, database, redaction)
     gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
@@ -84,8 +99,6 @@ async def keeping(
         await admin.cleanup()
         keys.cancel()
         await asyncio.wait([keys])
-        lock.release()
-        log.info("keeper_down")
 
 
 def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:

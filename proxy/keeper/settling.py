@@ -14,6 +14,7 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.identity.question import question_of
 from proxy.keeper.backlog import Segment
 from proxy.keeper.held import TOLD, Held, Why, is_due
 from proxy.keeper.letters import Letter, bury
@@ -81,7 +82,7 @@ class Settler:
         self._readers = readers
         self._most_reply = most_reply
         self._redaction = redaction
-        self._ingester = Ingester(count_conflicts, count_late)
+        self._ingester = Ingester(count_conflicts, count_late, question_of)
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}

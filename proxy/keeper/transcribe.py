@@ -43,6 +43,22 @@ NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 CANNOT_BE_READ: Final = "cannot be read"
 
 
+class _Read(NamedTuple):
+    """Hold what was found out about a captured call, which its capture does not state.
+
+    `raw` is the reply as it came, `reason` why the call cannot be trained on, and `quotable` the
+    digest of what a later call may quote.
+    """
+
+    request: ModelRequest
+    raw: bytes
+    facts: ReplyFacts
+    settings: Judged
+    reason: Reason | None
+    events: tuple[ToolEvent, ...]
+    quotable: UUID | None = None
+
+
 class Entry(NamedTuple):
     """Hold a piece of a segment with its record, or with the reason why it has none."""
 
@@ -126,7 +142,7 @@ def transcribe(
     if _reads_results(captured, readers):
         events = (*events, *_results(captured, shown, readers))
         quotable = _quotable(facts)
-    return _record(captured, request, raw, facts, settings, reason, events, quotable)
+    return _record(captured, _Read(request, raw, facts, settings, reason, events, quotable))
 
 
 def unread_call(captured: CapturedCall) -> CallRecord:
@@ -135,21 +151,12 @@ def unread_call(captured: CapturedCall) -> CallRecord:
     unknown = msgspec.json.encode({UNREADABLE: ["request"]})
     events, reason = captured.tool_events, TOO_DEEP
     settings = Judged(unknown, reason, reason)
-    return _record(captured, request, b"", NO_REPLY, settings, reason, events, None)
+    return _record(captured, _Read(request, b"", NO_REPLY, settings, reason, events))
 
 
-def _record(
-    captured: CapturedCall,
-    request: ModelRequest,
-    raw: bytes,
-    facts: ReplyFacts,
-    settings: Judged,
-    reason: Reason | None,
-    events: tuple[ToolEvent, ...],
-    quotable: UUID | None,
-) -> CallRecord:
+def _record(captured: CapturedCall, read: _Read) -> CallRecord:
     """Return the record of a call; all that is to be found out about it is known."""
-    response_id = facts.response_id
+    request, facts, response_id = read.request, read.facts, read.facts.response_id
     return CallRecord(
         # A quarter of the time that `UUID(bytes=...)` takes.
         id=msgspec.convert(captured.id, UUID),
@@ -168,14 +175,14 @@ def _record(
         request=None if request.parsed is None else request.body,
         request_raw=request.body if request.parsed is None else None,
         reply=facts.reply,
-        reply_raw=raw or None if facts.reply is None else None,
+        reply_raw=read.raw or None if facts.reply is None else None,
         response_id=response_id and same_tenant(captured.episode, response_id),
         tokens=_tokens(facts.sampled),
-        sampling=settings.recorded,
-        trainable=reason is None,
-        reason=reason,
+        sampling=read.settings.recorded,
+        trainable=read.reason is None,
+        reason=read.reason,
         tool_calls=facts.tool_calls,
-        tool_events=events,
+        tool_events=read.events,
         usage=None if facts.usage is None else msgspec.json.encode(facts.usage),
         finish=facts.finish,
         started_at=datetime.fromtimestamp(captured.started_at, UTC),
@@ -188,7 +195,7 @@ def _record(
         split=captured.split,
         arm=captured.arm,
         api_key=captured.api_key,
-        text_digest=quotable,
+        text_digest=read.quotable,
     )
 
 

@@ -31,10 +31,12 @@ from store.write.rows import (
     EVENT_COLUMNS,
     FEEDBACK_COLUMNS,
     TRANSITION_COLUMNS,
+    QuestionOf,
     Row,
     episode_row,
     event_row,
     feedback_row,
+    no_question,
     storable_call,
     transition_row,
 )
@@ -89,11 +91,17 @@ _INSERT_REQUESTS = """
 
 
 async def write(
-    driver: Any, records: Sequence[SpoolRecord], batch: Batch, *, repeated: bool
+    driver: Any,
+    records: Sequence[SpoolRecord],
+    batch: Batch,
+    question_of: QuestionOf = no_question,
+    *,
+    repeated: bool,
 ) -> Written:
     """Write `records` in the driver's current transaction.
 
-    `repeated` means that some may be stored already; these are left as they are.
+    `repeated` means that some may be stored already; these are left as they are. `question_of`
+    tells what a call asks whose episode has no other task.
 
     Raises:
         asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
@@ -106,7 +114,8 @@ async def write(
     written = Written()
     if calls:
         known = await _known(driver, list(calls)) if repeated else set[UUID]()
-        await _write_calls(driver, list(calls.values()), known, batch, written)
+        await _place_calls(driver, list(calls.values()), question_of, written)
+        await _write_calls(driver, known, batch, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
         written.linked += await mark_gaps(driver, gaps)
@@ -126,15 +135,20 @@ async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
     return {row[0] for row in rows}
 
 
-async def _write_calls(
-    driver: Any, calls: list[CallRecord], known: set[UUID], batch: Batch, written: Written
+async def _place_calls(
+    driver: Any, calls: list[CallRecord], question_of: QuestionOf, written: Written
 ) -> None:
-    episode_ids, changed = await _upsert_episodes(driver, calls, written)
+    """Write the calls' episodes, and note which call is of which."""
+    episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     written.provided += [
         as_uuid(digest, split) for call in calls for digest in call.provides for split in SPLITS
     ]
     await add_policies(driver, written.calls, changed)
+
+
+async def _write_calls(driver: Any, known: set[UUID], batch: Batch, written: Written) -> None:
+    """Write the rows of the calls in `written`, but for those that are `known`."""
     new = written.calls
     if known:
         new = [(call, episode) for call, episode in new if call.id not in known]
@@ -162,7 +176,7 @@ async def _write_calls(
 
 
 async def _upsert_episodes(
-    driver: Any, calls: Sequence[CallRecord], written: Written
+    driver: Any, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
 ) -> tuple[dict[str, UUID], list[UUID]]:
     """Return each key's episode, and the episodes that were stored before and are not linked.
 
@@ -171,7 +185,8 @@ async def _upsert_episodes(
     by_key: dict[str, list[CallRecord]] = {}
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
         by_key.setdefault(call.episode, []).append(call)
-    columns = zip(*map(episode_row, by_key.values()), strict=True)
+    rows = [episode_row(calls, question_of) for calls in by_key.values()]
+    columns = zip(*rows, strict=True)
     upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
     written.span = (min(row[4] for row in upserted), max(row[5] for row in upserted))
     for key, episode_id, linked, was_there, *_ in upserted:

@@ -30,6 +30,7 @@ from store.records import CallRecord, SpoolRecord
 from store.schema.partitions import ensure_partition
 from store.write.bases import Bases
 from store.write.batches import key_conflicts, write
+from store.write.rows import QuestionOf, no_question
 
 
 class Ingester:
@@ -39,15 +40,20 @@ class Ingester:
         self,
         on_conflicts: Callable[[list[UUID]], None] | None = None,
         on_late: Callable[[Mapping[str, int]], None] | None = None,
+        question_of: QuestionOf = no_question,
     ) -> None:
-        """Store what is told of idempotency conflicts, and of feedback that came late.
+        """Store what is told of the records, and what reads the question of a call.
 
-        The first gets the ids of feedback requests whose idempotency key was stored with another
-        body; the feedback of both bodies counts. The second gets how many statements came after
-        their episode was trained on, by policy.
+        Args:
+            on_conflicts: gets the ids of feedback requests whose idempotency key was stored with
+                another body; the feedback of both bodies counts.
+            on_late: gets how many statements came after their episode was trained on, by policy.
+            question_of: reads what a call asks, by which episodes without a task's name are
+                grouped. It is asked of the calls only that an episode's task may come from.
         """
         self._on_conflicts = on_conflicts
         self._on_late = on_late
+        self._question_of = question_of
         self._bases = Bases()
         self._days: set[date] = set()
         # The last deletion before which the calls in `_bases` were stored.
@@ -94,7 +100,9 @@ class Ingester:
                 # A call that another adds to may be gone.
                 self._bases, self._deletion = Bases(), admitted.deletion
             batch = self._bases.batch()
-            written = await write(driver, admitted.records, batch, repeated=repeated)
+            written = await write(
+                driver, admitted.records, batch, self._question_of, repeated=repeated
+            )
         batch.commit()
         conflicts = await key_conflicts(driver, written)
         if conflicts and self._on_conflicts is not None:

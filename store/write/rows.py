@@ -5,7 +5,7 @@ surrogate, and a B-tree index accepts no entry of more than 2,704 bytes. Such ch
 replaced by their escapes. Request and reply are kept as bytes, and so unchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from hashlib import sha256
 from operator import attrgetter
@@ -25,10 +25,11 @@ from store.records import (
 )
 from store.tenants import bare, same_tenant
 from store.values.call_fields import kept_fields
-from store.values.question import question_digest
 from store.write.bases import Stored
 
 Row = tuple[Any, ...]
+# Reads what a call's request asks: a digest of it, or None. Wire formats are not the store's.
+QuestionOf = Callable[[CallRecord], bytes | None]
 
 # The columns that follow from the definition of a call's record, as they are and as JSON.
 _PLAIN: Final = [field.name for field in kept_fields(CallRecord) if not field.kept.json]
@@ -126,7 +127,11 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
     )
 
 
-def derived_task(record: CallRecord) -> str | None:
+def no_question(call: CallRecord) -> None:
+    """Return None: of no call is it known what it asks."""
+
+
+def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
     """Derive the task of a call that names none: a hash of what is asked in it.
 
     So episodes that begin with the same question form a group, also if their instructions hold the
@@ -137,20 +142,20 @@ def derived_task(record: CallRecord) -> str | None:
     ids = record.tokens.prompt_ids
     if not ids and record.http_status != ANSWERED:
         return None
-    question = question_digest(record.dialect, record.request) or ids
+    question = question_of(record) or ids
     if not question:
         return None
     return same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 
-def episode_row(calls: Sequence[CallRecord]) -> Row:
+def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
     """Return the row of an episode, from those of its calls that are in one batch, earliest first.
 
     The columns are in the order of the upsert in `store.write.batches`. The episode's id is the id
     of its first call in the first batch that has one, so that no further id need be made.
     """
     first = calls[0]
-    task, task_named, task_from = _task(calls)
+    task, task_named, task_from = _task(calls, question_of)
     return (
         first.id,
         first.episode,
@@ -169,13 +174,15 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
     )
 
 
-def _task(calls: Sequence[CallRecord]) -> tuple[str | None, bool, UUID | None]:
+def _task(
+    calls: Sequence[CallRecord], question_of: QuestionOf
+) -> tuple[str | None, bool, UUID | None]:
     """Return the first named task, else the first derived one; whether named; and its call's id."""
     for call in calls:
         if call.task is not None:
             return call.task, True, call.id
     for call in calls:
-        if (derived := derived_task(call)) is not None:
+        if (derived := derived_task(call, question_of)) is not None:
             return derived, False, call.id
     return None, False, None
 

@@ -70,17 +70,19 @@ def test_any_headers_name_somebody_or_nobody(
     pairs: list[tuple[bytes, bytes]], path: str, body: bytes, said: str
 ) -> None:
     lower, route = lowered(pairs), _route(path)
-    fields = read_request(body).fields
+    request = read_request(body)
     stitches = CallMemory()
-    found = identify(lower, route, fields, body, "own", stitches)
+    found = identify(lower, route, request, "own", stitches)
     # The ledger keeps them as UTF-8 without NUL.
     for name in (found.episode, found.agent, found.task or "-"):
         assert name.isprintable()
         assert name.encode()
     summary = ReplySummary(response_id="r", text=said)
-    provides = provided_fingerprints(route.speaks.turns, fields, summary, found.conversation)
+    provides = provided_fingerprints(
+        route.speaks.turns, request.fields, summary, found.conversation
+    )
     stitches.provide(provides, found.episode, found.follows)
-    assert identify(lower, route, fields, body, "next", stitches).episode
+    assert identify(lower, route, request, "next", stitches).episode
     for tenant in (DEFAULT, "a"):
         for_upstream(pairs, tenant, plain=True)
     for_client(pairs)

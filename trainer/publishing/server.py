@@ -170,6 +170,16 @@ class ModelServer:
                 " a vLLM that knows prompt_logprobs"
             ) from error
 
+    async def last_logprobs(self, name: str, ids: Sequence[int], count: int) -> list[float]:
+        """Return what `prompt_logprobs` says of the last `count` of the ids, (count,).
+
+        Raises:
+            PublishError: the server refuses the request, or reports none.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
+        """
+        logprobs = await self.prompt_logprobs(name, ids)
+        return logprobs[len(logprobs) - count :]
+
     async def base_of(self, name: str) -> str:
         """Return the name of the base model that adapter `name` was loaded for.
 

@@ -161,9 +161,7 @@ def _sampled_row(row: Row, sampled: Sequence[int], temperature: float) -> Row:
 
 
 async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
-    by_row = [
-        (await server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :] for row in rows
-    ]
+    by_row = [await server.last_logprobs(name, row.ids, len(row.sampled_ids)) for row in rows]
     return _flat(by_row)
 
 

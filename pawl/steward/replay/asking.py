@@ -56,7 +56,7 @@ async def answer(
     except PublishError as error:
         await complete(pair.serving)
         raise Refused(str(error)) from error
-    scored = await server.prompt_logprobs(pair.serving, call.prompt_ids + own.ids)
+    scored = await server.last_logprobs(pair.serving, call.prompt_ids + own.ids, len(own.ids))
     malformed: tuple[bool | None, bool | None] = (None, None)
     texts: Said | None = None
     if tools or is_judged:
@@ -66,7 +66,7 @@ async def answer(
     compared = Answer(
         split=chosen.split,
         own=own.logprobs,
-        serving=tuple(scored[-len(own.ids) :]),
+        serving=tuple(scored),
         malformed=malformed,
     )
     return compared, texts

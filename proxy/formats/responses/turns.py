@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from proxy.formats.base import Object, ToolResult
 from proxy.formats.conversation import Conversation
 from proxy.formats.requests import NULL, readable_value
@@ -17,6 +19,7 @@ from proxy.formats.turns import (
     tool_result,
 )
 
+QUOTE: Final = b'"'
 PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only what is new.
 KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
@@ -56,6 +59,12 @@ class ResponsesTurns(BaseTurns):
         conversation = Conversation()
         conversation.heard(b"u", given.encode(errors="surrogatepass"))
         return conversation
+
+    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return what users say, message by message; an input that is one text is a user's."""
+        given = parsed.get(self.field, NULL)
+        is_one_text = memoryview(given)[0] in QUOTE
+        return [given] if is_one_text else super().said_by_users(parsed)
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether the input is all text, as far as the request shows it.

@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from proxy.formats.base import Object, ToolResult
 from proxy.formats.conversation import Conversation
+from proxy.formats.requests import value_of
 from proxy.formats.turns import BaseTurns, Calls, Named, tool_result
 
 
@@ -24,6 +27,9 @@ class ToyTurns(BaseTurns):
                 conversation.result(member.get("call"), member.get("words"))
             case _:
                 conversation.asked(member.get("words"))
+
+    def _said_by_user(self, member: Object) -> msgspec.Raw | None:
+        return member.get("words") if value_of(member.get("by")) == "me" else None
 
     def _is_text(self, member: Object) -> bool:
         return "picture" not in member

@@ -88,7 +88,7 @@ async def served_logprobs(
         PublishError: it refuses to.
         UpstreamAway: it does not answer.
     """
-    return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]
+    return [await server.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
 
 async def _unload(server: ModelServer, name: str) -> None:

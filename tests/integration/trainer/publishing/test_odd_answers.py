@@ -79,6 +79,8 @@ async def test_a_server_without_ids_of_what_it_samples_is_named(said: str) -> No
 async def test_what_is_reported_is_read() -> None:
     async with answering(lambda: of_prompt(-1.0, -2.0)) as server:
         assert await server.prompt_logprobs("m", IDS) == [-1.0, -2.0]
+        tails = [await server.last_logprobs("m", IDS, count) for count in range(3)]
+        assert tails == [[], [-2.0], [-1.0, -2.0]]
     told = {"token_logprobs": [-1.0, -2.0]}
     async with answering(lambda: choice(token_ids=[4, 5], logprobs=told)) as server:
         assert await server.sample("m", IDS, 2.0, 2) == [(4, -1.0), (5, -2.0)]

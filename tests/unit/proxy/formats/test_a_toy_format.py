@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from proxy.calls.capture import CapturedCall
@@ -14,13 +15,16 @@ from proxy.door.refusal import explain
 from proxy.door.routes import Kind, find_route
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
+from proxy.identity.question import question_of
 from proxy.identity.stitch import needed_fingerprints, provided_fingerprints
 from proxy.intake.intake import Intake
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from store.values.tokens import unpack_ids
+from store.write.rows import derived_task
 from tests.support.doubles import MOST, Remembered, SaidReply, SaidServer, data_port
 from tests.support.http_wires import settle
+from tests.support.records import tokens
 from tests.support.toy_format.toy import TOY
 
 ASKED = {"model": "m", "said": [{"by": "me", "words": "Hello?"}], "temperature": 1}
@@ -146,3 +150,23 @@ def test_what_it_says_is_asked_for_by_the_next_call() -> None:
     said = [*ASKED["said"], {"by": "toy", "words": "Hi."}, {"by": "me", "words": "Bye."}]
     offered = provided_fingerprints(TOY.turns, ASKED, ReplySummary(text="Hi."))
     assert needed_fingerprints(TOY.turns, ASKED | {"said": said}) == offered
+
+
+async def test_episodes_of_the_same_question_are_of_one_task(
+    intake: Intake, tmp_path: Path
+) -> None:
+    reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
+    told = [{"by": "them", "words": "Be brief."}, *ASKED["said"]]
+    records = [
+        (await call(intake, tmp_path, reply, {"said": said})).record
+        for said in (ASKED["said"], told, [{"by": "me", "words": "Goodbye?"}])
+    ]
+    # Of another prompt each, as they would be if only its ids told them apart.
+    records = [
+        msgspec.structs.replace(record, tokens=tokens([number], [4]))
+        for number, record in enumerate(records)
+    ]
+    same, also, other = (derived_task(record, question_of) for record in records)
+    assert same == also
+    assert None not in (same, other)
+    assert same != other

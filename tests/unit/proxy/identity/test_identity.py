@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route
-from proxy.formats.base import ReplySummary
+from proxy.formats.base import ModelRequest, ReplySummary
 from proxy.formats.chat.chat import CHAT
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory, provided_fingerprints
@@ -42,7 +42,8 @@ def who(
 ) -> Identity:
     fields = FIRST if fields is None else fields
     body = json.dumps(fields).encode()
-    return identify(headers or {}, route, fields, body, str(CALL), stitches or CallMemory())
+    request = ModelRequest(body, fields=fields)
+    return identify(headers or {}, route, request, str(CALL), stitches or CallMemory())
 
 
 def remembering(*episodes: str) -> CallMemory:
@@ -195,32 +196,35 @@ def test_no_value_fails_a_call(headers: dict[str, str], fields: dict[str, Any]) 
 
 def test_another_tenant_joins_nothing_that_was_said_or_failed_here() -> None:
     stitches = CallMemory()
-    first = identify({}, PLAIN, FIRST, b"", scoped("a", "1"), stitches)
+    first = identify({}, PLAIN, ModelRequest(b"", fields=FIRST), scoped("a", "1"), stitches)
     told = own_digests(
         "a", provided_fingerprints(CHAT.turns, FIRST, ReplySummary(tool_calls=(TOOL,)))
     )
     stitches.provide(told, first.episode)
     stitches.failed(b"body", first.episode, CALL)
     fields: dict[str, Any] = {"messages": [*FIRST["messages"], *ANSWER["messages"]]}
+    request = ModelRequest(b"body", fields=fields)
     retry = {"x-stainless-retry-count": "1"}
     for tenant in ("b", DEFAULT):
-        found = identify(retry, PLAIN, fields, b"body", scoped(tenant, "2"), stitches)
+        found = identify(retry, PLAIN, request, scoped(tenant, "2"), stitches)
         assert (found.episode, found.retry_of) == (scoped(tenant, "2"), None)
         assert not set(found.needs) & set(told)
-    joined = identify({}, PLAIN, fields, b"", scoped("a", "2"), stitches)
+    joined = identify({}, PLAIN, request, scoped("a", "2"), stitches)
     assert (joined.episode, joined.method) == (scoped("a", "1"), "tool_call")
-    again = identify(retry, PLAIN, fields, b"body", scoped("a", "3"), stitches)
+    again = identify(retry, PLAIN, request, scoped("a", "3"), stitches)
     assert (again.episode, again.retry_of) == (scoped("a", "1"), CALL)
 
 
 def test_all_names_of_a_call_are_its_tenants() -> None:
-    named = identify({}, NAMED, FIRST, b"", scoped("a", "1"), CallMemory())
+    named = identify({}, NAMED, ModelRequest(b"", fields=FIRST), scoped("a", "1"), CallMemory())
     assert (named.episode, named.task, named.agent) == (scoped("a", "u"), scoped("a", "t"), "a")
-    traced = identify({"traceparent": TRACEPARENT}, PLAIN, {}, b"", scoped("a", "1"), CallMemory())
+    traced = identify(
+        {"traceparent": TRACEPARENT}, PLAIN, ModelRequest(b""), scoped("a", "1"), CallMemory()
+    )
     assert traced.episode.startswith(scoped("a", "trace:"))
     # The task decides about the split by the name that was given.
     evaluated = msgspec.structs.replace(NAMED, task="eval/t")
-    found = identify({}, evaluated, FIRST, b"", scoped("a", "1"), CallMemory())
+    found = identify({}, evaluated, ModelRequest(b"", fields=FIRST), scoped("a", "1"), CallMemory())
     assert (found.split, found.task) == ("eval", scoped("a", "eval/t"))
 
 

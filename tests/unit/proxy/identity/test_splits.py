@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route, find_route
+from proxy.formats.base import ModelRequest
 from proxy.formats.chat.chat import CHAT
 from proxy.identity.identify import Identity, identify, split_outside
 from proxy.identity.names import EVAL_TASKS
@@ -24,7 +25,8 @@ def who(
 ) -> Identity:
     fields: dict[str, Any] = {"messages": []} | ({} if metadata is None else {"metadata": metadata})
     route = find_route("POST", prefix + PATH)
-    return identify(headers or {}, route, fields, b"{}", "own", stitches or CallMemory())
+    request = ModelRequest(b"{}", fields=fields)
+    return identify(headers or {}, route, request, "own", stitches or CallMemory())
 
 
 def test_a_call_that_says_nothing_is_for_training() -> None:
@@ -82,7 +84,7 @@ def test_an_unknown_split_is_ignored_with_a_warning(
 
 def test_the_beginning_of_evaluations_tasks_can_be_set() -> None:
     route = Route(kind=Kind.CALL, path=PATH, wire_format=CHAT, task="held-out:7")
-    found = identify({}, route, {}, b"", "own", CallMemory(), eval_tasks="held-out:")
+    found = identify({}, route, ModelRequest(b""), "own", CallMemory(), eval_tasks="held-out:")
     assert found.split == "eval"
 
 

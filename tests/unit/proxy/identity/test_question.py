@@ -8,12 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import Tokens
-from store.values.question import question_digest
-from store.write.rows import derived_task, episode_row
+from proxy.formats.registry import FORMATS
+from proxy.identity.question import question_of
+from store.records import CallRecord, Tokens
+from store.write.rows import derived_task, episode_row, no_question
 from tests.support.records import call, tokens
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
+# Of what `USER` says, whichever format it is in.
+SUM = "4dcdf32cc3a491b4e5eea4d62896a2a3008bac50bb9659bfb200471a016375f0"
+
+
+def question_digest(dialect: str, request: bytes | None) -> bytes | None:
+    return question_of(call(dialect=dialect, request=request))
+
+
+def task_of(record: CallRecord) -> str | None:
+    return derived_task(record, question_of)
 
 
 def chat(*messages: Any, **fields: Any) -> bytes:
@@ -65,6 +76,45 @@ def test_in_each_form(dialect: str, one: Any, other: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("dialect", "request_", "digest"),
+    [
+        (
+            "chat",
+            b'{"model":"m","messages":[{"role":"system","content":"It is 10:01."},'
+            b'{"role":"user","content":"What is 2 + 2?"}]}',
+            SUM,
+        ),
+        (
+            "chat",
+            '{"messages":[{"role":"user","content":[{"type":"text","text":"\\u00fcber 😀"},'
+            '{"type":"image_url","image_url":{"url":"data:,x"}}]},'
+            '{"role":"assistant","content":"4"},{"role":"user","content":"And 3?"}]}'.encode(),
+            "a5563fb2abe16210cfda9703fdd96c39f4d9eb17f320e4efadfc752f5f1c2bf8",
+        ),
+        (
+            "messages",
+            b'{"system":"It is 10:01.","messages":[{"role":"user","content":[{"type":"tool_result",'
+            b'"tool_use_id":"t","content":"4"},{"type":"text","text":"What is 2 + 2?"}]}]}',
+            SUM,
+        ),
+        ("responses", b'{"instructions":"Be brief.","input":"What is 2 + 2?"}', SUM),
+        (
+            "responses",
+            b'{"input":[{"type":"reasoning","summary":[]},{"role":"user","content":'
+            b'[{"type":"input_text","text":"What is 2 + 2?"}]},'
+            b'{"type":"function_call_output","call_id":"c","output":"4"}]}',
+            SUM,
+        ),
+    ],
+)
+def test_groups_in_the_database_stay_open_to_the_same_question(
+    dialect: str, request_: bytes, digest: str
+) -> None:
+    """Their names are made of these digests: another digest would be another group."""
+    assert (question_digest(dialect, request_) or b"").hex() == digest
+
+
 @pytest.mark.parametrize("text", ["What is 2 + 2?", 'a "b" \\ c', "\u00fcber\n", "\U0001f600", ""])
 def test_how_a_text_is_escaped_changes_nothing(text: str) -> None:
     escaped = "".join(rf"\u{unit:04x}" for unit in _utf16(text))
@@ -114,6 +164,9 @@ def test_where_messages_are_cut_counts() -> None:
         b'"text"',
         b'{"messages": 1}',
         b'{"messages": ["text"]}',
+        b'{"messages": {"role": "user", "content": "x"}}',
+        b'{"messages": "text"}',
+        b'{"messages": [{"role": 1e400}, {"role": "user", "content": "x"}]}',
         b'{"messages": []}',
         b'{"messages": [{"role": "system", "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": null}]}',
@@ -129,7 +182,7 @@ def test_a_plain_prompt_has_no_instructions_apart() -> None:
     assert question_digest("completions", b'{"prompt": "2 + 2"}') is None
 
 
-@given(st.binary(), st.sampled_from(["chat", "messages", "responses", "completions", "other"]))
+@given(st.binary(), st.sampled_from([*FORMATS, "other"]))
 def test_no_bytes_are_too_odd(request_: bytes, dialect: str) -> None:
     assert question_digest(dialect, request_) is None
 
@@ -140,18 +193,19 @@ def test_the_task_of_a_call_that_names_none() -> None:
         call(tokens=own, request=chat(clock(f"10:0{number}"), USER))
         for number, own in enumerate(ids)
     )
-    assert derived_task(one) == derived_task(other)
-    assert (derived_task(one) or "").startswith("prompt:")
+    assert task_of(one) == task_of(other)
+    assert (task_of(one) or "").startswith("prompt:")
     # Without a question the prompt's ids, as before; without ids there is nothing to compare.
-    plain = [derived_task(call(tokens=own)) for own in ids]
+    plain = [task_of(call(tokens=own)) for own in ids]
     assert None not in plain
     assert plain[0] != plain[1]
-    assert derived_task(call(tokens=tokens([], []))) is None
+    assert plain == [derived_task(call(tokens=own), no_question) for own in ids]
+    assert task_of(call(tokens=tokens([], []))) is None
     # What was asked is known without them.
     unknown = call(tokens=tokens([], []), request=chat(USER))
-    assert derived_task(unknown) == derived_task(one)
+    assert task_of(unknown) == task_of(one)
     # What was refused from the start is no try at it.
-    assert derived_task(msgspec.structs.replace(unknown, http_status=400)) is None
+    assert task_of(msgspec.structs.replace(unknown, http_status=400)) is None
 
 
 def test_an_episode_that_another_model_began_is_of_the_question_that_it_was_asked() -> None:
@@ -161,7 +215,8 @@ def test_an_episode_that_another_model_began_is_of_the_question_that_it_was_aske
             [
                 call(policy=None, policy_version=None, tokens=Tokens(), request=chat(USER)),
                 call(request=chat({"role": "user", "content": f"Plan {number}: add them."})),
-            ]
+            ],
+            question_of,
         )
         for number in range(2)
     ]

@@ -1,0 +1,58 @@
+"""Episodes without a task's name are grouped by their question, whichever way they are stored."""
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.spool import replay
+from proxy.calls.capture import CapturedCall
+from proxy.keeper.drain import Drainer
+from proxy.keeper.letters import Letter, bury
+from proxy.spool.segments import encode_frame, encode_payload
+from tests.support.records import captured
+
+Storing = Callable[[AsyncEngine, Path, Sequence[CapturedCall]], Awaitable[None]]
+
+
+async def drained(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCall]) -> None:
+    home = folder / "0"
+    home.mkdir()
+    (home / "1.seg").write_bytes(b"".join(map(encode_frame, calls)))
+    drainer = Drainer(folder, lambda: engine, batch=10)
+    while await drainer.drain_once():
+        pass
+
+
+async def replayed(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCall]) -> None:
+    bury(folder, [Letter(call.episode, encode_payload(call), "tested") for call in calls])
+    assert await replay(folder, engine) == (len(calls), [])
+
+
+@pytest.mark.parametrize("store", [drained, replayed])
+async def test_the_same_question_makes_one_task(
+    engine: AsyncEngine, tmp_path: Path, store: Storing
+) -> None:
+    """All have the same prompt ids: by these, all would be of one task."""
+    await store(
+        engine,
+        tmp_path,
+        [asked("a", "Hello?", "10:01"), asked("b", "Hello?", "10:02"), asked("c", "Bye?", "10:01")],
+    )
+    async with engine.connect() as connection:
+        rows = await connection.execute(text("SELECT key, task FROM episodes"))
+        tasks = {row.key: row.task for row in rows}
+    assert tasks["a"] is not None
+    assert tasks["a"] == tasks["b"]
+    assert tasks["c"] not in (None, tasks["a"])
+
+
+def asked(episode: str, question: str, now: str) -> CapturedCall:
+    messages = [
+        {"role": "system", "content": f"It is {now}."},
+        {"role": "user", "content": question},
+    ]
+    return captured(episode, request=json.dumps({"model": "m", "messages": messages}).encode())
