@@ -104,7 +104,7 @@ policies = Table(
     ),
 )
 
-# Each change of a version's state (`store.updates.states`). A trigger refuses to change or delete one.
+# Each change of a version's state (`store.updates.states`); a trigger refuses to alter one.
 policy_events = Table(
     "policy_events",
     metadata,

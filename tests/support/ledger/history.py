@@ -1,4 +1,4 @@
-"""Rewrite the history of versions, as a database from before it was kept, or with other evidence."""
+"""Rewrite the history of versions: as before it was kept, or with other evidence."""
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection

@@ -1,6 +1,8 @@
-"""Revision 0026: versions that are tried or were rolled back, with their events, up and down."""
+"""Revisions 0026 and 0031: versions that are tried or rolled back, their events, up and down."""
 
+import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.connection.engine import make_engine
@@ -13,6 +15,10 @@ from tests.support.ledger.lineage import trained
 from tests.support.records import call
 
 BEFORE = "0025"
+BEFORE_THEY_STAY = "0030"
+CHANGE = "UPDATE policy_events SET reason = 'another' WHERE version = 1"
+DELETE = "DELETE FROM policy_events WHERE version = 1"
+REASONS = text("SELECT reason FROM policy_events WHERE version = 1 AND to_state = 'serving'")
 STATES = text("SELECT version, state FROM policies ORDER BY version")
 AFTER = {0: "published", 1: "serving", 2: "retired", 3: "retired", 4: "written", 5: "written"}
 
@@ -66,4 +72,33 @@ async def test_what_is_tried_or_was_rolled_back_gets_no_traffic_from_an_older_pr
         newest = (await list_events(connection, "m", 4))[0]
         assert (newest.from_state, newest.to_state) == ("written", "serving")
         assert await connection.scalar(text("SELECT count(*) FROM transitions")) == 1
+    await engine.dispose()
+
+
+async def test_events_stay_as_they_are(empty_database_url: str) -> None:
+    url = empty_database_url
+    await upgrade(url)
+    await check(url)
+    engine = make_engine(url)
+    async with engine.begin() as connection:
+        await trained(connection, 0)
+        await promote(connection, "m", 1, reason="for the test", actor="operator")
+    for statement in (CHANGE, DELETE):
+        with pytest.raises(IntegrityError, match="policy_events are only added: the event"):
+            async with engine.begin() as connection:
+                await connection.execute(text(statement))
+    async with engine.connect() as connection:
+        assert await connection.scalar(REASONS) == "for the test"
+    await engine.dispose()
+
+    await downgrade(url, BEFORE_THEY_STAY)
+    async with engine.begin() as connection:
+        await connection.execute(text(CHANGE))
+        assert await connection.scalar(REASONS) == "another"
+    await engine.dispose()
+
+    await upgrade(url)
+    with pytest.raises(IntegrityError):
+        async with engine.begin() as connection:
+            await connection.execute(text(DELETE))
     await engine.dispose()

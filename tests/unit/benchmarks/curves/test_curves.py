@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.curves import Run, band, draw, main, run_of, table, value_at
+from benchmarks.curves.__main__ import main
+from benchmarks.curves.picture import draw
+from benchmarks.curves.runs import Run, band, run_of, table, value_at
 
 SUMMARY: dict[str, Any] = {
     "seed": 3,

@@ -1,0 +1,1 @@
+"""Compare what several seeds and learners of a scenario learned."""
