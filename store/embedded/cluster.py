@@ -92,9 +92,7 @@ class Cluster:
             subprocess.SubprocessError: initdb failed.
         """
         self._open_up()
-        for leftover in self.folder.parent.glob(f"{self.folder.name}.new-*"):
-            # A first start was killed while it made this folder.
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._remove_unfinished()
         made = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.new-", dir=self.folder.parent))
         try:
             self._give(made)
@@ -108,6 +106,13 @@ class Cluster:
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
+        # The initdb of a start that was killed may have outlived it, and written on meanwhile.
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Remove the folders of first starts that were killed while they made them."""
+        for unfinished in self.folder.parent.glob(f"{self.folder.name}.new-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def configure(self, settings: str) -> None:
         """Write `settings`, which apply from the next start on."""
