@@ -1,6 +1,7 @@
 """Draw the curves of several seeds and learners beside each other (matplotlib)."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ def draw(path: Path, groups: dict[str, list[Run]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=150, sharey=True)
-    for colour, (label, runs) in zip(COLOURS, groups.items(), strict=False):
+    for colour, (label, runs) in zip(cycle(COLOURS), groups.items(), strict=False):
         _draw_group(left, [run.at_work for run in runs], colour, label)
         _draw_group(right, [run.held_out for run in runs], colour, label)
     _dress(left, "reward at work", "version")
