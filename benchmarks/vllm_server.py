@@ -12,8 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
+from random import SystemRandom
+from typing import Final
 
 import aiohttp
 
@@ -23,11 +26,30 @@ POLL_S = 0.2
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
+def _ports() -> Iterator[int]:
+    """Yield ports in an order of this process's own, and none twice before all.
+
+    They lie below those that Linux gives to outgoing connections, one of which might take what is
+    free now. Each worker of the tests has its own: another would take what is not bound yet.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = list(range(20_000 + worker, 32_768, workers))
+    # Hypothesis gives `random` the same seed in each process.
+    SystemRandom().shuffle(ports)
+    return cycle(ports)
+
+
+PORTS: Final = _ports()
+
+
 def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on, and that was not returned before."""
+    for port in PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the cycle of ports has ended")
 
 
 @contextmanager

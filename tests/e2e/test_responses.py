@@ -72,7 +72,8 @@ async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": RESPONSES_QUESTION, "tools": [RESPONSES_TOOL]}
     # Nearly greedy, so that a chat samples the same.
-    told |= {"temperature": 0.01, "extra_headers": {"x-pawl-episode": episode}}
+    told |= {"temperature": 0.01, "extra_body": {"seed": 7}}
+    told["extra_headers"] = {"x-pawl-episode": episode}
     async with client_of(stack) as client:
         if stream:
             async with client.responses.stream(**told) as events:
@@ -93,7 +94,7 @@ async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream
     chat |= {"tools": [{"type": "function", "function": function}]}
     wanted, _ = await post(
         f"{direct(stack)}/chat/completions",
-        chat | {"temperature": 0.01, "return_token_ids": True, "max_tokens": 64},
+        chat | {"temperature": 0.01, "seed": 7, "return_token_ids": True, "max_tokens": 64},
     )
     # The token that ended the reply among them.
     assert ids == wanted["choices"][0]["token_ids"]

@@ -1,18 +1,17 @@
 """A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
 
 import json
-import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.serving.supervisor import listening
 from proxy.keeper.keeper import keeping
 from proxy.policies.policy_file import PolicyFile, serving_of
@@ -24,19 +23,6 @@ from store.updates.policies import ensure_base
 from tests.conftest import copy_cluster
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import eventually, until
-
-# Below those that Linux gives to outgoing connections: one of them may take what is free now.
-PORTS = range(20_000, 32_768)
-
-
-def free_port() -> int:
-    """A port that nothing listens on; by chance, as other workers look for one at the same time."""
-    while True:
-        # Hypothesis gives `random` the same seed in each worker.
-        port = SystemRandom().choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass(frozen=True)

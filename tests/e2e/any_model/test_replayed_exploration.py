@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from benchmarks.vllm_server import free_port
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY, ShowNats
 from tests.e2e.replaying import recorded_calls, trainers_differences
-from tests.integration.conftest import free_port
 from tests.support.waiting import eventually
 from trainer.learners.learner import Learner
 

@@ -74,6 +74,8 @@ EACH["messages"] = (
     {
         "tools": [{"name": "weather", "input_schema": SCHEMA, "strict": True}],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        # There is no seed there: none of three may be cut off.
+        "max_tokens": 128,
     },
 )
 SEEDS = range(3)

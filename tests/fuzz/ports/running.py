@@ -13,6 +13,7 @@ from typing import Final
 
 import psutil
 
+from benchmarks.vllm_server import free_port
 from benchmarks.wheel import environment_of, installed_wheel
 from store.connection.engine import make_engine
 from store.keys.grants import SCOPES, Scope
@@ -23,7 +24,6 @@ from store.updates.policies import ensure_base
 from tests.fuzz.ports.allowed import is_allowed
 from tests.fuzz.ports.upstream import StrictUpstream, strict_upstream
 from tests.fuzz.profile import is_long
-from tests.integration.conftest import free_port
 from tests.support.waiting import until_true
 
 UPSTREAM_KEY: Final = "sk-canary-of-the-upstream"

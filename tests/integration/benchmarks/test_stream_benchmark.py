@@ -20,7 +20,7 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 async def seen_of(port: int, capsys: pytest.CaptureFixture[str], at_once: int = 3) -> Any:
-    plan = Plan(port, "/v1/chat/completions", at_once, chunks=3, interval_s=0.06, window_s=0.5)
+    plan = Plan(port, "/v1/chat/completions", at_once, chunks=3, interval_s=0.06, window_s=2.0)
     await Load(plan).run()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == [{"now": "opens"}, {"now": "closes"}]

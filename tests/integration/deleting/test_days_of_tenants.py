@@ -30,6 +30,7 @@ from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.deleting import exported, places_with
+from tests.support.ledger.sessions import until_idle
 from tests.support.records import call, reward, tool_event
 
 NOON = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
@@ -221,6 +222,7 @@ async def test_each_tenants_records_go_when_its_days_are_over(
     assert {len(lines) for lines in before.values()} == {8}
     for steps in (1, 2):
         await removed_until_killed(database_url, periods, steps)
+        await until_idle(engine)
     cuts = periods.cuts(NOON.date())
     for target, name in (
         (outdated, "remove_calls"),

@@ -25,6 +25,8 @@ from store.records import FeedbackRecord
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
 from tests.support.ledger.deleting import exported, places_with
+from tests.support.ledger.sessions import until_idle
+from tests.support.proxy.kept_files import bytes_now, paths_of
 from tests.support.records import call, captured, reward
 from tests.support.waiting import eventually, until
 
@@ -44,9 +46,7 @@ async def receipts(
 def files_with(folder: Path, word: str) -> list[Path]:
     """Every file below a folder that holds the word's bytes, or has it in its name."""
     return [
-        path
-        for path in folder.rglob("*")
-        if word in str(path) or (path.is_file() and word.encode() in path.read_bytes())
+        path for path in paths_of(folder) if word in str(path) or word.encode() in bytes_now(path)
     ]
 
 
@@ -196,6 +196,7 @@ async def test_after_a_kill_the_rest_is_deleted(
     first = json.loads(await asyncio.to_thread(process.stdout.readline))
     process.kill()
     await asyncio.to_thread(process.communicate)
+    await until_idle(engine)
     assert first["episode"].startswith("u1/")
     left = {key for key in await exported(engine) if key.startswith("u1/")}
     assert first["episode"] not in left

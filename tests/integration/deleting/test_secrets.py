@@ -12,11 +12,13 @@ import aiohttp
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.export import Selection, export
 from pawl.stack.process import Process
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, free_port, settings_for
+from tests.integration.conftest import Proxy, settings_for
 from tests.support.ledger.deleting import places_with
+from tests.support.proxy.kept_files import bytes_now, paths_of
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
@@ -82,12 +84,11 @@ async def proxy_process(
 
 def files_with(folder: Path) -> list[str]:
     """Every file below a folder that holds the canary, or has it in its name."""
-    found = []
-    for path in folder.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        if CANARY in str(path) or CANARY.encode() in content:
-            found.append(str(path))
-    return found
+    return [
+        str(path)
+        for path in paths_of(folder)
+        if CANARY in str(path) or CANARY.encode() in bytes_now(path)
+    ]
 
 
 async def ask(proxy: Proxy, path: str, body: Any) -> str:

@@ -17,16 +17,16 @@ from typing import Final
 
 import pytest
 
+from benchmarks.vllm_server import free_port
 from benchmarks.wheel import CACHE, installed_wheel
-from tests.integration.conftest import free_port
 from tests.support.waiting import until
 from tests.unit.deploy.test_compose import image_environment, instructions, last_stage
 
 ROOT: Final = Path(__file__).parents[3]
 DOCKERFILE: Final = "Dockerfile.proxy"
 IMAGE_VENV: Final = "/opt/pawl"
-UP_S: Final = 20.0
-STOP_S: Final = 15.0
+UP_S: Final = 120.0
+STOP_S: Final = 60.0
 # They would lend the image what this environment has.
 OUR_PYTHON: Final = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 # As .dockerignore has it.

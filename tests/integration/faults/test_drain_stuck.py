@@ -185,6 +185,7 @@ async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
     async with draining(tmp_path, make_engine(url)) as traffic:
         traffic.write()
         await until(lambda: traffic.drainer.progress.state == "waiting")
+        monkeypatch.setattr(settling, "READ_ONLY_PATIENCE", 10**9)
         await traffic.flow(20)
         assert traffic.states == {"waiting"}
         assert traffic.drainer.progress.held == 0

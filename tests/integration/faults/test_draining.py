@@ -36,9 +36,12 @@ async def test_records_that_come_one_by_one_are_stored_many_at_once(
 
     monkeypatch.setattr(drainer, "drain_once", counted)
     running_drain = asyncio.create_task(drainer.run())
+    appended = []
     for number in range(200):
-        await spool.append(encode_frame(captured(f"e{number}")))
+        # Not awaited: on a slow disk they would come one in a drain's pause.
+        appended.append(spool.append(encode_frame(captured(f"e{number}"))))
         await asyncio.sleep(0.002)
+    assert all(await asyncio.gather(*appended))
     await eventually(lambda: _all_moved(batches, 200))
     drainer.stop()
     await running_drain

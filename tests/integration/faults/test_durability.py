@@ -17,10 +17,10 @@ from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import Psql, url_of
 from tests.integration.conftest import Proxy, running, settings_for
-from tests.support.faults.counters import assert_adds_up
+from tests.support.faults.counters import assert_adds_up, until_adds_up
 from tests.support.records import captured
 from tests.support.servers.fake_upstream import FakeUpstream
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
@@ -37,12 +37,12 @@ async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
             headers = {"x-pawl-episode": f"e{number}"}
             assert (await proxy.chat(headers=headers)).status == 200
             assert (await proxy.feedback({"value": 1, "episode": f"e{number}"}))[0] == 200
-        assert_adds_up()
+        await until_adds_up()
         assert (await proxy.counters())["pawl_records_spooled"] >= 40
         psql("CREATE DATABASE comes_late")
         found = await eventually(lambda: _scored(proxy))
         assert len(found) == 20
-        assert_adds_up()
+        await until_adds_up()
         await engine.dispose()
 
 
@@ -123,7 +123,7 @@ async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
         return "lost" in (gap.quarantined_reason or "")
 
     assert await eventually(marked)
-    assert_adds_up()
+    await until_adds_up()
 
 
 async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
@@ -142,13 +142,13 @@ async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
     def half(handle: int, data: memoryview) -> int:
         if len(data) < 2 * len(encode_frame(captured("lost"))):
             half_written.set()
-            read_by_keeper.wait(5)
+            read_by_keeper.wait(PATIENCE_S)
             raise OSError(28, "No space left on device")
         return real(handle, data[: len(data) // 2])
 
     monkeypatch.setattr(os, "write", half)
     lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
-    assert await asyncio.to_thread(half_written.wait, 5)
+    assert await asyncio.to_thread(half_written.wait, PATIENCE_S)
     assert await drainer.drain_once() == 2
     read_by_keeper.set()
     assert await lost == [False, False]

@@ -6,7 +6,7 @@
 import gzip
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,19 @@ async def upstream() -> AsyncIterator[RawUpstream]:
 async def proxy(
     database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
 ) -> AsyncIterator[Proxy]:
+    async with proxy_before(upstream, SILENCE_S, database_url, engine, tmp_path) as found:
+        yield found
+
+
+@asynccontextmanager
+async def proxy_before(
+    upstream: RawUpstream, silence_s: float, database_url: str, engine: AsyncEngine, folder: Path
+) -> AsyncIterator[Proxy]:
     """A proxy before a server that is not vLLM: it gets the client's own bytes."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    settings = settings.model_copy(update={"silence_s": SILENCE_S, "max_reply_mb": 24})
+    settings = settings_for(database_url, upstream.url, folder)
+    settings = settings.model_copy(update={"silence_s": silence_s, "max_reply_mb": 24})
     async with proxy_with(settings, engine) as found:
         yield found
 

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import RECORDED
 from tests.integration.conftest import Proxy
@@ -20,24 +23,34 @@ from tests.integration.faults.test_faults import (
     parts,
     port_of,
     proxy,
+    proxy_before,
     sized,
     unchunked,
     upstream,
 )
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, says
-from tests.support.waiting import at_rest
+from tests.support.waiting import PATIENCE_S, at_rest
 
 __all__ = ["proxy", "upstream"]
 
 
+@pytest.fixture
+async def patient(
+    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    """A proxy that leaves an upstream only because its client has left."""
+    async with proxy_before(upstream, 10 * PATIENCE_S, database_url, engine, tmp_path) as found:
+        yield found
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
-async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
-    proxy: Proxy, upstream: RawUpstream, said: bytes, half: bool
+async def test_a_client_that_leaves_stops_the_upstream(
+    patient: Proxy, upstream: RawUpstream, said: bytes, half: bool
 ) -> None:
     """One that closes only its sending half has left too."""
     upstream.script = says(said, then="hang")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(patient))
     writer.write(post(CHAT, APIS[CHAT]))
     await upstream.asked.wait()
     if said:
@@ -47,26 +60,26 @@ async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
         writer.write_eof()
     else:
         writer.close()
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
-    assert (await proxy.only_call()).status == "client_gone"
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
+    assert (await patient.only_call()).status == "client_gone"
     writer.close()
 
 
-async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_a_client_that_leaves_while_it_uploads(patient: Proxy, upstream: RawUpstream) -> None:
     """Half a request is no call: the upstream is not asked, and there is nothing to record."""
     recorded = RECORDED._value.get()
-    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    _, writer = await asyncio.open_connection("127.0.0.1", port_of(patient))
     writer.write(post(CHAT, APIS[CHAT])[:-1])
     # It arrives before the client leaves.
     await asyncio.sleep(0.1)
     writer.close()
     # What is passed on as it comes has begun there, and is broken off there.
-    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    _, writer = await asyncio.open_connection("127.0.0.1", port_of(patient))
     writer.write(post("/v1/embeddings", b"12345")[:-1])
     await upstream.asked.wait()
     upstream.left.clear()
     writer.close()
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
     assert [head.split()[1] for head in upstream.heads] == [b"/v1/embeddings"]
     assert upstream.bodies == []
     # Nothing is recorded a moment later either.
@@ -84,7 +97,7 @@ async def test_a_silent_upstream_is_504_before_the_head(
     assert (response.status, response.headers["x-pawl-fault"]) == (504, "upstream")
     assert response.json["error"]["code"] == "upstream_silent"
     assert (await proxy.only_call()).status == "upstream_error"
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
 
 
 async def test_a_silent_upstream_tears_what_has_begun(proxy: Proxy, upstream: RawUpstream) -> None:
@@ -105,8 +118,8 @@ async def test_a_silent_upstream_tears_what_has_begun(proxy: Proxy, upstream: Ra
 async def test_an_upstream_that_says_a_little_now_and_then_is_not_silent(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
-    pieces = [chunked(b": still thinking\n\n")] * 4 + [chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
-    upstream.script = says(EVENTS, *pieces, pause_s=0.4 * SILENCE_S)
+    pieces = [chunked(b": still thinking\n\n")] * 8 + [chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+    upstream.script = says(EVENTS, *pieces, pause_s=0.2 * SILENCE_S)
     reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
     assert unchunked(reply.partition(b"\r\n\r\n")[2]).endswith(b"data: [DONE]\n\n")
 

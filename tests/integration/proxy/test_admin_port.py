@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
+from benchmarks.vllm_server import free_port
 from proxy.admin_port import listen_on
-from tests.integration.conftest import free_port
 
 HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"
 RESETS = struct.pack("ii", 1, 0)

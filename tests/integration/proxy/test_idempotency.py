@@ -154,14 +154,15 @@ async def test_two_proxies_without_a_database_lose_nothing(place: Place, tmp_pat
     await eventually(counted)
 
 
+@pytest.mark.usefixtures("_patient_lookups")
 async def test_a_key_whose_body_was_not_taken_is_free_again(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await place.worker(tmp_path)
     headers = {"Idempotency-Key": uuid4().hex}
-    monkeypatch.setattr(SegmentWriter, "append", lambda *_: False)
-    assert (await worker.feedback(said(1), **headers))[0] == 507
-    monkeypatch.undo()
+    with monkeypatch.context() as full:
+        full.setattr(SegmentWriter, "append", lambda *_: False)
+        assert (await worker.feedback(said(1), **headers))[0] == 507
     assert (await worker.feedback(said(2), **headers))[0] == 202
     assert (await worker.feedback(said(1), **headers))[0] == 409
 

@@ -146,7 +146,7 @@ def test_six_at_once_on_a_fresh_folder_all_get_the_server(folder: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_six_at_once_on_a_slow_disk_wait_for_each_other(folder: Path) -> None:
-    with slow(folder, stopped_s=0.9, running_s=0.1):
+    with slow(folder, stopped_s=0.9, running_s=0.05):
         commands = [command(folder, 0.1 * number) for number in range(AT_ONCE)]
         found = [outcome(one) for one in commands]
     # Slower than any of a server's programs would be given by its package: ten seconds.
@@ -246,7 +246,7 @@ def test_a_start_that_takes_too_long_kills_nothing_and_goes_on(folder: Path) -> 
     postgres.ensure_running()
     postgres.stop()
     with slow(folder, stopped_s=2.9, running_s=0.02), pytest.raises(StoreError, match="gave up"):
-        postgres.ensure_running(within_s=0.2)
+        postgres.ensure_running(within_s=0.05)
     assert postgres.ensure_running(within_s=30)
     postgres.stop()
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.export import Selection, export
 from pawl.judging.answers import Judge
 from pawl.judging.model import JudgingModel, RubricJudge
@@ -20,7 +21,6 @@ from store.errors import Damaged
 from store.read.episodes import episode_ids, read
 from store.records import SpoolRecord
 from store.updates.policies import ensure_base
-from tests.integration.conftest import free_port
 from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads

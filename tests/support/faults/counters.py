@@ -1,6 +1,7 @@
 """Add up what was counted of records since a test began: the counters are the process's."""
 
 from proxy.metrics import exposed
+from tests.support.waiting import until
 
 COUNTERS = ("", "_stored", "_dead_lettered", "_dropped", "_deleted")
 SPOOLED = "pawl_records_spooled"
@@ -21,6 +22,15 @@ def count_from_here() -> None:
 
 def assert_adds_up() -> None:
     """Each record that was made since is in one place."""
+    made, places = _made_and_placed()
+    assert made == sum(places.values()), places
+
+
+async def until_adds_up() -> None:
+    """The same of a keeper at work, which counts a record a moment after it has moved it."""
+    await until(lambda: (found := _made_and_placed())[0] == sum(found[1].values()))
+
+
+def _made_and_placed() -> tuple[float, dict[str, float]]:
     now = {name: value - _before[name] for name, value in ledger().items()}
-    made = now.pop("pawl_records_total")
-    assert made == sum(now.values())
+    return now.pop("pawl_records_total"), now

@@ -13,6 +13,7 @@ from proxy.settings import ProxySettings
 from store.schema.tables import metadata
 from store.updates.policies import ensure_base
 from tests.integration.conftest import settings_for
+from tests.support.proxy.kept_files import bytes_now, paths_of
 from tests.support.servers.fake_upstream import FakeUpstream
 
 RULES = """
@@ -37,8 +38,7 @@ def leaks(places: Iterable[bytes]) -> list[list[bytes]]:
 
 
 def files(folder: Path) -> list[bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return [os.fsencode(path) + path.read_bytes() for path in paths]
+    return [os.fsencode(path) + bytes_now(path) for path in paths_of(folder)]
 
 
 async def rows(engine: AsyncEngine) -> list[bytes]:

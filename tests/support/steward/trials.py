@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from sqlalchemy import text
@@ -83,7 +84,8 @@ async def live(
         for place, ((arm, version), values) in enumerate(rewards.items()):
             key = f"{run}-{arm}-{number}"
             served = policy_name("m", version, "m")
-            began = ago(from_s - step * number, place)
+            # Of two runs, episodes may begin in the same millisecond.
+            began = ago(from_s - step * number, place + 8 * crc32(run.encode()))
             made = call(key, policy_version=version, arm=arm, served_model=served, **began)
             records.append(made)
             late.append(reward(values[number % len(values)], episode=key))

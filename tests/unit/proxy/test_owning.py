@@ -15,6 +15,7 @@ from store.errors import BadPolicies
 from store.policy_table import open_policies
 from store.tenants import DEFAULT
 from store.versions import PolicyVersion
+from tests.support.waiting import PATIENCE_S
 
 TENANTS = ("a", "b", DEFAULT)
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -162,22 +163,24 @@ def test_whoever_reads_while_it_is_replaced_sees_one_state_whole_and_the_last_in
 ) -> None:
     states = [text_of(p=one, q=one) for one in ("a", "b")]
     replace(path, states[0])
-    file, over = OwnersFile(path), threading.Event()
+    file, over, looked = OwnersFile(path), threading.Event(), threading.Event()
 
     def replacing() -> None:
         for number in range(200):
             replace(path, states[number % 2])
+        # A quick writer is through before the first look.
+        looked.wait(PATIENCE_S)
+        replace(path, states[1])
         over.set()
 
     writer = threading.Thread(target=replacing)
     with capture_logs() as logs:
         writer.start()
-        looks = 0
         while not over.is_set():
             owners = file.now([])
             assert whose(owners) == whose(owners, "q") != DEFAULT
-            looks += 1
+            looked.set()
         writer.join()
         assert whose(file.now([])) == "b"
-    assert looks
+    assert looked.is_set()
     assert logs == []

@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.export import Selection, export
 from pawl.judging.answers import Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
@@ -26,7 +27,7 @@ from pawl.judging.run import Judging, JudgingPlan
 from store.records import SpoolRecord
 from store.write.ingest import ingest
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, free_port
+from tests.integration.conftest import Proxy
 from tests.support.records import call, reward
 from tests.support.waiting import eventually
 
@@ -58,7 +59,7 @@ class Bench:
         self.script = folder / "judge.py"
         self.script.write_text(PROGRAM)
         self.command = [sys.executable, str(self.script), str(self._asked)]
-        self.judge = ProgramJudge(self.command, timeout_s=2, name="program")
+        self.judge = ProgramJudge(self.command, timeout_s=60, name="program")
 
     @property
     def lines(self) -> list[dict[str, Any]]:

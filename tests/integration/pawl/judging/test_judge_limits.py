@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.export import Selection
 from pawl.judging.answers import Statement
 from pawl.judging.desk import FeedbackDesk
@@ -18,7 +19,6 @@ from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging
 from store.judge.judgements import forget_unjudged
 from store.tenants import scoped
-from tests.integration.conftest import free_port
 from tests.integration.pawl.judging.test_judge import (
     LONG_AGO,
     PLAN,
@@ -82,7 +82,18 @@ async def test_what_a_judge_leaves_running_does_not_hold_up_its_verdict(
 
 async def test_a_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
     await store(engine, *(call(f"e{number}") for number in range(30)))
-    judge, desk = Opinion(), Desk()
+    judge, desk, three = Opinion(), Desk(), asyncio.Event()
+    asked = judge.judge
+
+    async def together(episode: str, line: bytes) -> list[Statement]:
+        answering = asyncio.create_task(asked(episode, line))
+        await asyncio.sleep(0)
+        if judge.at_once == 3:
+            three.set()
+        await three.wait()
+        return await answering
+
+    judge.judge = together  # type: ignore[method-assign]
     plan = msgspec.structs.replace(PLAN, concurrency=3)
     assert await Judging(engine, judge, desk, plan).run(once=True) == {"judged": 30}
     assert judge.most_at_once == 3

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.judging.errors import Away
 from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.run import Judging
-from tests.integration.conftest import free_port
 from tests.integration.pawl.judging.test_judge import PLAN, Desk, outcomes, session, store
 from tests.support.records import call
 
@@ -111,7 +111,7 @@ async def test_a_models_faults_leave_the_episode_unscored(
     for name, value in changes.items():
         setattr(model, name, value)
     desk = Desk()
-    judge = by_rubric(session, model, timeout_s=0.5)
+    judge = by_rubric(session, model, timeout_s=0.5 if model.wait_s else 60)
     assert await Judging(engine, judge, desk, PLAN).run(once=True) == {outcome: 1}
     kept, _, why = (await outcomes(engine))["e"]
     assert kept == outcome

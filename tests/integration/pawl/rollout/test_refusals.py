@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from benchmarks.vllm_server import free_port
 from pawl.rollout.agents.warm import Function, WarmAgent
 from pawl.rollout.command import run_rollout
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.options import RolloutOptions
-from tests.integration.conftest import free_port
 from tests.integration.pawl.rollout.test_rollout import COMMAND, fake, runner
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_proxy import FakeProxy

@@ -95,7 +95,7 @@ async def test_a_run_that_fails_has_no_reward_and_says_why(
     kinds = ["exit", "raise", "hang", "die", "flood", "no json", "well"]
     runner.write([{"id": kind, "do": kind} for kind in kinds if kind != "no json" or ":" in agent])
     how = COMMAND if agent == "command" else ("--python", agent)
-    told = await runner.run(*how, "--timeout", "6", "-k", "7", "--answer", "id")
+    told = await runner.run(*how, "--timeout", "20", "-k", "7", "--answer", "id")
     assert told.status == 1
     found = {task: finished.error for task, finished in runner.by_task().items()}
     by_python = ":" in agent
@@ -108,7 +108,7 @@ async def test_a_run_that_fails_has_no_reward_and_says_why(
         "well": None,
     } | ({"no json": "raised TypeError"} if by_python else {})
     assert "no idea" in runner.by_task()["raise"].errors
-    assert runner.by_task()["hang"].detail == "not done within 6 s"
+    assert runner.by_task()["hang"].detail == "not done within 20 s"
     assert len(fake.rewards()) == 1
     failed = [one for one in fake.statements if one["metric"] == "run_failed"]
     assert len(failed) == len(found) - 1 == told.summary["failed"]

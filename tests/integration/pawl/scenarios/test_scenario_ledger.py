@@ -14,6 +14,7 @@ from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
 from tests.support.servers.fake_upstream import fake_upstream
+from tests.support.waiting import eventually
 
 SPECS = (PolicySpec(name="m", base="m"), PolicySpec(name="other", base="m"))
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
@@ -46,7 +47,15 @@ async def test_all_calls_of_the_proxy_are_counted_and_found(stand: Stand) -> Non
     progress = Progress(title="A title", policy="m")
     ledger = Ledger(stand.url, ["m", "other"], progress)
     try:
-        found = await all_calls(ledger, f"http://127.0.0.1:{stand.admin}/metrics", SPECS)
+        page = f"http://127.0.0.1:{stand.admin}/metrics"
+
+        async def counted() -> bool:
+            # A call is counted a moment after its reply has ended.
+            found = await all_calls(ledger, page, SPECS)
+            return found is not None and found["calls"] == 3
+
+        await eventually(counted)
+        found = await all_calls(ledger, page, SPECS)
         assert found is not None
         assert (found["calls"], found["recorded"], found["failed_requests"]) == (3, 3, 0)
         assert set(found["policies"]) == {"m", "other"}

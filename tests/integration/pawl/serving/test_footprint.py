@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from benchmarks.wheel import installed_wheel
 from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
-from tests.integration.conftest import free_port
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 

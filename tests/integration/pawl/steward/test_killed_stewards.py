@@ -25,7 +25,6 @@ from store.updates.gating import make_candidate
 from store.updates.policies import ensure_base, list_live
 from store.updates.states import set_state
 from tests.fuzz.profile import is_long
-from tests.integration.conftest import free_port
 from tests.support.steward.trials import RULE, live, pass_time, states, trained_on
 from tests.support.waiting import eventually
 from trainer.publishing.servable import is_servable
@@ -110,7 +109,7 @@ async def begun(database_url: str, folder: Path, log: IO[bytes]) -> asyncio.subp
             "PATH": os.environ["PATH"],
             "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),
             "DATABASE_URL": database_url,
-            "PAWL_STEWARD_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_STEWARD_LISTEN": "127.0.0.1:0",
             "PAWL_STEWARD_POLL_S": "0.02",
         },
         stdout=asyncio.subprocess.PIPE,

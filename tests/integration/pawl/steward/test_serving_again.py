@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from pawl.policies.events import events_of
 from pawl.policies.moving import promote_by_hand, roll_back_by_hand
 from pawl.settings import StewardSettings
@@ -19,7 +20,6 @@ from pawl.steward.gating import Gating
 from store.errors import NotGated, StateChanged
 from store.updates.gating import roll_back
 from store.updates.policies import numbered_version
-from tests.integration.conftest import free_port
 from tests.support.ledger.history import let_events_change
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish, retire

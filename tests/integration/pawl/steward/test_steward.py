@@ -12,10 +12,10 @@ import psutil
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from tests.integration.conftest import free_port
+from benchmarks.vllm_server import free_port
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import POLL_S, assert_has, publish, retire, server, stewarding
-from tests.support.waiting import eventually, until
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 __all__ = ["server"]
 
@@ -109,9 +109,9 @@ async def test_a_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
     server.refused = {"m@2"}
     async with stewarding(database_url, server.url):
         await assert_has(server, "m@1")
-        # Ten looks, and it is not tried at each of them.
+        # Ten looks at least, and it is not tried at each of them: again after 1, 2 and 4 s.
         await asyncio.sleep(10 * POLL_S)
-        assert server.tries["m@2"] == 1
+        assert 1 <= server.tries["m@2"] <= 3
         server.refused = set()
         await assert_has(server, "m@1", "m@2")
 
@@ -234,4 +234,4 @@ async def test_the_process_is_small_answers_and_ends_at_sigterm(
 
     await eventually(counted)
     started.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(started.wait(), 5) == 0
+    assert await asyncio.wait_for(started.wait(), PATIENCE_S) == 0

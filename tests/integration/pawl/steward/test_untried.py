@@ -20,7 +20,6 @@ from store.updates.policies import list_versions, promote
 from store.updates.rolled_back import rolled_back_episodes
 from store.updates.states import set_state
 from store.write.ingest import Ingester
-from tests.integration.conftest import free_port
 from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import trained
@@ -32,7 +31,8 @@ RULE = GateOptions(base_share=0.4, margin=0.2, reward_delay_s=600.0)
 GOOD, BAD = [1.0, 0.9], [0.0, 0.1]
 # Episodes of each version began in so many seconds, one version after the other.
 FROM_S, EACH_S = 3400.0, 400.0
-AWAY = f"http://127.0.0.1:{free_port()}/v1"
+# Nothing of ours listens there.
+AWAY = "http://127.0.0.1:9/v1"
 Rewards = tuple[Sequence[float], Sequence[float]]
 
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream, Handler
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_errors_of_the_upstream_reach_the_client_byte_for_byte(
@@ -72,7 +73,7 @@ async def test_a_client_that_leaves_stops_the_generation_and_leaves_a_record(
     async with proxy.session.post(url, json={"model": "m", "stream": True}) as response:
         await response.content.readany()
         response.close()
-    await asyncio.wait_for(upstream.cancelled.wait(), 2)
+    await asyncio.wait_for(upstream.cancelled.wait(), PATIENCE_S)
     assert (await proxy.only_call()).status == "client_gone"
 
 

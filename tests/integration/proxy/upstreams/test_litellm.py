@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("litellm", reason="litellm is not installed: requirements/litellm.txt")
 # pydantic's and asyncio's warnings about litellm's own affairs.
@@ -147,7 +148,7 @@ async def test_chunks_are_passed_on_as_they_come_and_a_client_that_leaves_stops_
     async with setup.proxy.session.post(url, json=asked) as response:
         assert b'"x"' in await response.content.readany()
         response.close()
-    await asyncio.wait_for(setup.provider.cancelled.wait(), 1)
+    await asyncio.wait_for(setup.provider.cancelled.wait(), PATIENCE_S)
     assert (await setup.proxy.only_call()).status == "client_gone"
 
 

@@ -23,7 +23,7 @@ from store.updates.policies import ensure_base, promote
 from store.updates.states import set_state
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 VERSION = "m@1"
 
@@ -90,7 +90,8 @@ async def proxy(
 
 
 async def later(server: FakeUpstream, after_s: float = 0.5) -> None:
-    """The adapter is loaded a moment from now."""
+    """The adapter is loaded a moment after it was asked for."""
+    await until(lambda: bool(server.requests))
     await asyncio.sleep(after_s)
     server.models.append(VERSION)
 

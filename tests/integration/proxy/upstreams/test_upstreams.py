@@ -22,7 +22,7 @@ from store.updates.policies import ensure_base, promote
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 FILE = """
 [[upstream]]
@@ -159,7 +159,10 @@ async def test_it_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> No
     assert "There is no model 'who' here" in body["error"]["message"]
 
 
-async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(setup: Setup) -> None:
+async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.upstreams.upstream.LOOK_AGAIN_S", 600.0)
     setup.hosted.list_status = 401
     for _ in range(3):
         assert (await setup.proxy.chat(model="gpt-4")).status == 200
@@ -331,12 +334,12 @@ async def test_the_file_is_read_again_at_sighup_unless_it_cannot_be_used(
         await eventually(answers)
         path.write_text("[[upstream]")
         started.send_signal(signal.SIGHUP)
-        await asyncio.wait_for(said(b"workers_not_replaced"), 20)
+        await asyncio.wait_for(said(b"workers_not_replaced"), PATIENCE_S)
         assert await answers()
         assert not new.requests
 
         path.write_text(table.format(new.url))
         started.send_signal(signal.SIGHUP)
-        await asyncio.wait_for(said(b"workers_replaced"), 20)
+        await asyncio.wait_for(said(b"workers_replaced"), PATIENCE_S)
         assert await answers()
         assert new.requests

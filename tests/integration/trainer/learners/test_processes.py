@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.vllm_server import free_port
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.learners.learner import Learner
 
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}

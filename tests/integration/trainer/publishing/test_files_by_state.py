@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.vllm_server import free_port
 from store.updates import claims
 from store.updates.files import unasked_versions
 from store.updates.gating import version_before
@@ -21,7 +22,6 @@ from store.updates.policies import ensure_base, list_versions, numbered_version,
 from store.updates.states import set_state
 from store.versions import PolicyVersion
 from store.write.ingest import ingest
-from tests.integration.conftest import free_port
 from tests.support.records import ago, call, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.publishing import adapters

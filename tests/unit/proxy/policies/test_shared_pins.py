@@ -30,7 +30,10 @@ agents = ["checker"]
 """
 PROPOSES = """
 import sys
+from proxy.policies import shared_pins
 from proxy.policies.shared_pins import SharedPins
+# Whoever holds a lock may be kept from a processor for longer than a worker would wait.
+shared_pins.TRIES = 10**6
 page, version = map(int, sys.argv[1:])
 pins = SharedPins(page)
 print(*[pins.agree("m", f"e{n}", version, lambda kept: True) for n in range(2000)])

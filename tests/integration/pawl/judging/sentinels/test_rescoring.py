@@ -9,13 +9,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
+from benchmarks.vllm_server import free_port
 from pawl.judging.errors import Away, JudgeError
 from pawl.judging.run import Judging, JudgingPlan
 from store.connection.engine import make_engine
 from store.judge.sentinels import list_sentinels, remove_sentinels, renew, sentinels_of
 from store.tenants import scoped
 from store.write.ingest import Ingester
-from tests.integration.conftest import free_port
 from tests.integration.pawl.judging.test_judge import Desk
 from tests.support.ledger.sentinels import (
     Mood,
