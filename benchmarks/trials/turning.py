@@ -47,11 +47,13 @@ async def sufficed_at(
 ) -> datetime | None:
     """Return the first second at which the watch rolls back what serves, or None if none does.
 
+    If it is less than a second before `until`, `until` is returned.
+
     Args:
         engine: the ledger's.
         stands: where the policy stood before the version turned bad; the search begins then.
         promoted: how the version got the traffic.
-        until: the last second that is asked.
+        until: the last moment that is asked.
 
     Raises:
         msgspec.ValidationError: the promotion has no evidence to watch by.
@@ -59,12 +61,14 @@ async def sufficed_at(
     watch = OnWatch(stands, promoted.evidence)
     now = stands.now
     async with engine.connect() as connection:
-        while now <= until:
+        while True:
             found = await watch.look(connection, now)
             if found is not None and found.roll_back:
                 return now
-            now += STEP
-    return None
+            if now >= until:
+                return None
+            # The last look is at the end itself: the steward's own may have been a moment before.
+            now = min(now + STEP, until)
 
 
 def turned_of(

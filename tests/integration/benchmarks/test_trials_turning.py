@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+from msgspec.structs import replace
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.trials.turning import sufficed_at
@@ -47,6 +48,11 @@ async def test_it_sufficed_before_the_steward_acted_and_not_before_the_episodes_
     earliest = now - timedelta(seconds=first_s - RULE.reward_delay_s)
     assert earliest < sufficed < now
     assert (sufficed - stands.now) % timedelta(seconds=1) == timedelta(0)
+    # A steward that acts within a second of it has acted on no less.
+    late = replace(stands, now=sufficed - timedelta(milliseconds=999))
+    found = await sufficed_at(engine, late, promoted, sufficed)
+    assert found is not None
+    assert late.now <= found <= sufficed
     await gate(database_url).look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
     # What the ledger says does not depend on who serves by now.
