@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.curves.runs import Curve, Run, band
+from pawl.scenarios.picture import INK, dress
 
 COLOURS: Final = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e")
-INK: Final = "#1f2933"
-FAINT: Final = "#adb5bd"
 
 
 def draw(path: Path, groups: dict[str, list[Run]]) -> None:
@@ -23,8 +22,12 @@ def draw(path: Path, groups: dict[str, list[Run]]) -> None:
     for colour, (label, runs) in zip(cycle(COLOURS), groups.items(), strict=False):
         _draw_group(left, [run.at_work for run in runs], colour, label)
         _draw_group(right, [run.held_out for run in runs], colour, label)
-    _dress(left, "reward at work", "version")
-    _dress(right, "held-out reward", "updates")
+    for axes, title, counted in (
+        (left, "reward at work", "version"),
+        (right, "held-out reward", "updates"),
+    ):
+        dress(axes, counted)
+        axes.set_title(title, loc="left", color=INK)
     if len(groups) > 1:
         right.legend(frameon=False, loc="lower right")
     figure.tight_layout()
@@ -41,14 +44,3 @@ def _draw_group(axes: Any, curves: Sequence[Curve], colour: str, label: str) -> 
     places, least, mean, greatest = zip(*band(curves), strict=True)
     axes.fill_between(places, least, greatest, color=colour, alpha=0.12, linewidth=0)
     axes.plot(places, mean, color=colour, linewidth=2.5, label=f"{label}, mean of {len(curves)}")
-
-
-def _dress(axes: Any, title: str, counted: str) -> None:
-    axes.set_title(title, loc="left", color=INK)
-    axes.set_ylim(0, 1.05)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel(counted)
-    axes.grid(axis="y", color=FAINT, alpha=0.4)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

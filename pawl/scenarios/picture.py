@@ -70,7 +70,7 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
     axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
     for one in told_looks(progress):
         _tell(axes, one.waves, one.score)
-    _dress(axes, "wave")
+    dress(axes, "wave")
     title = "An unchanged agent gets better while it works"
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False, loc="lower center")
@@ -90,7 +90,7 @@ def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> N
     axes.plot(versions, [one.reward for one in worked], "o-", color=RISING, label=AT_WORK["reward"])
     versions = [one.version for one in asked]
     axes.plot(versions, [one.held_out for one in asked], "D--", color=INK, label=HELD_OUT)
-    _dress(axes, "version")
+    dress(axes, "version")
     axes.set_xlim(-0.5, max([1, *(one.version for one in curve)]) + 0.5)
     axes.set_title(policy, loc="left", color=INK)
 
@@ -106,7 +106,8 @@ def _tell(axes: Any, wave: int, score: float) -> None:
     )
 
 
-def _dress(axes: Any, counted: str) -> None:
+def dress(axes: Any, counted: str) -> None:
+    """Let the axes show shares, 0 to 1, against whole numbers of what is counted."""
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.xaxis.get_major_locator().set_params(integer=True)
