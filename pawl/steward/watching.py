@@ -27,7 +27,7 @@ NO_SHARE = (
     "the base model has no share of the new episodes any more: set gate.base_share for the versions"
     " to come"
 )
-UNTRIED = "it was promoted without a trial, so nobody knows how far it was above the base model"
+UNTRIED = "it never was promoted for a trial, so nobody knows how far it was above the base model"
 PUT_THERE = (
     "it got the traffic by hand, or as a version after it was rolled back: it is what the next"
     " version is compared with"
@@ -139,5 +139,5 @@ def _ends_with(served: Sequence[Term], version: int) -> bool:
 def _begun(stands: Gated, promoted: Promotion, served: Sequence[Term]) -> OnWatch | OnSuccession:
     """Return a watch over what serves that has seen no episode yet."""
     if rule_of(stands.serving.gate or {}).mode == "gated":
-        return OnWatch(stands, promoted.evidence)
+        return OnWatch(stands, promoted)
     return OnSuccession(stands, served)
