@@ -5,7 +5,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.steward.again import Before, Loaded, call_back, roll_back_to
-from pawl.steward.candidates import STEWARD, Moved, admission, admit
+from pawl.steward.candidates import STEWARD, Moved, admission, admit, is_told
 from pawl.steward.evidence import OnTrial, key_of
 from pawl.steward.gate.records import Decision
 from pawl.steward.gate.watch import Watched
@@ -179,7 +179,9 @@ class PolicyGate:
     async def _begun(self, connection: AsyncConnection, stands: Gated) -> Moved:
         """Let the candidate be tried, or reject it for its replay, if none is tried."""
         admitted = admission(stands, self._replays)
-        if admitted is None or not await self._stands(connection, stands):
+        if admitted is None or await is_told(connection, admitted):
+            return []
+        if not await self._stands(connection, stands):
             return []
         return await admit(connection, admitted)
 
