@@ -70,17 +70,17 @@ class OnWatch:
         return self.key == key_of(stands.serving)
 
     async def look(
-        self, connection: AsyncConnection, now: datetime, most_parts: int | None = None
+        self, connection: AsyncConnection, now: datetime, stop_at: float | None = None
     ) -> Watched | None:
         """Return whether the version is to be rolled back by the episodes that count at `now`.
 
-        None if these are not read yet: with `most_parts` no more than these are read.
+        None if these are not read yet: at `stop_at`, a time of the event loop, it leaves off.
         """
         until = self._rule.counted_at(now)
         promoted = min(until, self._promoted)
-        if not await self._last.catch_up(connection, promoted, most_parts):
+        if not await self._last.catch_up(connection, promoted, stop_at):
             return None
-        if not await self._intake.catch_up(connection, until, most_parts):
+        if not await self._intake.catch_up(connection, until, stop_at):
             return None
         return self._watch.watched()
 
@@ -141,16 +141,16 @@ class OnSuccession:
             self._succession.follow(one.version)
 
     async def look(
-        self, connection: AsyncConnection, now: datetime, most_parts: int | None = None
+        self, connection: AsyncConnection, now: datetime, stop_at: float | None = None
     ) -> Watched | None:
         """Return whether anything is to be rolled back by the episodes that count at `now`.
 
-        None if these are not read yet: with `most_parts` no more than these are read.
+        None if these are not read yet: at `stop_at`, a time of the event loop, it leaves off.
         """
         counted = self._rule.counted_at(now)
         if self._intake is None:
             self._intake = await self._begun(connection, min(self._serves, counted))
-        if not await self._intake.catch_up(connection, counted, most_parts):
+        if not await self._intake.catch_up(connection, counted, stop_at):
             return None
         return self._succession.watched()
 
