@@ -58,7 +58,7 @@ async def sufficed_at(
     Raises:
         msgspec.ValidationError: the promotion has no evidence to watch by.
     """
-    watch = OnWatch(stands, promoted.evidence)
+    watch = OnWatch(stands, promoted)
     now = stands.now
     async with engine.connect() as connection:
         while True:

@@ -13,7 +13,7 @@ from pawl.policies.lookup import policy_versions
 from pawl.steward.evidence import OnTrial
 from pawl.steward.gate.records import Decision
 from pawl.steward.watching import why_unwatched
-from store.read.events import list_events
+from store.read.events import list_events, why_stays
 from store.read.standing import gated, promotion
 from store.records import Record
 from store.versions import Actor, PolicyState
@@ -82,6 +82,16 @@ async def unwatched_of(connection: AsyncConnection, name: str) -> str | None:
         return None
     promoted = await promotion(connection, name, stands.serving.version.version)
     return why_unwatched(stands, promoted)
+
+
+async def waiting_of(connection: AsyncConnection, name: str) -> tuple[int, str] | None:
+    """Return the number of the candidate, and why it waits though its replay has ended, if so."""
+    stands = await gated(connection, name)
+    if stands is None or stands.candidate is None:
+        return None
+    number = stands.candidate.version.version
+    why = await why_stays(connection, name, number)
+    return None if why is None else (number, why)
 
 
 async def trial_of(connection: AsyncConnection, name: str) -> tuple[int, Decision] | None:

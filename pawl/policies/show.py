@@ -10,7 +10,7 @@ from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
-from pawl.policies.events import trial_of, unwatched_of
+from pawl.policies.events import trial_of, unwatched_of, waiting_of
 from pawl.policies.lookup import policy_versions
 from pawl.steward.gate.records import Decision
 from store.policy_table import PolicyTable
@@ -34,7 +34,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     is the version, or the update that made none, that was trained again for it; `kl_to_base` how
     far it is from the base model, in nats a token on what it was trained on. `explore` is there
     only on the version that serves, if the policy explores; `trial` only on the one that is tried:
-    what a gate would decide about it by now, and by what. `unwatched` is on a trained version that
+    what a gate would decide about it by now, and by what. `waits` is on a candidate whose replay
+    could ask nothing: why, and what to do. `unwatched` is on a trained version that
     serves and that live rewards cannot roll back: why, and what to do.
     """
 
@@ -52,6 +53,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     kl_to_base: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
     trial: Decision | UnsetType = UNSET
+    waits: str | UnsetType = UNSET
     unwatched: str | UnsetType = UNSET
 
 
@@ -72,6 +74,7 @@ async def versions_of(
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         tried = await trial_of(connection, name)
+        waits = await waiting_of(connection, name)
         unwatched = await unwatched_of(connection, name)
     spec = None if policies is None else policies.named(name)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
@@ -84,6 +87,7 @@ async def versions_of(
             explore=explore if version.state == "serving" else UNSET,
             unwatched=unwatched if version.state == "serving" and unwatched else UNSET,
             trial=tried[1] if tried and tried[0] == version.version else UNSET,
+            waits=waits[1] if waits and waits[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
             rebuilt_from=_source(version, made_by),
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
@@ -136,6 +140,7 @@ def table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     notes = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
+    notes += [f"{line.version} waits: {line.waits}" for line in lines if line.waits is not UNSET]
     notes += [
         f"no reward rolls {line.version} back: {line.unwatched}"
         for line in lines

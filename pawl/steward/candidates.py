@@ -8,9 +8,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from pawl.steward.evidence import rule_of
 from pawl.steward.replay.replays import Replays
 from pawl.steward.replay.verdict import Replayed, evidence_of, replay_rule_of
+from store.read.events import why_stays
 from store.read.standing import Gated, Standing
 from store.records import Record
 from store.updates.gating import begin_canary, reject
+from store.updates.states import add_event
 from store.versions import Actor, PolicyState, PolicyVersion
 
 STEWARD: Final[Actor] = "steward"
@@ -18,7 +20,7 @@ Moved = list[tuple[PolicyVersion, PolicyState, str]]
 
 
 class Admission(Record, frozen=True, kw_only=True):
-    """Say that a candidate need not wait any more; `replayed` is what its replay came to, if any.
+    """Say what is to be done about a candidate; `replayed` is what its replay came to, if any.
 
     `evidence` is that with the rule, as JSON.
     """
@@ -27,9 +29,14 @@ class Admission(Record, frozen=True, kw_only=True):
     replayed: Replayed | None = None
     evidence: Mapping[str, Any] | None = None
 
+    @property
+    def why_waits(self) -> str | None:
+        """Return why it waits on, though its replay has ended; None if it does not."""
+        return None if self.replayed is None else self.replayed.why_waits
+
 
 def admission(stands: Gated, replays: Replays) -> Admission | None:
-    """Return whether a policy's candidate is to be tried, or rejected; None: it waits.
+    """Return what is to be done about a policy's candidate; None: nothing, it waits.
 
     It waits for the end of another's trial, and then of its replay. None as well if there is none.
 
@@ -43,15 +50,23 @@ def admission(stands: Gated, replays: Replays) -> Admission | None:
     rule = replay_rule_of(candidate.gate or {})
     if not rule.replay_states:
         return Admission(candidate=candidate)
-    replayed = replays.verdict(candidate, stands.serving, rule)
+    replayed = replays.verdict(candidate, stands.serving, rule, stands.now)
     if replayed is None:
         return None
     figures = evidence_of(replayed, rule)
     return Admission(candidate=candidate, replayed=replayed, evidence=figures)
 
 
+async def is_told(connection: AsyncConnection, admitted: Admission) -> bool:
+    """Return whether its newest event says already why a candidate waits on."""
+    one, why = admitted.candidate.version, admitted.why_waits
+    return why is not None and why == await why_stays(connection, one.name, one.version)
+
+
 async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:
-    """Let a candidate be tried, or reject it for its replay, in the caller's transaction.
+    """Let a candidate be tried, reject it for its replay, or record why it waits on.
+
+    That is done in the caller's transaction.
 
     Raises:
         StateChanged: it is no candidate any more.
@@ -61,6 +76,9 @@ async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:
         evidence = admitted.evidence or {}
         await reject(connection, version, reason=replayed.why_not, actor=STEWARD, evidence=evidence)
         return [(version, "rejected", replayed.why_not)]
+    if admitted.why_waits is not None:
+        await _waits(connection, version, admitted.why_waits, admitted.evidence)
+        return []
     rule = rule_of(admitted.candidate.gate or {})
     why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"
     await begin_canary(
@@ -73,3 +91,21 @@ async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:
         evidence=admitted.evidence,
     )
     return [(version, "canary", why)]
+
+
+async def _waits(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    why: str,
+    evidence: Mapping[str, Any] | None,
+) -> None:
+    await add_event(
+        connection,
+        version.name,
+        version.version,
+        "candidate",
+        before="candidate",
+        reason=why,
+        actor=STEWARD,
+        evidence=evidence,
+    )

@@ -5,6 +5,7 @@ one that is started again, begins at the version's beginning and comes to the sa
 counts what there was of it a fixed time after it began, whenever it is read.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Final, Literal
@@ -89,19 +90,19 @@ class Intake:
         self.at = since
 
     async def catch_up(
-        self, connection: AsyncConnection, until: datetime, most_parts: int | None = None
+        self, connection: AsyncConnection, until: datetime, stop_at: float | None = None
     ) -> bool:
         """Hand over the episodes that began before `until`, and were not yet handed over.
 
-        Return whether these are all: with `most_parts`, no more than these are read. If it is ended
-        in the middle of a part, the next is half as long, and the one after it as long again: what
-        cannot be read in the time of a look would never be.
+        Return whether these are all: at `stop_at`, a time of the event loop, it leaves off, after a
+        part at least. If it is ended in the middle of a part, the next is half as long, and the one
+        after it as long again: what cannot be read in the time of a look would never be.
         """
-        left = most_parts
+        has_read = False
         while self.at < until:
-            if left is not None and left <= 0:
+            if has_read and stop_at is not None and asyncio.get_running_loop().time() >= stop_at:
                 return False
-            left = None if left is None else left - 1
+            has_read = True
             end = min(self.at + PART, until)
             cut, self._cut = self._cut, min(2 * self._cut, MOST_CUTS)
             found = await arm_episodes(
@@ -148,10 +149,21 @@ class OnTrial:
         since = max(canary.since, stands.serving.since) + KNOWN
         self._intake = Intake(canary.version.name, given, since, self._rule, self._extend)
 
+    async def read(
+        self, connection: AsyncConnection, now: datetime, stop_at: float | None = None
+    ) -> bool:
+        """Read the episodes that count at `now`; return whether all are read.
+
+        At `stop_at`, a time of the event loop, it leaves off, and the next call goes on.
+        """
+        if not await self._intake.catch_up(connection, self._rule.counted_at(now), stop_at):
+            return False
+        self._read_at = self._read_at or now
+        return True
+
     async def decide(self, connection: AsyncConnection, now: datetime) -> Decision:
         """Return what is to be done with the canary by the episodes that count at `now`."""
-        await self._intake.catch_up(connection, self._rule.counted_at(now))
-        self._read_at = self._read_at or now
+        await self.read(connection, now)
         return self._trial.decide((now - self._began).total_seconds())
 
     def is_old(self, before: datetime) -> bool:

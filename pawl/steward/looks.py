@@ -8,12 +8,19 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 # A look that takes longer is given up, and begun again: episodes that were read count.
 LOOK_S: Final = 60.0
+# It reads on for so long, and leaves the rest to the next looks: other policies wait for it.
+READ_S: Final = 5.0
 
 T = TypeVar("T")
 
 
 class LookTooLong(Exception):
     """Say that a look was given up, as it took too long; the database had let it begin."""
+
+
+def reads_until() -> float:
+    """Return the time of the event loop at which a look that reads now is to leave off."""
+    return asyncio.get_running_loop().time() + READ_S
 
 
 async def one_look(engine: AsyncEngine, judge: Callable[[AsyncConnection], Awaitable[T]]) -> T:

@@ -5,10 +5,11 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.steward.again import Before, Loaded, call_back, roll_back_to
-from pawl.steward.candidates import STEWARD, Moved, admission, admit
+from pawl.steward.candidates import STEWARD, Moved, admission, admit, is_told
 from pawl.steward.evidence import OnTrial, key_of
 from pawl.steward.gate.records import Decision
 from pawl.steward.gate.watch import Watched
+from pawl.steward.looks import reads_until
 from pawl.steward.metrics import (
     GATE_BOUND,
     GATE_EPISODES,
@@ -145,14 +146,10 @@ class PolicyGate:
         if canary is None:
             self._show(None)
             return []
-        key = key_of(stands.serving, canary)
-        trial = self._trial
-        if trial is None or trial.key != key or trial.is_old(stands.now - READ_AGAIN):
-            trial = self._trial = OnTrial(stands, canary)
-        decision = await trial.decide(connection, stands.now)
-        if decision.kind != "wait" and not trial.is_second:
-            trial = self._trial = OnTrial(stands, canary, is_second=True)
-            decision = await trial.decide(connection, stands.now)
+        judged = await self._judged(connection, stands, canary)
+        if judged is None:
+            return []
+        trial, decision = judged
         self._show(decision)
         if decision.kind == "wait":
             trial.is_second = False
@@ -176,10 +173,33 @@ class PolicyGate:
         )
         return [(canary.version, "serving", decision.reason)]
 
+    async def _judged(
+        self, connection: AsyncConnection, stands: Gated, canary: Standing
+    ) -> tuple[OnTrial, Decision] | None:
+        """Return what a trial has come to; None while it is read on.
+
+        What is to be done by it is found twice, by episodes that are read from the beginning.
+        """
+        until, key = reads_until(), key_of(stands.serving, canary)
+        trial = self._trial
+        if trial is None or trial.key != key or trial.is_old(stands.now - READ_AGAIN):
+            trial = self._trial = OnTrial(stands, canary)
+        if not await trial.read(connection, stands.now, until):
+            return None
+        decision = await trial.decide(connection, stands.now)
+        if decision.kind == "wait" or trial.is_second:
+            return trial, decision
+        trial = self._trial = OnTrial(stands, canary, is_second=True)
+        if not await trial.read(connection, stands.now, until):
+            return None
+        return trial, await trial.decide(connection, stands.now)
+
     async def _begun(self, connection: AsyncConnection, stands: Gated) -> Moved:
         """Let the candidate be tried, or reject it for its replay, if none is tried."""
         admitted = admission(stands, self._replays)
-        if admitted is None or not await self._stands(connection, stands):
+        if admitted is None or await is_told(connection, admitted):
+            return []
+        if not await self._stands(connection, stands):
             return []
         return await admit(connection, admitted)
 

@@ -4,9 +4,9 @@ The former holds for a version that was tried before it got the traffic, the lat
 serve untried. Both compare with the base model, which keeps a share of the episodes for good.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -18,7 +18,7 @@ from pawl.steward.gate.reference import joined
 from pawl.steward.gate.succession import Succession
 from pawl.steward.gate.watch import Watch, Watched
 from store.read.arms import begin_of_newest
-from store.read.standing import Gated, Term
+from store.read.standing import Gated, Promotion, Term
 from store.records import Arm
 
 # What served before is known by so many episodes at most, and not by older ones than that.
@@ -32,11 +32,12 @@ class OnWatch:
     """Judge what serves by its episodes and those of the base model.
 
     What it was promoted for are the episodes of its trial: those that its promotion rested on, and
-    those that had begun by then and counted only later. The latter are taken in first.
+    those that had begun by then and counted only later. The latter are taken in first. That holds
+    for what serves again, too, long after its trial: what it showed there it should show now.
     """
 
-    def __init__(self, stands: Gated, promoted_on: Mapping[str, Any]) -> None:
-        """Begin with the last of its trial; `promoted_on` is its promotion's evidence.
+    def __init__(self, stands: Gated, promoted: Promotion) -> None:
+        """Begin with the last of its trial, which the version was `promoted` for.
 
         Raises:
             msgspec.ValidationError: the evidence, or the version's rule, cannot be read.
@@ -44,13 +45,13 @@ class OnWatch:
         serving = stands.serving
         self.key = key_of(serving)
         self._rule = rule_of(serving.gate or {})
-        self._then = msgspec.convert(promoted_on, PromotedOn)
+        self._then = msgspec.convert(promoted.evidence, PromotedOn)
         self._lead = Lead(self._rule, base_serves=self._then.base_serves)
         self._watch = Watch(self._then.reference, self._rule)
         self._begins = True
-        self._promoted = serving.since
+        self._promoted = min(promoted.tried_at or serving.since, serving.since)
         name, version = serving.version.name, serving.version.version
-        begun = min(self._then.until or serving.since, serving.since)
+        begun = min(self._then.until or self._promoted, self._promoted)
         # In its trial it was the canary; beside it, the base model may have served.
         tried: dict[Arm, Collection[int]]
         tried = {"base": (0,), "serving": (0,), "canary": (version,)}
@@ -69,17 +70,17 @@ class OnWatch:
         return self.key == key_of(stands.serving)
 
     async def look(
-        self, connection: AsyncConnection, now: datetime, most_parts: int | None = None
+        self, connection: AsyncConnection, now: datetime, stop_at: float | None = None
     ) -> Watched | None:
         """Return whether the version is to be rolled back by the episodes that count at `now`.
 
-        None if these are not read yet: with `most_parts` no more than these are read.
+        None if these are not read yet: at `stop_at`, a time of the event loop, it leaves off.
         """
         until = self._rule.counted_at(now)
         promoted = min(until, self._promoted)
-        if not await self._last.catch_up(connection, promoted, most_parts):
+        if not await self._last.catch_up(connection, promoted, stop_at):
             return None
-        if not await self._intake.catch_up(connection, until, most_parts):
+        if not await self._intake.catch_up(connection, until, stop_at):
             return None
         return self._watch.watched()
 
@@ -140,16 +141,16 @@ class OnSuccession:
             self._succession.follow(one.version)
 
     async def look(
-        self, connection: AsyncConnection, now: datetime, most_parts: int | None = None
+        self, connection: AsyncConnection, now: datetime, stop_at: float | None = None
     ) -> Watched | None:
         """Return whether anything is to be rolled back by the episodes that count at `now`.
 
-        None if these are not read yet: with `most_parts` no more than these are read.
+        None if these are not read yet: at `stop_at`, a time of the event loop, it leaves off.
         """
         counted = self._rule.counted_at(now)
         if self._intake is None:
             self._intake = await self._begun(connection, min(self._serves, counted))
-        if not await self._intake.catch_up(connection, counted, most_parts):
+        if not await self._intake.catch_up(connection, counted, stop_at):
             return None
         return self._succession.watched()
 

@@ -2,7 +2,8 @@
 
 An episode may be stored late, as the database was away, or its first call was long. So all that a
 watch rests on is read again from the beginning once an hour: beside it, and a part with each look,
-since a version may have served for months.
+since a version may have served for months. A steward that starts anew reads that in several looks,
+too: meanwhile it judges the other policies.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.steward.evidence import rule_of
 from pawl.steward.gate.watch import Watched
+from pawl.steward.looks import reads_until
 from pawl.steward.watches import OnSuccession, OnWatch
 from store.read.standing import Gated, Promotion, Term, promotion, terms
 
@@ -27,7 +29,7 @@ NO_SHARE = (
     "the base model has no share of the new episodes any more: set gate.base_share for the versions"
     " to come"
 )
-UNTRIED = "it was promoted without a trial, so nobody knows how far it was above the base model"
+UNTRIED = "it never was promoted for a trial, so nobody knows how far it was above the base model"
 PUT_THERE = (
     "it got the traffic by hand, or as a version after it was rolled back: it is what the next"
     " version is compared with"
@@ -75,7 +77,7 @@ class Watching:
         self.why_not: str | None = None
 
     async def look(self, connection: AsyncConnection, stands: Gated) -> Watched | None:
-        """Return what the watch has come to, or None if nothing is watched.
+        """Return what the watch has come to, or None if nothing is watched, or it reads on.
 
         Raises:
             msgspec.ValidationError: the evidence, or the version's rule, cannot be read.
@@ -92,8 +94,9 @@ class Watching:
             self.why_not = PUT_THERE
             return None
         watch = self._going_on(stands, promoted, served)
-        outcome = await watch.look(connection, stands.now)
-        assert outcome is not None
+        outcome = await watch.look(connection, stands.now, reads_until())
+        if outcome is None:
+            return None
         self.why_not = BLIND if watch.is_blind else None
         self._read_at = self._read_at or stands.now
         if outcome.roll_back:
@@ -122,7 +125,7 @@ class Watching:
             if self._read_at is None or stands.now - self._read_at < READ_AGAIN:
                 return None
             self._again = _begun(stands, promoted, served)
-        outcome = await self._again.look(connection, stands.now, most_parts=1)
+        outcome = await self._again.look(connection, stands.now, stop_at=0.0)
         if outcome is not None:
             self._one, self._again, self._read_at = self._again, None, stands.now
         return outcome
@@ -139,5 +142,5 @@ def _ends_with(served: Sequence[Term], version: int) -> bool:
 def _begun(stands: Gated, promoted: Promotion, served: Sequence[Term]) -> OnWatch | OnSuccession:
     """Return a watch over what serves that has seen no episode yet."""
     if rule_of(stands.serving.gate or {}).mode == "gated":
-        return OnWatch(stands, promoted.evidence)
+        return OnWatch(stands, promoted)
     return OnSuccession(stands, served)

@@ -32,5 +32,11 @@ async def list_events(
     return [_event_of(row) for row in rows]
 
 
+async def why_stays(connection: AsyncConnection, name: str, version: int) -> str | None:
+    """Return why a version stays in its state, if its newest event is about that; else None."""
+    newest = await list_events(connection, name, version, most=1)
+    return next((one.reason for one in newest if one.from_state == one.to_state), None)
+
+
 def _event_of(row: Row[Any]) -> PolicyEvent:
     return PolicyEvent(**row._mapping)

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
-from sqlalchemy import Row, select, text
+import msgspec
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
 from store.records import Record
-from store.schema.trained import LIVE, ONCE_SERVED, policy_events
+from store.schema.trained import LIVE, ONCE_SERVED
 from store.versions import Actor, PolicyState, PolicyVersion
 
 _GATED: Final = text(
@@ -67,6 +68,21 @@ _SERVED_AT: Final = text(
 FAR: Final = 64
 
 
+# By the clock of the database: ids are made by those of several machines. What a trial has shown
+# holds whenever the version serves: after a roll-back, or by hand, it gets the traffic without one.
+_PROMOTION: Final = text(
+    """
+    WITH promoted AS MATERIALIZED (
+        SELECT id, at, actor, jsonb_exists(evidence, 'reference') AS is_tried FROM policy_events
+        WHERE name = :name AND version = :version AND to_state = 'serving')
+    SELECT p.actor, t.evidence, t.at
+    FROM (SELECT actor FROM promoted ORDER BY at DESC, id DESC LIMIT 1) p
+    LEFT JOIN policy_events t ON t.id = (
+        SELECT id FROM promoted WHERE is_tried ORDER BY at DESC, id DESC LIMIT 1)
+    """
+)
+
+
 class Standing(Record, frozen=True, kw_only=True):
     """Describe a version that has a part in a gate.
 
@@ -95,10 +111,15 @@ class Gated(Record, frozen=True, kw_only=True):
 
 
 class Promotion(Record, frozen=True, kw_only=True):
-    """Say who gave a version the traffic, and what that rested on; nothing if it was untried."""
+    """Say who gave a version the traffic last, and what its trial had shown before.
+
+    `evidence` is that of the newest promotion by a trial, and `tried_at` its time, whoever gave it
+    the traffic again since; empty and None if it never was promoted for a trial.
+    """
 
     actor: Actor
-    evidence: Mapping[str, Any]
+    evidence: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    tried_at: datetime | None = None
 
 
 class Term(Record, frozen=True, kw_only=True):
@@ -151,15 +172,10 @@ async def newest_promoted(connection: AsyncConnection, name: str) -> int:
 
 async def promotion(connection: AsyncConnection, name: str, version: int) -> Promotion | None:
     """Return the version's last promotion; None if it served before events were kept."""
-    query = select(policy_events.c.actor, policy_events.c.evidence).where(
-        policy_events.c.name == name,
-        policy_events.c.version == version,
-        policy_events.c.to_state == "serving",
-    )
-    # By the clock of the database: ids are made by those of several machines.
-    query = query.order_by(policy_events.c.at.desc(), policy_events.c.id.desc())
-    row = (await connection.execute(query.limit(1))).first()
-    return None if row is None else Promotion(actor=row.actor, evidence=row.evidence or {})
+    row = (await connection.execute(_PROMOTION, {"name": name, "version": version})).first()
+    if row is None:
+        return None
+    return Promotion(actor=row.actor, evidence=row.evidence or {}, tried_at=row.at)
 
 
 async def terms(

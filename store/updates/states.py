@@ -171,10 +171,11 @@ async def add_event(
     before: PolicyState | None = None,
     reason: str,
     actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
     """Record why a version is in `state`, of which the caller takes care in this transaction.
 
-    That is its first state, unless `before` is given.
+    That is its first state, unless `before` is given; if that is the same, why it stays so.
     """
     await connection.execute(
         insert(policy_events).values(
@@ -185,5 +186,6 @@ async def add_event(
             to_state=state,
             reason=reason,
             actor=actor,
+            evidence=evidence,
         )
     )

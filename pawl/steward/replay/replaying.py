@@ -6,6 +6,7 @@ memory alone: a steward that is started again begins again, with the same calls 
 
 import asyncio
 from collections import Counter
+from datetime import datetime
 from typing import Final
 from uuid import UUID
 
@@ -17,7 +18,7 @@ from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
 from pawl.steward.replay.asking import Pair, Refused, answer
 from pawl.steward.replay.judging import rewards
-from pawl.steward.replay.verdict import TRIES, Answer, Replayed, ReplayRule, verdict
+from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
 from store.read.standing import Standing
 from trainer.errors import PublishError, UpstreamAway
@@ -64,6 +65,8 @@ class Replay:
         self._waiting: list[Chosen] | None = None
         self._answers: list[Answer] = []
         self._left_out = 0
+        self._why_left_out: str | None = None
+        self._told_at: datetime | None = None
         self._tries: Counter[UUID] = Counter()
         self._away: set[ModelServer] = set()
         self._waits = False
@@ -91,9 +94,30 @@ class Replay:
             done = {one.call for one, has_ended in zip(batch, ended, strict=True) if has_ended}
         self._waiting = [one for one in self._waiting if one.call not in done]
         if not self._waiting:
-            self.verdict = verdict(self._answers, self._left_out, self._rule)
-            log.info("replay_ended", version=self._pair.candidate, why_not=self.verdict.why_not)
+            self._end()
         return bool(done) or not batch
+
+    def _end(self) -> None:
+        """Come to the verdict, and log it."""
+        found = verdict(self._answers, self._left_out, self._rule, self._why_left_out)
+        name = self._pair.candidate
+        if found.why_waits is None:
+            log.info("replay_ended", version=name, why_not=found.why_not)
+        else:
+            log.warning("replay_asked_nothing", version=name, reason=found.why_waits)
+        self.verdict = found
+
+    def told(self, now: datetime) -> Replayed | None:
+        """Return what came of it, None until all calls are answered; it is told at `now`."""
+        if self.verdict is not None and self._told_at is None:
+            self._told_at = now
+        return self.verdict
+
+    def is_due_again(self, now: datetime) -> bool:
+        """Return whether it could ask nothing, and another is to try that by now."""
+        if self.verdict is None or self.verdict.why_waits is None or self._told_at is None:
+            return False
+        return now - self._told_at >= AGAIN
 
     async def _chosen(self, engine: AsyncEngine) -> list[Chosen]:
         async with asyncio.timeout(READ_S), engine.connect() as connection:
@@ -126,8 +150,7 @@ class Replay:
     async def _ask(self, server: ModelServer, chosen: Chosen, call: ReplayedCall | None) -> bool:
         """Ask about one call, and return whether it is done with."""
         if call is None:
-            self._left_out += 1
-            return True
+            return self._leave_out("it was deleted meanwhile")
         try:
             async with asyncio.timeout(ANSWER_S):
                 compared, texts = await answer(
@@ -138,8 +161,7 @@ class Replay:
             return False
         except PublishError as error:
             log.info("replay_call_left_out", call=str(chosen.call), reason=str(error)[:200])
-            self._left_out += 1
-            return True
+            return self._leave_out(str(error)[:200])
         except Exception as error:
             return self._failed(chosen, error)
         self._away.discard(server)
@@ -156,16 +178,25 @@ class Replay:
         Where what serves is answered and the candidate is not, that is the candidate's fault.
         """
         self._tries[chosen.call] += 1
+        reason = f"{type(error).__name__}: {error}"[:200]
         log.warning(
             "replay_answer_failed",
             version=self._pair.candidate,
             call=str(chosen.call),
-            reason=f"{type(error).__name__}: {error}"[:200],
+            reason=reason,
         )
         if self._tries[chosen.call] < TRIES:
             return False
         if isinstance(error, Refused):
             self._answers.append(Answer(split=chosen.split, is_missing=True))
-        else:
-            self._left_out += 1
+            return True
+        return self._leave_out(reason)
+
+    def _leave_out(self, why: str) -> bool:
+        """Count a call that neither version can be asked about; return that it is done with.
+
+        Which reason is told must not depend on which of several calls ended first.
+        """
+        self._left_out += 1
+        self._why_left_out = min(self._why_left_out or why, why)
         return True

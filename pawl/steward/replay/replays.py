@@ -7,6 +7,7 @@ of a replay, which goes on between looks.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -33,16 +34,19 @@ class Replays:
         # Why the last step of a policy's replay came to nothing, so that it is logged once.
         self._trouble: dict[str, str] = {}
 
-    def verdict(self, candidate: Standing, serving: Standing, rule: ReplayRule) -> Replayed | None:
+    def verdict(
+        self, candidate: Standing, serving: Standing, rule: ReplayRule, now: datetime
+    ) -> Replayed | None:
         """Return what came of a candidate's replay beside what serves; None: it goes on.
 
-        If there is none of these two it begins, in place of that of another candidate.
+        If there is none of these two it begins, in place of that of another candidate; and again,
+        if the last could ask nothing some time before `now`.
         """
-        name = candidate.version.name
+        name, key = candidate.version.name, key_of(candidate, serving)
         replay = self._replays.get(name)
-        if replay is None or replay.key != key_of(candidate, serving):
+        if replay is None or replay.key != key or replay.is_due_again(now):
             replay = self._replays[name] = Replay(candidate, serving, rule, self._judge)
-        return replay.verdict
+        return replay.told(now)
 
     def forget(self, name: str) -> None:
         """Forget a policy's replay: it has no candidate any more, or that is tried."""

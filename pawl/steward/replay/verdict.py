@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from statistics import fmean
 from typing import Annotated, Any, Final
 
@@ -17,6 +18,8 @@ HIGHEST: Final = 50.0
 FARTHEST: Final = 1e6
 # How often a state is asked about that fails for another reason than a server that is away.
 TRIES: Final = 3
+# A replay that could ask nothing is begun again this long after that was found.
+AGAIN: Final = timedelta(minutes=10)
 
 
 class ReplayRule(Record, frozen=True, kw_only=True):
@@ -79,7 +82,7 @@ class Replayed(Record, frozen=True, kw_only=True):
         states: answers that it rests on; `held_out` of them are of evaluation.
         missing: states that what serves answered, and the candidate did not.
         left_out: states that neither could be asked about: their prompts are too long, say, or they
-            were deleted meanwhile.
+            were deleted meanwhile. `why_left_out` is why one of them could not, None without any.
         tokens: how many tokens the answers have.
         kl: estimated KL(candidate ‖ what serves), in nats a token; None without a token.
         malformed: share of malformed among the tool calls that could be judged, of the candidate
@@ -102,10 +105,29 @@ class Replayed(Record, frozen=True, kw_only=True):
     rewards: tuple[float | None, float | None] = (None, None)
     judged_answers: int = 0
     worse: float = 1.0
+    why_left_out: str | None = None
+
+    @property
+    def why_waits(self) -> str | None:
+        """Return why the candidate must neither be tried nor rejected; None if it need not wait.
+
+        There were states, and neither version could be asked about any.
+        """
+        if self.states or self.missing or not self.left_out:
+            return None
+        return (
+            f"in its replay none of {self.left_out} recorded calls could be asked about, of it or"
+            f" of what serves ({self.why_left_out}), and no user is to meet what is unknown."
+            f" It is asked again every {AGAIN.total_seconds() / 60:g} minutes: put the model server"
+            " right, lower gate.replay_tokens if the prompts leave no room for an answer, or set"
+            " gate.replay_states = 0 for the versions to come"
+        )
 
 
-def verdict(answers: Sequence[Answer], left_out: int, rule: ReplayRule) -> Replayed:
-    """Return what the answers say; of `left_out` states there is none."""
+def verdict(
+    answers: Sequence[Answer], left_out: int, rule: ReplayRule, why_left_out: str | None = None
+) -> Replayed:
+    """Return what the answers say; of `left_out` states there is none, and `why_left_out` why."""
     given = [one for one in answers if not one.is_missing]
     missing = len(answers) - len(given)
     each = [_k3(*pair) for one in given for pair in zip(one.own, one.serving, strict=True)]
@@ -127,6 +149,7 @@ def verdict(answers: Sequence[Answer], left_out: int, rule: ReplayRule) -> Repla
         rewards=means,
         judged_answers=len(scored),
         worse=worse,
+        why_left_out=why_left_out,
         why_not=_unanswered(missing, len(answers))
         or _far(kl, rule)
         or _worse(shares, rule)

@@ -278,6 +278,14 @@ def test_the_policy_is_chosen_by_a_label_that_exists() -> None:
     assert match[2] in registered()[match[1]]
 
 
+def test_what_nothing_would_roll_back_is_told() -> None:
+    """Where a policy has a rule to be judged by, and only there."""
+    [rule] = [rule for rule in rules() if "pawl_steward_gate_watched" in rule["expr"]]
+    judged = Selector("pawl_steward_gate_frozen", frozenset({"policy"}))
+    assert judged in selectors(rule["expr"])
+    assert "pawl policies show" in rule["annotations"]["summary"]
+
+
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 def test_rules_say_how_bad_and_what(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")

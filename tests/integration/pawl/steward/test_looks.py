@@ -1,7 +1,8 @@
 """A look that fails: what is said of it, and what becomes of the others and of the next."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,10 +14,20 @@ from structlog.testing import capture_logs
 from pawl.steward import evidence
 from pawl.steward.looks import LookTooLong
 from store.read.standing import Gated, gated
+from store.records import Arm
 from store.updates.gating import freeze, make_candidate
 from store.updates.policies import list_versions, promote
 from tests.support.ledger.lineage import trained
-from tests.support.steward.trials import RULE, candidate, gate, on_trial, states, trained_on
+from tests.support.steward.trials import (
+    RULE,
+    candidate,
+    gate,
+    live,
+    on_trial,
+    pass_time,
+    states,
+    trained_on,
+)
 from tests.support.waiting import eventually
 
 Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
@@ -96,6 +107,40 @@ async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_f
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
     assert await state_of_a(engine) == "candidate"
+
+
+async def test_a_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_wait_for(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is tried, and of what serves."""
+    read = evidence.arm_episodes
+    parts: list[None] = []
+
+    async def counted(*words: Any, **more: Any) -> Any:
+        parts.append(None)
+        return await read(*words, **more)
+
+    async def look_until(state: str) -> int:
+        """Let a new steward look until version 1 has that state; the most that a look read."""
+        judge, most, looks = gate(database_url), 0, 0
+        while (await states(engine))[1] != state:
+            parts.clear()
+            await judge.look(engine)
+            most, looks = max(most, len(parts)), looks + 1
+            assert looks < 40
+        return most
+
+    await on_trial(engine, gate(database_url))
+    monkeypatch.setattr("pawl.steward.looks.READ_S", 0.0, raising=False)
+    monkeypatch.setattr("pawl.steward.evidence.PART", timedelta(minutes=10))
+    monkeypatch.setattr("pawl.steward.evidence.arm_episodes", counted)
+    # What ends one reading, and what begins the next.
+    assert await look_until("serving") == 2
+    await pass_time(engine)
+    falls: dict[tuple[Arm, int], Sequence[float]]
+    falls = {("base", 0): [0.9, 1.0], ("serving", 1): [0.1, 0.0]}
+    await live(engine, falls, "falls")
+    assert await look_until("rolled_back") <= 2
 
 
 async def freezes(connection: AsyncConnection) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import timedelta
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
+from pawl.policies.show import table, versions_of
 from pawl.steward.replay.verdict import TRIES
 from store.updates.gating import freeze, make_candidate
 from store.updates.policies import list_versions, promote
@@ -21,6 +23,7 @@ from tests.integration.pawl.steward.replaying import (
     rounds,
     steward,
 )
+from tests.support.records import tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.trials import states, trained_on
 from tests.support.waiting import eventually
@@ -137,9 +140,10 @@ async def test_one_that_does_not_answer_in_time_is_given_up_after_some_tries(
     await look(database_url, engine, server.url, times=TRIES)
     assert (await states(engine))[1] == "candidate"
     await look(database_url, engine, server.url, times=TRIES + 1)
-    assert (await states(engine))[1] == "canary"
+    assert (await states(engine))[1] == "candidate"
     told = await replay_of(engine)
     assert (told["states"], told["left_out"], told["missing"]) == (0, 4, 0)
+    assert "TimeoutError" in (await last_event(engine)).reason
     server.slow_answer.set()
 
 
@@ -147,12 +151,51 @@ async def test_prompts_that_are_too_long_for_the_server_are_left_out(
     engine: AsyncEngine, database_url: str, server: FakeModelServer
 ) -> None:
     await recorded(engine)
-    await candidate(engine)
-    server.longest = 2
+    await recorded(engine, held_out=1, others=0, run="long-", tokens=tokens([2] * 40, [6]))
+    await candidate(engine, replay_states=9)
+    server.longest = 30
     await look(database_url, engine, server.url)
     assert (await states(engine))[1] == "canary"
     told = await replay_of(engine)
-    assert (told["states"], told["left_out"], told["missing"], told["kl"]) == (0, 6, 0, None)
+    assert (told["states"], told["left_out"], told["missing"]) == (8, 1, 0)
+    assert "maximum context length is 30 tokens" in told["why_left_out"]
+
+
+async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
+    engine: AsyncEngine,
+    database_url: str,
+    server: FakeModelServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    server.longest = 2
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        with capture_logs() as logs:
+            await rounds(judge, engine)
+        assert (await states(engine))[1] == "candidate"
+        [said] = [one for one in logs if one["event"] == "replay_asked_nothing"]
+        told = await replay_of(engine)
+        assert (told["states"], told["left_out"], told["missing"], told["kl"]) == (0, 6, 0, None)
+        lines = await versions_of(engine, "m")
+        assert [line.waits for line in lines if line.waits] == [said["reason"]]
+        assert "m@1 waits: in its replay none of 6 recorded calls" in str(table(lines).caption)
+        assert "maximum context length is 2 tokens" in said["reason"]
+        # It is asked again, and this is told once, also by a steward that is started again.
+        monkeypatch.setattr("pawl.steward.replay.replaying.AGAIN", timedelta(0))
+        await rounds(judge, engine)
+        await look(database_url, engine, server.url)
+        assert [one.to_state for one in await events_of(engine)] == [
+            "candidate",
+            "candidate",
+            "written",
+        ]
+        server.longest = None
+        await rounds(judge, engine)
+    assert (await states(engine))[1] == "canary"
+    assert (await replay_of(engine))["states"] == 6
+    assert not any(line.waits for line in await versions_of(engine, "m"))
 
 
 async def test_a_candidate_that_cannot_answer_what_serves_can_is_rejected(

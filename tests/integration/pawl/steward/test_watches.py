@@ -14,7 +14,7 @@ from pawl.steward.gate.reference import CELLS, Reference
 from pawl.steward.watches import OnSuccession, OnWatch
 from store.read import standing
 from store.read.arms import begin_of_newest
-from store.read.standing import Gated, Standing, Term
+from store.read.standing import Gated, Promotion, Standing, Term
 from store.records import Arm
 from store.updates.policies import promote
 from store.write.ingest import Ingester
@@ -25,7 +25,7 @@ from trainer.recipes.gate import GateOptions
 NOTHING = Reference([0.0] * CELLS)
 
 
-async def fallen(engine: AsyncEngine, promoted: datetime) -> None:
+async def fallen(engine: AsyncEngine, promoted: datetime, serves: datetime) -> None:
     """A version that was far above the base in what its trial was not told of, and is below now."""
     arrivals = []
     for number in range(300):
@@ -34,23 +34,27 @@ async def fallen(engine: AsyncEngine, promoted: datetime) -> None:
         arrivals += [begun(f"t-{number}", arm, at, number)]
         arrivals += [said(f"t-{number}", float(arm == "canary"), at + DELAY / 2)]
         now: Arm = ("base", "serving")[number % 2]  # type: ignore[assignment]
-        at = promoted + KNOWN + timedelta(seconds=1 + number)
+        at = serves + KNOWN + timedelta(seconds=1 + number)
         served = 2 if now == "serving" else 0
         arrivals += [begun(f"s-{number}", now, at, number, served)]
         arrivals += [said(f"s-{number}", 0.5, at + DELAY / 2)]
     await Ingester().store(engine, [one.record for one in arrivals])
 
 
+@pytest.mark.parametrize("since", [timedelta(0), timedelta(minutes=20)])
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_what_began_before_a_promotion_and_counts_after_it_is_what_it_was_promoted_for(
-    engine: AsyncEngine, is_told: bool
+    engine: AsyncEngine, is_told: bool, since: timedelta
 ) -> None:
+    """As it serves for its trial, and as it serves again, after another was rolled back."""
     promoted = BEGAN + timedelta(hours=1)
-    await fallen(engine, promoted)
+    serves = promoted + since
+    await fallen(engine, promoted, serves)
     until = promoted - DELAY if is_told else None
-    evidence = msgspec.to_builtins(PromotedOn(NOTHING, until))
-    serving = Standing(version=version(2, "serving"), gate=RULE, since=promoted)
-    later = promoted + DELAY + STORED
+    told = msgspec.to_builtins(PromotedOn(NOTHING, until))
+    evidence = Promotion(actor="steward", evidence=told, tried_at=promoted)
+    serving = Standing(version=version(2, "serving"), gate=RULE, since=serves)
+    later = serves + DELAY + STORED
     async with engine.connect() as connection:
         watch = OnWatch(Gated(now=later, frozen=False, serving=serving), evidence)
         # Before what it serves counts nothing can be said.
