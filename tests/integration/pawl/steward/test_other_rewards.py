@@ -1,5 +1,6 @@
 """A policy whose reward becomes another sum: rewards in two units are never compared."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.policies.events import events_of
 from pawl.policies.show import versions_of
 from pawl.steward.gating import Gating
+from store.read.standing import gated
 from store.records import Arm
 from tests.integration.pawl.steward.test_serving_again import look
 from tests.integration.pawl.steward.test_untried import AWAY, BAD, GOOD, gives, serves
@@ -30,6 +32,7 @@ from tests.support.steward.trials import (
     states,
     trained_on,
 )
+from tests.support.waiting import eventually
 from trainer.recipes.recipe import Recipe
 from trainer.updates.versions import score_by
 
@@ -203,3 +206,29 @@ async def test_of_versions_that_serve_untried_those_are_watched_that_have_one_re
     assert [one for one in await changes(engine) if one[1] == "rolled_back"] == [
         ("m@4", "rolled_back", "steward")
     ]
+
+
+async def test_rewards_become_no_other_sum_in_the_middle_of_a_look(
+    engine: AsyncEngine, judge: Gating
+) -> None:
+    await candidate(engine, 0)
+    await judge.look(engine)
+    async with engine.begin() as connection:
+        before = await gated(connection, "m")
+        trainer = asyncio.create_task(earns(engine, LESS))
+        await eventually(lambda: somebody_waits(engine))
+        assert await gated(connection, "m") == before
+    await trainer
+    async with engine.connect() as connection:
+        after = await gated(connection, "m")
+    assert before is not None
+    assert after is not None
+    assert after.reward == LESS.reward_rule.digest != before.reward
+
+
+async def somebody_waits(engine: AsyncEngine) -> bool:
+    query = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'reward_terms'::regclass"
+    )
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(query)))
