@@ -201,7 +201,7 @@ def _trainee(
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
-        await score_by(engine, policy, recipe.reward_rule)
+        await score_by(engine, policy, recipe)
         known = chosen.known or (policy,)
         publisher = Publisher(
             engine, servers, policy, recipe.publish, chosen.together, known, recipe.judged_by

@@ -24,7 +24,8 @@ Without = Annotated[
     typer.Option(
         metavar="QUERY",
         help="Leave out an episode, by key or id, or those that meet all of FIELD=VALUE,...: task, "
-        "prefix, agent, since, before, scored-since, scored-before. May be given several times.",
+        "prefix, agent, key, since, before, scored-since, scored-before. May be given several "
+        "times.",
     ),
 ]
 
@@ -59,9 +60,10 @@ def rebuild(flags: RebuildFlags) -> None:
     their order, each on what it claimed but for what is left out, and the last version is probed,
     published, and serves, without a trial where the recipe has a gate; the old ones are retired.
     `since` and `before` are about an episode's calls, `scored-since` and `scored-before` about the
-    times of its feedback. The ledger does not know which API key a call came with. Run it where the
-    policy's trainer runs, with the trainer's settings (PAWL_SEED too), while that is stopped. After
-    a kill, run it again: it goes on.
+    times of its feedback, `key` about the API key, by name or id, that a call of it or something
+    said about it came with: of what was recorded before the ledger kept keys, none is known. Run it
+    where the policy's trainer runs, with the trainer's settings (PAWL_SEED too), while that is
+    stopped. After a kill, run it again: it goes on.
 
     Status 2: it cannot be rebuilt, or was rejected, or a trainer works on the policy.
     """

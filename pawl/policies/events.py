@@ -10,11 +10,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.output import cell
 from pawl.policies.lookup import policy_versions
-from pawl.steward.evidence import OnTrial
+from pawl.steward.evidence import OnTrial, rule_of
 from pawl.steward.gate.records import Decision
-from pawl.steward.watching import why_unwatched
+from pawl.steward.watching import why_not_in_line, why_unwatched
 from store.read.events import list_events, why_stays
-from store.read.standing import gated, promotion
+from store.read.standing import gated, promotion, terms
 from store.records import Record
 from store.versions import Actor, PolicyState
 
@@ -80,8 +80,14 @@ async def unwatched_of(connection: AsyncConnection, name: str) -> str | None:
     stands = await gated(connection, name)
     if stands is None:
         return None
-    promoted = await promotion(connection, name, stands.serving.version.version)
-    return why_unwatched(stands, promoted)
+    version = stands.serving.version.version
+    promoted = await promotion(connection, name, version)
+    why = why_unwatched(stands, promoted)
+    rule = rule_of(stands.serving.gate or {})
+    if why is not None or not version or rule.mode == "gated":
+        return why
+    served = await terms(connection, name, version, rule.counted_at(stands.now))
+    return why_not_in_line(served, version)
 
 
 async def waiting_of(connection: AsyncConnection, name: str) -> tuple[int, str] | None:

@@ -37,10 +37,11 @@ class Rule(GateOptions, frozen=True, kw_only=True):
     """Add to what decides when an episode counts: `reward_delay_s` seconds after its beginning.
 
     What is said of it later does not count. `mode` says whether the version was to be tried before
-    it served, or served untried.
+    it served, or served untried. `reward` is the digest of what rewards are made by in its units.
     """
 
     mode: Literal["immediate", "gated"] = "gated"
+    reward: str | None = None
 
     # Without any, no call would have ended in time.
     reward_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -57,6 +58,14 @@ def rule_of(gate: Mapping[str, Any]) -> Rule:
         msgspec.ValidationError: it is none.
     """
     return msgspec.convert(dict(gate), Rule)
+
+
+def is_same_reward(one: str | None, other: str | None) -> bool:
+    """Return whether two digests are of one reward, in one unit.
+
+    What has none is of a time when the policy had the reward that it had at first.
+    """
+    return one is None or other is None or one == other
 
 
 class Intake:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.steward.evidence import KNOWN, Intake, PromotedOn, key_of, rule_of
+from pawl.steward.evidence import KNOWN, Intake, PromotedOn, is_same_reward, key_of, rule_of
 from pawl.steward.gate.lead import Lead
 from pawl.steward.gate.records import Episode
 from pawl.steward.gate.reference import joined
@@ -108,6 +108,9 @@ class OnSuccession:
         self._name = stands.serving.version.name
         self._rule = rule_of(stands.serving.gate or {})
         untried = _untried(terms)
+        # What began before rewards were made as they are now has none in this unit.
+        one_reward = since_reward(terms)
+        self._from = one_reward[0].since if len(one_reward) < len(terms) else None
         after_base = len(untried) < len(terms) and not terms[-len(untried) - 1].version
         self._succession = Succession(self._rule, after_base=after_base)
         self._serves = stands.serving.since
@@ -159,16 +162,26 @@ class OnSuccession:
         begin = await begin_of_newest(
             connection, self._name, since=until - BEFORE, until=until, most=EPISODES_BEFORE
         )
+        begin = max(begin, self._from or begin)
         self._succession.leave_unread(sum(one.since < begin for one in self._terms))
         given: dict[Arm, Collection[int]] = {"base": (0,), "serving": self._served}
         take = self._succession.extend
         return Intake(self._name, given, begin, self._rule, take, most=AT_ONCE)
 
 
+def since_reward(terms: Sequence[Term]) -> list[Term]:
+    """Return what got the traffic since rewards are made as for the last of these versions."""
+    of = terms[-1].reward
+    last = (at for at, one in enumerate(terms) if not is_same_reward(one.reward, of))
+    return list(terms[max(last, default=-1) + 1 :])
+
+
 def _untried(terms: Sequence[Term]) -> list[Term]:
     """Return the versions that are to be watched: those untried since the last that was not.
 
-    What a trial, a person or a roll-back gave the traffic to is what the next are compared with.
+    What a trial, a person or a roll-back gave the traffic to is what the next are compared with;
+    so is the first whose rewards are made as they are now.
     """
-    last = max((at for at, one in enumerate(terms) if not one.is_untried), default=-1)
-    return list(terms[last + 1 :])
+    of_one_reward = since_reward(terms)
+    last = max((at for at, one in enumerate(of_one_reward) if not one.is_untried), default=-1)
+    return of_one_reward[last + 1 :]

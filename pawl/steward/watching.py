@@ -12,10 +12,10 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.steward.evidence import rule_of
+from pawl.steward.evidence import is_same_reward, rule_of
 from pawl.steward.gate.watch import Watched
 from pawl.steward.looks import reads_until
-from pawl.steward.watches import OnSuccession, OnWatch
+from pawl.steward.watches import OnSuccession, OnWatch, since_reward
 from store.read.standing import Gated, Promotion, Term, promotion, terms
 
 # What was stored late only a reading from the beginning has. There is one this long after the last.
@@ -38,6 +38,15 @@ BLIND = (
     "nothing is known of what served before it, as the base model had no share of those episodes:"
     " the versions after it are compared with it"
 )
+OTHER_REWARD = (
+    "its reward is another sum than when it got the traffic ([reward] of the recipe), and what is"
+    " in two units cannot be compared: versions to come are watched again, and so is this one if"
+    " the recipe gets its [reward] back; if it does worse meanwhile, `pawl policies rollback`"
+)
+FIRST = (
+    "it is the first version by its reward, which became another sum ([reward] of the recipe): it"
+    " is what the next version is compared with"
+)
 
 
 def why_unwatched(stands: Gated, promoted: Promotion | None) -> str | None:
@@ -55,9 +64,23 @@ def why_unwatched(stands: Gated, promoted: Promotion | None) -> str | None:
         return NO_RULE
     if not stands.base_share:
         return NO_SHARE
-    if rule_of(serving.gate).mode == "gated":
+    rule = rule_of(serving.gate)
+    if not is_same_reward(rule.reward, stands.reward):
+        return OTHER_REWARD
+    if rule.mode == "gated":
         return None if promoted and "reference" in promoted.evidence else UNTRIED
     return None if promoted and promoted.actor == "trainer" else PUT_THERE
+
+
+def why_not_in_line(served: Sequence[Term], version: int) -> str | None:
+    """Return why a version that serves untried cannot be held against its line; None: it can.
+
+    Whoever moved the traffic may have begun before another, and have waited for that (pure).
+    """
+    if not (served and served[-1].is_untried and served[-1].version == version):
+        return PUT_THERE
+    of_one_reward = since_reward(served)
+    return FIRST if len(of_one_reward) == 1 and len(served) > 1 else None
 
 
 class Watching:
@@ -90,8 +113,10 @@ class Watching:
             return None
         rule = rule_of(stands.serving.gate or {})
         served = await terms(connection, self._name, version, rule.counted_at(stands.now))
-        if rule.mode == "immediate" and not _ends_with(served, version):
-            self.why_not = PUT_THERE
+        if rule.mode == "immediate":
+            self.why_not = why_not_in_line(served, version)
+        if self.why_not is not None:
+            self._one = self._again = None
             return None
         watch = self._going_on(stands, promoted, served)
         outcome = await watch.look(connection, stands.now, reads_until())
@@ -129,14 +154,6 @@ class Watching:
         if outcome is not None:
             self._one, self._again, self._read_at = self._again, None, stands.now
         return outcome
-
-
-def _ends_with(served: Sequence[Term], version: int) -> bool:
-    """Return whether a version got the traffic last, and untried.
-
-    Whoever moved it may have begun before another, and have waited for that.
-    """
-    return bool(served) and served[-1].is_untried and served[-1].version == version
 
 
 def _begun(stands: Gated, promoted: Promotion, served: Sequence[Term]) -> OnWatch | OnSuccession:

@@ -168,7 +168,8 @@ TRAINING: Final = {
     "policies.files_deleted_at": "Time its files were deleted; null: they are there.",
     "policies.share": "Share of new episodes: of a canary, and of what was rolled back as one, the "
     "share it was tried on; of version 0, the share that stays on the base model; null: none.",
-    "policies.gate": "Rule by which it is judged, as the recipe had it (JSON); null: by none.",
+    "policies.gate": "Rule by which it is judged, as the recipe had it, and the digest of what "
+    "its rewards are made by (JSON); null: by none.",
     "policies.rolled_back_at": "Time it was rolled back, which stays; null: it was not.",
     "policies.frozen_at": "Of version 0: since when only operators move the policy's traffic.",
     "policy_events.id": "Id (UUIDv7); events of a version sort by it.",

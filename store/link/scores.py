@@ -6,7 +6,7 @@ changes it (`store.read.rewards`). `scored_at` is the time of the first reward. 
 single calls it is the newest, because they come while the episode still goes on.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.connection.engine import driver_of
 from store.read.rewards import ALL_TERMS, COLUMNS, TERM_ALONE, rule_of, sums
+from store.records import REWARD
 from store.schema.claimable import reward_terms
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm
 
@@ -197,6 +198,13 @@ async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
             for row in rows
         )
     )
+
+
+async def judged_by(
+    connection: AsyncConnection, policy: str, gate: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the rule `gate` for a version, with the digest of what its rewards are made by now."""
+    return dict(gate) | {REWARD: (await reward_rule(connection, policy)).digest}
 
 
 async def lacking(connection: AsyncConnection, policy: str) -> dict[str, int]:

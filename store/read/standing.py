@@ -8,6 +8,7 @@ import msgspec
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.link.scores import reward_rule
 from store.read.pages import version_of
 from store.records import Record
 from store.schema.trained import LIVE, ONCE_SERVED
@@ -47,7 +48,8 @@ _NEWEST_PROMOTED: Final = text(
 _TERMS: Final = text(
     """
     SELECT version, v.at AS since, COALESCE(
-            v.actor = 'trainer' AND p.gate->>'mode' = 'immediate', false) AS is_untried
+            v.actor = 'trainer' AND p.gate->>'mode' = 'immediate', false) AS is_untried,
+        p.gate->>'reward' AS reward
     FROM policy_events v JOIN policies p USING (name, version)
     WHERE name = :name AND v.to_state = 'serving' AND p.rolled_back_at IS NULL
         AND (version > 0 AND version BETWEEN :least AND :serving
@@ -99,7 +101,7 @@ class Gated(Record, frozen=True, kw_only=True):
     """Describe a policy at the time `now` of the database: of each part one version at most.
 
     `frozen` says that only operators change which version has traffic. `base_share` is the share of
-    new episodes that the base model keeps.
+    new episodes that the base model keeps. `reward` is the digest of what rewards are made by now.
     """
 
     now: datetime
@@ -108,6 +110,7 @@ class Gated(Record, frozen=True, kw_only=True):
     canary: Standing | None = None
     candidate: Standing | None = None
     base_share: float = 0.0
+    reward: str | None = None
 
 
 class Promotion(Record, frozen=True, kw_only=True):
@@ -123,11 +126,15 @@ class Promotion(Record, frozen=True, kw_only=True):
 
 
 class Term(Record, frozen=True, kw_only=True):
-    """Say when a version got the traffic, and whether as it was made, untried, to be watched."""
+    """Say when a version got the traffic, and whether as it was made, untried, to be watched.
+
+    `reward` is the digest of what its rewards were made by; None: of what they are made by now.
+    """
 
     version: int
     since: datetime
     is_untried: bool
+    reward: str | None = None
 
 
 _UNRULED: Final = text(
@@ -146,7 +153,12 @@ async def gated_policies(connection: AsyncConnection) -> list[str]:
 
 
 async def gated(connection: AsyncConnection, name: str) -> Gated | None:
-    """Return where a policy stands, or None if no version of it serves: there is no such policy."""
+    """Return where a policy stands, or None if no version of it serves: there is no such policy.
+
+    What its rewards are made by stays so until the transaction ends.
+    """
+    # First, since whoever reads it keeps it from being changed: what comes after is of that time.
+    reward = (await reward_rule(connection, name)).digest
     rows = (await connection.execute(_STANDING, {"name": name})).all()
     by_state: dict[PolicyState, Standing] = {row.state: _standing(row) for row in rows}
     if "serving" not in by_state:
@@ -155,6 +167,7 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
         now=rows[0].now,
         frozen=rows[0].frozen,
         base_share=rows[0].base_share,
+        reward=reward,
         serving=by_state["serving"],
         canary=by_state.get("canary"),
         candidate=by_state.get("candidate"),

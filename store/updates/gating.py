@@ -11,6 +11,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, StateChanged
+from store.link.scores import judged_by
 from store.read.pages import version_of
 from store.schema.trained import ONCE_SERVED, policies
 from store.updates.descent import DESCENDANTS, reject_built_on
@@ -125,7 +126,7 @@ async def make_candidate(
         await change_state(connection, version_of(row), "rejected", reason=newer, actor=actor)
         waited |= row.state == "candidate"
     held = await lock_version(connection, name, version)
-    await _set(connection, name, version, gate=dict(gate))
+    await _set(connection, name, version, gate=await judged_by(connection, name, gate))
     await change_state(connection, held, "candidate", reason=reason, actor=actor)
     return waited
 
@@ -165,7 +166,7 @@ async def watch(
     The base model gets `base_share` of the new episodes for good, to compare with.
     """
     await lock_policies(connection, [name])
-    await _set(connection, name, version, gate=dict(gate))
+    await _set(connection, name, version, gate=await judged_by(connection, name, gate))
     await _set(connection, name, 0, share=base_share)
 
 

@@ -37,6 +37,22 @@ _CHANGE: Final = text(
     FROM changed RETURNING id
     """
 )
+# Where the rewards never changed before, nothing said what they were made by.
+_NOTE_REWARD: Final = text(
+    """
+    UPDATE policies SET gate = gate || jsonb_build_object('reward', CAST(:reward AS text))
+    WHERE name = :name AND gate IS NOT NULL AND NOT gate ? 'reward'
+    """
+)
+# By the clock, as whoever changes rewards has waited for all who store some.
+_JUDGE_BY: Final = text(
+    """
+    UPDATE policies SET gate = gate || CAST(:units AS jsonb),
+        changed_at = CASE WHEN state = 'canary' THEN clock_timestamp() ELSE changed_at END
+    WHERE name = :name AND gate IS NOT NULL AND state IN ('candidate', 'canary')
+    RETURNING version, state
+    """
+)
 _LOCK: Final = text(
     "SELECT name FROM policies WHERE version = 0 AND name = ANY(CAST(:names AS text[]))"
     " ORDER BY name FOR NO KEY UPDATE"
@@ -127,6 +143,30 @@ async def note_rolled_back(
         reason=reason,
         actor=actor,
     )
+
+
+async def judge_anew(
+    connection: AsyncConnection, name: str, before: str, units: Mapping[str, Any], *, actor: Actor
+) -> None:
+    """Let a policy's candidates be judged by other rewards; a trial that is under way begins anew.
+
+    `before` is the digest of what rewards were made by until now, `units` what replaces parts of
+    the candidates' rules. What serves keeps its rule: it is not judged by rewards that it was not
+    promoted for.
+    """
+    await connection.execute(_NOTE_REWARD, {"name": name, "reward": before})
+    values = {"name": name, "units": json.dumps(dict(units))}
+    for row in (await connection.execute(_JUDGE_BY, values)).all():
+        if row.state == "canary":
+            await add_event(
+                connection,
+                name,
+                row.version,
+                "canary",
+                before="canary",
+                reason="the reward is another sum: its trial begins anew, with what begins now",
+                actor=actor,
+            )
 
 
 async def lock_version(connection: AsyncConnection, name: str, version: int) -> PolicyVersion:

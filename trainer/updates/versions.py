@@ -6,15 +6,16 @@ from pathlib import Path
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.link.scores import set_reward_rule
+from store.link.scores import reward_rule, set_reward_rule
+from store.records import REWARD
 from store.tenants import DEFAULT
 from store.updates import claims, descent, gating, policies
 from store.updates.files import deleted_versions
-from store.updates.states import set_state
-from store.values.rewards import RewardRule
+from store.updates.states import judge_anew, set_state
 from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
+from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
 
@@ -46,10 +47,19 @@ async def begin_policy(
         )
 
 
-async def score_by(engine: AsyncEngine, policy: str, rule: RewardRule) -> None:
-    """Let the policy's rewards be what `rule` makes of all that was said, and is said from now."""
+async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
+    """Let the policy's rewards be what the recipe makes of all that was said, and is from now.
+
+    If that is another sum than before, what is tried is judged by it from now on.
+    """
+    rule = recipe.reward_rule
+    units = recipe.judged_by.model_dump(mode="json", include={"reward_range", "margin"})
     async with engine.begin() as connection:
+        before = await reward_rule(connection, policy)
         changed = await set_reward_rule(connection, policy, rule)
+        if changed:
+            units[REWARD] = rule.digest
+            await judge_anew(connection, policy, before.digest, units, actor="trainer")
     if changed:
         metrics = [term.metric for term in rule.terms]
         log.warning("rewards_are_another_sum", policy=policy, metrics=metrics)

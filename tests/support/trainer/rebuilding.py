@@ -83,12 +83,13 @@ def waves(version: int | None = None) -> Waves:
     return made
 
 
-def without(records: Iterable[SpoolRecord], keys: Sequence[str]) -> list[SpoolRecord]:
-    def is_of(record: Any) -> bool:
-        key = record.episode if hasattr(record, "episode") else record.items[0].target
-        return key in keys
+def of_episode(record: Any) -> str:
+    """Return the key of the episode that a call belongs to, or a reward is about."""
+    return str(record.episode if hasattr(record, "episode") else record.items[0].target)
 
-    return [record for record in records if not is_of(record)]
+
+def without(records: Iterable[SpoolRecord], keys: Sequence[str]) -> list[SpoolRecord]:
+    return [record for record in records if of_episode(record) not in keys]
 
 
 class Bench:

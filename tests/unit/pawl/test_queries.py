@@ -1,12 +1,14 @@
 """What `pawl policies rebuild --without` understands."""
 
 from datetime import UTC, datetime
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.policies.queries import BadQuery, read_queries, read_query
+from pawl.commands.rebuilding import Without
+from pawl.policies.queries import FIELDS, BadQuery, read_queries, read_query
 from store.rebuilding.choosing import Query
 
 
@@ -57,3 +59,9 @@ def test_any_text_is_a_query_or_is_refused(text: str) -> None:
     except BadQuery:
         return
     assert read != Query()
+
+
+def test_the_option_s_help_names_all_conditions() -> None:
+    [option] = [one for one in get_args(Without) if hasattr(one, "help")]
+    _, _, conditions = option.help.partition("FIELD=VALUE,...: ")
+    assert conditions.partition(".")[0].split(", ") == [one for one in FIELDS if one != "episode"]

@@ -1,5 +1,11 @@
 """A line that is rebuilt without some episodes: bit for bit one that never had them."""
 
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import msgspec
 import pytest
 from msgspec import UNSET
 from sqlalchemy import select
@@ -7,14 +13,28 @@ from sqlalchemy import select
 from pawl.policies.show import versions_of
 from store.deleting.delete import delete_episode
 from store.deleting.receipts import Receipt
+from store.ids import lowest_id_at
+from store.keys.keys import create_key
+from store.records import CallRecord
 from store.schema.recorded import episodes
 from store.updates import claims
 from store.updates.gating import begin_canary, freeze
 from store.updates.policies import list_versions
 from tests.support.records import call, reward
-from tests.support.trainer.rebuilding import GATED, RECIPES, Bench, Stand, waves, without
+from tests.support.trainer.rebuilding import (
+    GATED,
+    RECIPES,
+    Bench,
+    Stand,
+    Waves,
+    of_episode,
+    waves,
+    without,
+)
 from trainer.errors import PublishError, TrainerError
 from trainer.publishing.publish import Publisher
+
+DAY = datetime(2026, 11, 20, tzinfo=UTC)
 
 
 @pytest.mark.parametrize("rule", RECIPES)
@@ -37,6 +57,50 @@ async def test_it_is_bit_for_bit_a_line_that_never_had_them(stand: Stand, rule: 
     baselines = "SELECT baselines FROM updates WHERE version = {}"
     assert await bench.all(baselines.format(6)) == await never.all(baselines.format(3))
     assert bench.told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+async def with_key(bench: Bench, made: Waves, out: Sequence[str]) -> dict[str, Any]:
+    """Let these episodes have come with one API key: their calls, or of the first the reward."""
+    async with bench.engine.begin() as connection:
+        key = (await create_key(connection, "stolen", ("infer", "feedback"))).about.id
+        other = (await create_key(connection, "other", ("infer", "feedback"))).about.id
+    for records in made:
+        for at, record in enumerate(records):
+            name = of_episode(record)
+            came_with = isinstance(record, CallRecord) == (name != out[0])
+            own = key if name in out and came_with else other
+            records[at] = msgspec.structs.replace(record, api_key=own)
+    return {"key": "stolen"}
+
+
+async def of_a_day(_: Bench, made: Waves, out: Sequence[str]) -> dict[str, Any]:
+    """Let these episodes have begun on one day, and all others on the day before or after it."""
+    for records in made:
+        for at, record in enumerate(records):
+            if not isinstance(record, CallRecord):
+                continue
+            days = 0 if record.episode in out else (-1, 1)[at % 4 == 0]
+            began = DAY + timedelta(days=days, hours=1, minutes=at)
+            made_id = UUID(int=lowest_id_at(began).int + record.id.int % 2**62)
+            records[at] = msgspec.structs.replace(record, id=made_id, started_at=began)
+    return {"since": DAY, "before": DAY + timedelta(days=1)}
+
+
+@pytest.mark.parametrize("selected", [with_key, of_a_day])
+async def test_without_what_came_with_a_key_or_of_a_day_it_is_bit_for_bit_a_line_that_never_had_it(
+    stand: Stand, selected: Callable[[Bench, Waves, Sequence[str]], Awaitable[dict[str, Any]]]
+) -> None:
+    bench, never = await stand.bench("rebuilt"), await stand.bench("never")
+    made, out = waves(), ["w0/e1", "w0/e2", "w1/e0", "w2/e6"]
+    query = await selected(bench, made, out)
+    await bench.trains(made)
+    result = await bench.rebuild(**query)
+    left_out = [name for name, (_, reason) in (await bench.spent()).items() if reason]
+    assert (result.left_out, sorted(left_out)) == (4, out)
+    await never.trains([without(records, out) for records in made])
+    for number in (1, 2, 3):
+        assert bench.written(number + 3) == never.written(number) != bench.written(number)
+    assert bench.state(6) == never.state(3) != {}
 
 
 @pytest.mark.parametrize("rule", ["group", "moving"])
