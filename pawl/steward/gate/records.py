@@ -139,7 +139,7 @@ class Decision(msgspec.Struct, frozen=True):
         better: wealth against "worse by the margin or more"; at `better_needed` it is promoted.
         worse: wealth against "as good"; at `worse_needed` it is retired.
         arms: what was seen of each arm.
-        guards: failed requests, malformed tool calls, failed tools, slowness.
+        guards: failed requests, malformed tool calls, failed tools, slowness, unscored episodes.
     """
 
     kind: Kind

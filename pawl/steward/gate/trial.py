@@ -120,16 +120,31 @@ class Trial:
                 return "retire", f"more {figures.name} than what serves: {shares}"
         if self._worse.value >= self._worse_needed:
             return "retire", "scores lower than what serves"
-        fewest = min(self._arms[CANARY].scored, self._arms[SERVING].scored)
-        if self._better.value >= self._better_needed and fewest >= self._options.fewest:
+        if self._rewards_suffice and self._held_back() is None:
             return "promote", f"scores no lower than what serves, less {self._options.margin:g}"
         return None
 
+    @property
+    def _rewards_suffice(self) -> bool:
+        fewest = min(self._arms[CANARY].scored, self._arms[SERVING].scored)
+        return self._better.value >= self._better_needed and fewest >= self._options.fewest
+
+    def _held_back(self) -> str | None:
+        """Return why one whose rewards suffice is not promoted yet; None if nothing keeps it.
+
+        A guard needs more for a verdict than the rewards do, and would come too late.
+        """
+        against = next((guard.name for guard in self._guards if guard.speaks_against), None)
+        return None if against is None else f"it may have more {against} than what serves"
+
     def _without_verdict(self, age_s: float) -> tuple[Kind, str]:
-        options = self._options
-        if age_s >= options.deadline_s:
-            return "retire", f"not shown to be good enough before its deadline ({age_s:.0f} s)"
-        return "wait", "the episodes so far do not suffice for a decision"
+        why = "the episodes so far do not suffice for a decision"
+        held_back = self._held_back() if self._rewards_suffice else None
+        if held_back is not None:
+            why = f"its rewards suffice, but {held_back}"
+        if age_s < self._options.deadline_s:
+            return "wait", why
+        return "retire", f"not shown to be good enough before its deadline ({age_s:.0f} s): {why}"
 
     def _interval(self, renew: bool) -> tuple[float, float]:
         """Return the bounds, of blocks that are at most a twentieth fewer than all."""

@@ -114,6 +114,23 @@ async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
     assert last.evidence["decision"]["kind"] == "retire"
 
 
+async def test_a_version_whose_episodes_get_no_rewards_is_rolled_back(
+    database_url: str, engine: AsyncEngine
+) -> None:
+    judge = gate(database_url)
+    await candidate(engine, 0)
+    await judge.look(engine)
+    await pass_time(engine)
+    await live(engine, {("serving", 0): [0.0, 0.1]})
+    # A third of them have one, and these are the best.
+    await live(engine, {("canary", 1): [1.0]}, "b", many=MANY // 3)
+    await live(engine, {("canary", 1): [0.0]}, "c", many=2 * MANY // 3, are_late=True)
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+    last = (await events_of(engine, "m"))[-1]
+    assert last.reason.startswith("more unscored episodes than what serves: 66.7% of the canary's")
+
+
 async def test_a_version_that_turns_bad_while_it_serves_is_rolled_back(
     database_url: str, engine: AsyncEngine
 ) -> None:
