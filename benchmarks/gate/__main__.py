@@ -22,7 +22,7 @@ from benchmarks.gate.figures import Found, bars, tables
 from benchmarks.gate.picture import draw
 from benchmarks.gate.runs import Ends, Tell, peeked, run_world
 from benchmarks.gate.successions import Untried, UntriedWorld, run_untried
-from benchmarks.gate.worlds import EVEN_ODDS, WORLDS, World
+from benchmarks.gate.worlds import EVEN_ODDS, HIDING, WORLDS, World
 from benchmarks.proxy.page import with_figures
 from benchmarks.proxy.tables import bars_table
 from pawl.steward.gate.records import GateOptions
@@ -41,6 +41,9 @@ FALLS: Final = (
     FallWorld(0.05, 0.0, tried=500, later=2_500),
     FallWorld(0.05, 0.5, tried=500, later=2_500),
 )
+# By how much what hides its wrong answers is worse, and the episodes of a run.
+WORSE: Final = -0.1
+HIDDEN: Final = 4_000
 # Episodes that a version serves.
 SERVED: Final = 20_000
 UNTRIED: Final = (
@@ -96,6 +99,7 @@ def _simulate(options: argparse.Namespace, progress: Progress) -> Found:
         effects=[
             ends(EVEN_ODDS, effect, max(1, runs // 5), most) for effect, most in EFFECTS.items()
         ],
+        hidden=[ends(world, WORSE, max(1, runs // 5), HIDDEN) for world in HIDING],
         falls=[_falls(progress, world, max(1, runs // 50)) for world in FALLS],
         untried=[_untried(progress, world, max(1, runs // 100)) for world in UNTRIED],
         peeked=peeked(EVEN_ODDS, runs, count, GateOptions()),

@@ -21,6 +21,7 @@ class Found(Record, frozen=True, kw_only=True):
         equal: canaries as good as what serves, by world.
         worse: canaries worse by the margin, by world.
         effects: canaries of several effects, to their verdicts.
+        hidden: canaries that are worse, and a part of whose wrong answers is left unscored.
         falls: versions that serve, and fall.
         untried: versions that follow each other untried, and fall.
         peeked: the share of equals that a fixed-horizon test calls worse, looked at as often.
@@ -30,6 +31,7 @@ class Found(Record, frozen=True, kw_only=True):
     equal: list[Ends]
     worse: list[Ends]
     effects: list[Ends]
+    hidden: list[Ends]
     falls: list[Falls]
     untried: list[Untried]
     peeked: float
@@ -40,11 +42,13 @@ def bars(found: Found) -> list[Bar]:
     """Return what the gate promises."""
     retired = max((one.retired / one.runs for one in found.equal), default=None)
     promoted = max((one.promoted / one.runs for one in found.worse), default=None)
+    hidden = max((one.promoted / one.runs for one in found.hidden), default=None)
     healthy = [one.early / one.runs for one in found.falls if not one.fall]
     untried = [one.early / (one.runs * one.versions) for one in found.untried]
     return [
         Bar("retired by mistake, in the worst world", retired, MOST_MISTAKES),
         Bar("promoted by mistake, in the worst world", promoted, MOST_MISTAKES),
+        Bar("promoted though it is worse, as that goes unscored", hidden, MOST_MISTAKES),
         Bar("rolled back by mistake", max(healthy, default=None), MOST_MISTAKES),
         Bar("untried versions rolled back by mistake", max(untried, default=None), MOST_MISTAKES),
     ]
@@ -55,6 +59,7 @@ def tables(found: Found) -> list[Rows]:
     return [
         _mistakes(found),
         _speed(found.effects),
+        _hidden(found.hidden),
         _rolled_back(found.falls),
         _untried(found.untried),
     ]
@@ -78,6 +83,9 @@ def _mistakes(found: Found) -> Rows:
         f"Each run is looked at after each of its {found.episodes:,} episodes, until its verdict;"
         " *worse* is by the margin, 0.02. In bold what is a mistake. A z-test of the same level"
         f" looked at as often calls {found.peeked:.3f} of equals worse (right or wrong, 0.5)."
+        " *Wrong in each way*: this share of the episodes fails, is slow, or has no reward, and of"
+        " those that call tools this share has a malformed call, or a tool that failed; *0.05"
+        " more*: so many more of the canary's, in each way, which is the most that guards let pass."
     )
     return Rows("Mistakes", heads, lines, [note])
 
@@ -104,6 +112,26 @@ def _speed(effects: Sequence[Ends]) -> Rows:
         " it must know the effect beforehand."
     )
     return Rows("Episodes to a verdict", heads, lines, [note])
+
+
+def _hidden(worlds: Sequence[Ends]) -> Rows:
+    lines = [
+        [
+            one.world,
+            f"{one.runs:,}",
+            f"{one.promoted / one.runs:.3f}",
+            f"{one.retired / one.runs:.3f}",
+            number(one.middle),
+            number(one.ninth),
+        ]
+        for one in worlds
+    ]
+    heads = ["unscored", "runs", "**promoted**", "retired", "episodes, median", "nine of ten"]
+    note = (
+        "Right or wrong, 0.5 for what serves and 0.4 for the canary; of its wrong episodes this"
+        " share has no reward, of the others all have one. In bold what is a mistake."
+    )
+    return Rows("Wrong answers that nobody scores", heads, lines, [note])
 
 
 def _rolled_back(falls: Sequence[Falls]) -> Rows:

@@ -5,17 +5,19 @@ episodes in many worlds an hour. This computes the same for all runs together; `
 of the runs through the product as well, one episode after the other, and compares the verdicts.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gate.worlds import Drawn, Floats
+from benchmarks.gate.worlds import Bools, Drawn, Flags, Floats
 from pawl.steward.gate.blocks import block_size
 from pawl.steward.gate.centres import PRIOR
+from pawl.steward.gate.guards import MARGIN, Slowness, all_guards
 from pawl.steward.gate.records import GateOptions
 from pawl.steward.gate.trial import Trial
-from pawl.steward.gate.wealth import MOST_BET, STAKES
+from pawl.steward.gate.wealth import ABOVE, BELOW, MOST_BET, STAKES, Side
 
 STAKE: Final = np.array(STAKES)
 PROMOTED, RETIRED = 1, -1
@@ -49,27 +51,94 @@ class _Centres:
         np.add.at(self._counts, (rows, family), 1)
 
 
+class _Bets(NamedTuple):
+    """Hold the wealth against some claims after each episode of each run.
+
+    `settled` says where bets were settled: there the trial looks for a verdict.
+    """
+
+    wealth: list[Floats]
+    settled: Bools
+
+
 def verdicts(drawn: Drawn, options: GateOptions) -> Verdicts:
     """Return where each run ends: the first block after which the trial has a verdict."""
-    runs, count = drawn.canary.shape
     size = block_size(options.canary_share, 1 - options.canary_share - options.base_share)
+    scored = np.full(drawn.canary.shape, True)
+    if "unscored" in drawn.ways:
+        scored = ~drawn.ways["unscored"].wrong
+    claims: list[tuple[float, Side]] = [(-options.scaled_margin, ABOVE), (0.0, BELOW)]
+    rewards = _bets(drawn, drawn.reward, scored, size, claims)
+    better, worse = rewards.wealth
+    of_canary, of_others = ((scored & arm).cumsum(1) for arm in (drawn.canary, ~drawn.canary))
+    promoted = (better >= 1 / options.mistakes) & (
+        np.minimum(of_canary, of_others) >= options.fewest
+    )
+    retired = worse >= 2 / options.mistakes
+    settled, needed = rewards.settled, 2 * len(all_guards(size)) / options.mistakes
+    for flags in _guarded(drawn, size):
+        guard = _bets(drawn, flags.wrong.astype(float), flags.told, size, [(MARGIN, ABOVE)])
+        promoted &= guard.wealth[0] <= 1
+        retired |= guard.wealth[0] >= needed
+        settled = settled | guard.settled
+    return _first(np.where(retired, RETIRED, np.where(promoted, PROMOTED, 0)) * settled)
+
+
+def _first(found: NDArray[np.int64]) -> Verdicts:
+    """Return the first verdict of each run."""
+    at = (found != 0).argmax(1)
+    kind = np.take_along_axis(found, at[:, None], 1)[:, 0]
+    return Verdicts(kind, np.where(kind == 0, found.shape[1], at + 1))
+
+
+def _guarded(drawn: Drawn, size: int) -> Iterator[Flags]:
+    """Return what guards are told, of each that is told anything.
+
+    Where nothing ever fails and all is scored, these guards only lose: they are left out.
+    """
+    for way, flags in drawn.ways.items():
+        yield _slow(drawn, size) if way == "slow" else flags
+
+
+def _slow(drawn: Drawn, size: int) -> Flags:
+    """Return which episodes the product takes for slow: it needs their times in their order."""
+    found = []
+    for run in range(len(drawn.canary)):
+        slowness = Slowness(size)
+        found.append([slowness.is_slow(episode) for episode in drawn.episodes(run)])
+    told = [[one is not None for one in run] for run in found]
+    return Flags(np.array([[one is True for one in run] for run in found]), np.array(told))
+
+
+def _bets(
+    drawn: Drawn, values: Floats, told: Bools, size: int, claims: Sequence[tuple[float, Side]]
+) -> _Bets:
+    """Bet against claims (null and side) about the values of the episodes that have one."""
+    runs, count = drawn.canary.shape
+    # The episodes that have a value come first, in their order.
+    order = np.argsort(~told, axis=1, kind="stable")
+    canary = np.take_along_axis(drawn.canary, order, 1)
+    family = np.take_along_axis(drawn.family, order, 1)
+    value = np.take_along_axis(values, order, 1)
+    have, every = told.sum(1), np.arange(runs)
     centres = _Centres(runs, int(drawn.family.max()) + 1)
-    better, worse = np.ones((runs, len(STAKES))), np.ones((runs, len(STAKES)))
-    kind, seen = np.zeros(runs, int), np.full(runs, count)
-    tested = np.zeros(runs)
-    for end in range(size, count + 1, size):
-        part = drawn.part(end - size, end)
+    parts = [np.ones((runs, len(STAKES))) for _ in claims]
+    steps = [[np.ones(runs)] for _ in claims]
+    ended, settled = np.zeros((runs, count), int), np.full((runs, count), False)
+    for end in range(size, int(have.max(initial=0)) + 1, size):
+        of = np.s_[:, end - size : end]
+        part = Drawn(canary[of], family[of], value[of])
         difference, weight, reach = _blocks(part, centres.of(part.family))
+        is_whole = have >= end
+        weight = np.where(is_whole, weight, 0.0)
         centres.add(part.family, part.reward)
-        _settle(better, difference, weight, reach - options.scaled_margin, options.scaled_margin)
-        _settle(worse, -difference, weight, reach, 0.0)
-        tested += part.canary.sum(1)
-        enough = np.minimum(tested, end - tested) >= options.fewest
-        found = np.where((better.mean(1) >= 1 / options.mistakes) & enough, PROMOTED, 0)
-        found = np.where(worse.mean(1) >= 2 / options.mistakes, RETIRED, found)
-        new = (kind == 0) & (found != 0)
-        kind[new], seen[new] = found[new], end
-    return Verdicts(kind, seen)
+        for (null, side), own, step in zip(claims, parts, steps, strict=True):
+            _settle(own, side * (difference - null), weight, reach + side * null)
+            step.append(own.mean(1))
+        last = every[is_whole], order[is_whole, end - 1]
+        ended[last], settled[last] = 1, weight[is_whole] > 0
+    blocks = ended.cumsum(1)
+    return _Bets([np.take_along_axis(np.array(one).T, blocks, 1) for one in steps], settled)
 
 
 def _blocks(part: Drawn, centre: Floats) -> tuple[Floats, Floats, Floats]:
@@ -82,11 +151,10 @@ def _blocks(part: Drawn, centre: Floats) -> tuple[Floats, Floats, Floats]:
     return own - rest, count * (size - count) / size, 1 + centre.max(1) - centre.min(1)
 
 
-def _settle(parts: Floats, difference: Floats, weight: Floats, room: Floats, margin: float) -> None:
-    """Settle bets that the difference is above −margin, in place."""
-    odds = (difference + margin) / room
+def _settle(parts: Floats, won: Floats, weight: Floats, room: Floats) -> None:
+    """Settle bets that win `won` of what they could lose (`room`), in place."""
     bets = np.minimum(STAKE * weight[:, None], MOST_BET)
-    parts *= 1 + bets * odds[:, None]
+    parts *= 1 + bets * (won / room)[:, None]
     # A float that runs out at the top would stay there; those runs have ended long before.
     np.minimum(parts, 1e200, out=parts)
 

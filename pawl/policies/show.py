@@ -115,9 +115,11 @@ def _source(version: PolicyVersion, made_by: Mapping[UUID | None, str]) -> str |
 
 def _trial(trial: Decision) -> str:
     episodes = ", ".join(f"{one.episodes} {arm}" for arm, one in trial.arms.items())
+    clipped = ", ".join(f"{one.clipped} {arm}" for arm, one in trial.arms.items() if one.clipped)
+    outside = f", the rewards of {clipped} outside of gate.reward_range" if clipped else ""
     return (
         f"tried: {trial.lower:+.4f} to {trial.upper:+.4f} above what serves, by {episodes}"
-        f" episodes ({trial.kind}: {trial.reason})"
+        f" episodes{outside} ({trial.kind}: {trial.reason})"
     )
 
 

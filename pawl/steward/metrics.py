@@ -39,6 +39,12 @@ GATE_BOUND = Gauge(
 GATE_EPISODES = Gauge(
     "pawl_steward_gate_episodes", "Episodes that a trial rests on, by arm.", ["policy", "arm"]
 )
+GATE_CLIPPED = Gauge(
+    "pawl_steward_gate_clipped_share",
+    "Share of the scored episodes whose reward is outside of `gate.reward_range` and counts as its"
+    " end, by what is judged by them (`trial`, `watch`) and arm.",
+    ["policy", "judged", "arm"],
+)
 GATE_WATCHED = Gauge(
     "pawl_steward_gate_watched",
     "1 while live rewards may roll back the trained version that serves; 0: nothing is watched, and"

@@ -6,6 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.steward.again import Before, Loaded, call_back, roll_back_to
 from pawl.steward.candidates import STEWARD, Moved, admission, admit, is_told
+from pawl.steward.clipping import Clipping
 from pawl.steward.evidence import OnTrial, key_of
 from pawl.steward.gate.records import Decision
 from pawl.steward.gate.watch import Watched
@@ -44,6 +45,7 @@ class PolicyGate:
         self._replays = replays
         self._trial: OnTrial | None = None
         self._watching = Watching(name)
+        self._clipped_trial, self._clipped_watch = Clipping(name, "trial"), Clipping(name, "watch")
         self._why_unwatched: str | None = None
         self._failure: str | None = None
         self.before: Before | None = None
@@ -97,7 +99,7 @@ class PolicyGate:
     ) -> Moved:
         """Roll back what serves if it has fallen behind what it is compared with."""
         watched = await self._watching.look(connection, stands)
-        self._show_watched(stands.serving.version)
+        self._show_watched(stands.serving.version, watched)
         if watched is None or not (watched.roll_back and await self._stands(connection, stands)):
             return []
         return await self._fall(connection, stands.serving, loaded, watched)
@@ -203,8 +205,12 @@ class PolicyGate:
             return []
         return await admit(connection, admitted)
 
-    def _show_watched(self, serving: PolicyVersion) -> None:
+    def _show_watched(self, serving: PolicyVersion, watched: Watched | None) -> None:
         """Show whether what serves is watched, and log once why it is not."""
+        if watched is None:
+            self._clipped_watch.hide()
+        else:
+            self._clipped_watch.show(watched.arms)
         why = self._watching.why_not
         if why is not None and why != self._why_unwatched:
             log.warning("nothing_watched", version=serving.served_name, reason=why)
@@ -224,9 +230,11 @@ class PolicyGate:
             GATE_BOUND.labels(self._name, bound).set(value)
         for arm, figures in decision.arms.items():
             GATE_EPISODES.labels(self._name, arm).set(figures.episodes)
+        self._clipped_trial.show(decision.arms)
 
     def _hide(self) -> None:
         self._trial = None
+        self._clipped_trial.hide()
         for bound in ("lower", "upper"):
             GATE_BOUND.remove(self._name, bound)
         for arm in ARMS:
@@ -235,6 +243,7 @@ class PolicyGate:
     def forget(self) -> None:
         """Show nothing more of the policy: it has no version with a gate any more."""
         self._hide()
+        self._clipped_watch.hide()
         self._replays.forget(self._name)
         for gauge in (GATE_FROZEN, GATE_FAILED, GATE_WATCHED, VERSION):
             gauge.remove(self._name)

@@ -39,6 +39,7 @@ LABELS: Final = {
     "figure": "`pawl_eval_reward`: `mean`, or `low` or `high` for the limits of its 95 % interval. "
     "`pawl_sentinel_difference`: `mean`, or `mean_absolute` for its mean size.",
     "judge": "Name of the judge.",
+    "judged": "`trial`: of a version that is tried; `watch`: of what serves.",
     "kind": "`pawl_tokens_total`: `prompt` or `sampled`. `pawl_calls_explored_total`: "
     "`temperature`, `seed` or `strict`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",

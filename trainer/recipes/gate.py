@@ -42,8 +42,9 @@ class GateOptions(RecipeOptions):
     )
     reward_range: tuple[Finite, Finite] = Field(
         default=(0.0, 1.0),
-        description="Lowest and highest reward; what lies outside counts as the nearest of them. "
-        "An episode that failed counts as the lowest.",
+        description="Lowest and highest reward; what lies outside counts as the nearest of them, "
+        "and while more than one in twenty of a version's do, nothing is promoted. An episode that "
+        "failed counts as the lowest.",
     )
     reward_delay_s: Delay = Field(
         default=600.0,

@@ -1,4 +1,7 @@
-"""Watch what no reward may buy: failed requests, malformed tool calls, failed tools, slowness."""
+"""Watch what no reward may buy: failed requests, malformed tool calls, failed tools, slowness.
+
+And episodes without a reward: of those that are scored alone nobody knows what the others were.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -47,9 +50,19 @@ class Guard:
         return GuardFigures(self._name, canary, serving, self._wealth.value, needed)
 
     @property
+    def name(self) -> str:
+        """Return what goes wrong, as a plural."""
+        return self._name
+
+    @property
     def wealth(self) -> float:
         """Return the wealth against "not worse by more than MARGIN"."""
         return self._wealth.value
+
+    @property
+    def speaks_against(self) -> bool:
+        """Return whether the bets on it have won so far, though it may be by chance."""
+        return self._wealth.value > 1
 
     def _share(self, arm: Arm) -> float | None:
         bad, count = self._counts.get(arm, (0, 0))
@@ -84,6 +97,14 @@ class Slowness:
         return episode.seconds > self._bar
 
 
+def is_unscored(episode: Episode) -> bool:
+    """Return whether an episode has neither a reward nor, as one that failed, counts as the lowest.
+
+    Nor has one whose later calls are under way, or whose reward comes late: in both arms alike.
+    """
+    return episode.reward is None and not episode.failed
+
+
 def all_guards(block_size: int) -> list[Guard]:
     """Return one guard for each way of going wrong."""
     return [
@@ -91,4 +112,5 @@ def all_guards(block_size: int) -> list[Guard]:
         Guard("malformed tool calls", block_size, lambda episode: episode.malformed),
         Guard("failed tools", block_size, lambda episode: episode.tools_failed),
         Guard("slow episodes", block_size, Slowness(block_size).is_slow),
+        Guard("unscored episodes", block_size, is_unscored),
     ]

@@ -8,6 +8,11 @@ import msgspec
 Arm = Literal["base", "serving", "canary"]
 Kind = Literal["promote", "retire", "wait"]
 
+# What a sum of floats may come to past an end of its range, as a share of the width.
+ROUNDING: Final = 1e-9
+# While more than this share of an arm's rewards is outside of the range, nothing is promoted.
+MOST_CLIPPED: Final = 0.05
+
 BASE: Final = "base"
 SERVING: Final = "serving"
 CANARY: Final = "canary"
@@ -45,7 +50,7 @@ class GateOptions(msgspec.Struct, frozen=True, kw_only=True):
             that is decided rests on it.
         base_share: likewise, of the base model.
         margin: how much lower, in units of the reward, a canary may score and still be promoted.
-        reward_range: lowest and highest reward; others are clipped to it.
+        reward_range: lowest and highest reward; others are clipped to it, and counted.
         mistakes: the greatest probability of retiring one that is as good, and of promoting one
             that is worse by the margin or more, over the whole life of the canary.
         fewest: scored episodes that each arm needs before a promotion.
@@ -107,14 +112,31 @@ class GateOptions(msgspec.Struct, frozen=True, kw_only=True):
         low, high = self.reward_range
         return (min(max(episode.reward, low), high) - low) / (high - low)
 
+    def clips(self, episode: Episode) -> bool:
+        """Return whether an episode's reward is outside of the range, and counts as its end."""
+        if episode.reward is None:
+            return False
+        (low, high), past = self.reward_range, ROUNDING * self.width
+        return not low - past <= episode.reward <= high + past
+
 
 class ArmFigures(msgspec.Struct, frozen=True):
-    """Count what was seen of one arm; `mean` is of its scored episodes, in units of the reward."""
+    """Count what was seen of one arm.
+
+    `mean` is of its scored episodes, in units of the reward; `clipped` of these have a reward that
+    is outside of the range.
+    """
 
     episodes: int
     unscored: int
     failed: int
     mean: float | None
+    clipped: int = 0
+
+    @property
+    def clipped_share(self) -> float:
+        """Return the share of the scored episodes whose reward is outside of the range."""
+        return self.clipped / max(self.episodes - self.unscored, 1)
 
 
 class GuardFigures(msgspec.Struct, frozen=True):
@@ -139,7 +161,7 @@ class Decision(msgspec.Struct, frozen=True):
         better: wealth against "worse by the margin or more"; at `better_needed` it is promoted.
         worse: wealth against "as good"; at `worse_needed` it is retired.
         arms: what was seen of each arm.
-        guards: failed requests, malformed tool calls, failed tools, slowness.
+        guards: failed requests, malformed tool calls, failed tools, slowness, unscored episodes.
     """
 
     kind: Kind

@@ -73,7 +73,7 @@ class Stretch:
         self._fall = FallWealth(then, options.scaled_margin)
         self._before = 0.0 if before is None else Leads(before).mean
         self._since = Leads()
-        self._arms: dict[Arm, ArmCount] = {BASE: ArmCount(), SERVING: ArmCount()}
+        self._arms: dict[Arm, ArmCount] = {arm: ArmCount(options) for arm in (BASE, SERVING)}
         self._options = options
 
     @property
@@ -102,7 +102,7 @@ class Stretch:
             reason=said if fallen else HOLDS,
             wealth=wealth,
             needed=1 / self._options.mistakes,
-            arms={arm: count.figures(self._options) for arm, count in self._arms.items()},
+            arms={arm: count.figures() for arm, count in self._arms.items()},
             since=self.version,
             lead=leads[0],
             lead_before=leads[1],

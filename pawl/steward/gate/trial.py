@@ -10,6 +10,7 @@ from pawl.steward.gate.interval import lower_bound, upper_bound
 from pawl.steward.gate.records import (
     BASE,
     CANARY,
+    MOST_CLIPPED,
     SERVING,
     Arm,
     Decision,
@@ -21,6 +22,11 @@ from pawl.steward.gate.wealth import ABOVE, BELOW, Wealth
 
 # The bounds, which are for people, are taken anew once there are this many times the blocks.
 RENEWED: Final = 1.05
+REWARDS_OF: Final[dict[Arm, str]] = {
+    CANARY: "the canary's rewards",
+    SERVING: "the rewards of what serves",
+}
+NOT_ENOUGH = "the episodes so far do not suffice for a decision"
 
 
 class Trial:
@@ -31,7 +37,9 @@ class Trial:
 
     The probability of retiring one that is as good is at most `mistakes`: half of it for the
     reward, the other half in equal parts for the guards. That of promoting one that is worse by
-    the margin or more is at most `mistakes`. Of a canary only one of the two can happen.
+    the margin or more is at most `mistakes`. Of a canary only one of the two can happen. None is
+    promoted while a guard's bets have won so far, or while the range cuts many rewards: either
+    only puts it off.
     """
 
     def __init__(self, options: GateOptions) -> None:
@@ -44,7 +52,9 @@ class Trial:
         self._better = Wealth(-options.scaled_margin, ABOVE)
         self._worse = Wealth(0.0, BELOW)
         self._guards = all_guards(size)
-        self._arms: dict[Arm, ArmCount] = {arm: ArmCount() for arm in (BASE, SERVING, CANARY)}
+        self._arms: dict[Arm, ArmCount] = {
+            arm: ArmCount(options) for arm in (BASE, SERVING, CANARY)
+        }
         self._verdict: tuple[Kind, str] | None = None
         self._bounds = (0, -1.0, 1.0)
 
@@ -73,7 +83,7 @@ class Trial:
             better_needed=self._better_needed,
             worse=self._worse.value,
             worse_needed=self._worse_needed,
-            arms={arm: count.figures(options) for arm, count in self._arms.items()},
+            arms={arm: count.figures() for arm, count in self._arms.items()},
             guards=[guard.figures(self._guard_needed) for guard in self._guards],
         )
 
@@ -120,16 +130,47 @@ class Trial:
                 return "retire", f"more {figures.name} than what serves: {shares}"
         if self._worse.value >= self._worse_needed:
             return "retire", "scores lower than what serves"
-        fewest = min(self._arms[CANARY].scored, self._arms[SERVING].scored)
-        if self._better.value >= self._better_needed and fewest >= self._options.fewest:
+        if self._rewards_suffice and self._held_back() is None:
             return "promote", f"scores no lower than what serves, less {self._options.margin:g}"
         return None
 
+    @property
+    def _rewards_suffice(self) -> bool:
+        fewest = min(self._arms[CANARY].scored, self._arms[SERVING].scored)
+        return self._better.value >= self._better_needed and fewest >= self._options.fewest
+
+    def _held_back(self) -> str | None:
+        """Return why one whose rewards suffice is not promoted yet; None if nothing keeps it.
+
+        A guard needs more for a verdict than the rewards do, and would come too late.
+        """
+        against = next((guard.name for guard in self._guards if guard.speaks_against), None)
+        if against is not None:
+            return f"it may have more {against} than what serves"
+        return self._cut()
+
+    def _cut(self) -> str | None:
+        """Return of which arm the range cuts too many rewards to go by; None if of neither."""
+        low, high = self._options.reward_range
+        for arm, whose in REWARDS_OF.items():
+            share = self._arms[arm].figures().clipped_share
+            if share > MOST_CLIPPED:
+                return (
+                    f"{share:.0%} of {whose} lie outside of gate.reward_range, {low:g} to {high:g},"
+                    " and count as its ends: set it to your rewards' lowest and highest, for the"
+                    " versions to come"
+                )
+        return None
+
     def _without_verdict(self, age_s: float) -> tuple[Kind, str]:
-        options = self._options
-        if age_s >= options.deadline_s:
-            return "retire", f"not shown to be good enough before its deadline ({age_s:.0f} s)"
-        return "wait", "the episodes so far do not suffice for a decision"
+        why, held_back, cut = NOT_ENOUGH, self._held_back(), self._cut()
+        if self._rewards_suffice and held_back is not None:
+            why = f"its rewards suffice, but {held_back}"
+        elif cut is not None:
+            why = f"{NOT_ENOUGH}, and {cut}"
+        if age_s < self._options.deadline_s:
+            return "wait", why
+        return "retire", f"not shown to be good enough before its deadline ({age_s:.0f} s): {why}"
 
     def _interval(self, renew: bool) -> tuple[float, float]:
         """Return the bounds, of blocks that are at most a twentieth fewer than all."""

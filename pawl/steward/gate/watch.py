@@ -48,7 +48,7 @@ class Watch:
         served = 1 - options.canary_share - options.base_share
         self._rewards = Blocks(block_size(served, options.base_share))
         self._fall = FallWealth(reference, options.scaled_margin)
-        self._arms: dict[Arm, ArmCount] = {BASE: ArmCount(), SERVING: ArmCount()}
+        self._arms: dict[Arm, ArmCount] = {arm: ArmCount(options) for arm in (BASE, SERVING)}
         self._fallen = False
 
     def extend(self, episodes: Iterable[Episode]) -> None:
@@ -72,7 +72,7 @@ class Watch:
             reason=reason,
             wealth=self._fall.value,
             needed=1 / self._options.mistakes,
-            arms={arm: count.figures(self._options) for arm, count in self._arms.items()},
+            arms={arm: count.figures() for arm, count in self._arms.items()},
         )
 
     def _take(self, episode: Episode) -> None:

@@ -7,7 +7,7 @@ from benchmarks.gate.figures import Found, bars, tables
 from benchmarks.gate.many import Differ, compare, verdicts
 from benchmarks.gate.runs import Ends, fixed_horizon, options_for, peeked, run_world, seeded
 from benchmarks.gate.successions import UntriedWorld, run_untried
-from benchmarks.gate.worlds import EVEN_ODDS, WORLDS, World, draw_runs
+from benchmarks.gate.worlds import EVEN_ODDS, HIDING, WORLDS, World, draw_runs
 from pawl.steward.gate.records import GateOptions
 
 
@@ -15,11 +15,22 @@ def nothing(_: int) -> None:
     """Tell nobody."""
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-def test_the_arrays_decide_as_the_product_does(world: World) -> None:
+@pytest.mark.parametrize("effect", [-0.04, 0.2])
+@pytest.mark.parametrize("world", [*WORLDS, *HIDING], ids=lambda world: world.name)
+def test_the_arrays_decide_as_the_product_does(world: World, effect: float) -> None:
     options = options_for(world)
-    drawn = draw_runs(world, -0.04, 4, 400, seeded(world.name, "test"))
+    drawn = draw_runs(world, effect, 4, 700, seeded(world.name, "test"))
     compare(drawn, verdicts(drawn, options), options, 4)
+
+
+@pytest.mark.parametrize("more", [0.0, 0.3])
+def test_the_arrays_have_the_product_s_guards(more: float) -> None:
+    world = WORLDS[-1]._replace(wrong=0.2, more=more, canary_share=0.4)
+    options = options_for(world)
+    drawn = draw_runs(world, 0.3, 10, 700, seeded("guards", more))
+    found = verdicts(drawn, options)
+    compare(drawn, found, options, 10)
+    assert set(found.kind) == ({-1} if more else {1})
 
 
 def test_another_verdict_than_the_product_s_stops_the_run() -> None:
@@ -64,15 +75,17 @@ def test_figures_become_tables_and_bars() -> None:
         equal=[ends],
         worse=[ends],
         effects=[ends],
+        hidden=[ends],
         falls=falls,
         untried=untried,
         peeked=0.2,
         episodes=10,
     )
-    assert [bar.holds for bar in bars(found)] == [True, False, True, True]
+    assert [bar.holds for bar in bars(found)] == [True, False, False, True, True]
     assert [table.title for table in tables(found)] == [
         "Mistakes",
         "Episodes to a verdict",
+        "Wrong answers that nobody scores",
         "Roll-back",
         "Roll-back without trials",
     ]

@@ -10,6 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.policies.events import events_of
+from pawl.policies.show import table, versions_of
+from pawl.steward.gate.records import Decision
 from store.records import Arm, SpoolRecord
 from store.updates import gating as moves
 from store.updates.gating import make_candidate
@@ -112,6 +114,47 @@ async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
     [last] = (await events_of(engine, "m"))[-1:]
     assert isinstance(last.evidence, dict)
     assert last.evidence["decision"]["kind"] == "retire"
+
+
+async def test_a_version_whose_episodes_get_no_rewards_is_rolled_back(
+    database_url: str, engine: AsyncEngine
+) -> None:
+    judge = gate(database_url)
+    await candidate(engine, 0)
+    await judge.look(engine)
+    await pass_time(engine)
+    await live(engine, {("serving", 0): [0.0, 0.1]})
+    # A third of them have one, and these are the best.
+    await live(engine, {("canary", 1): [1.0]}, "b", many=MANY // 3)
+    await live(engine, {("canary", 1): [0.0]}, "c", many=2 * MANY // 3, are_late=True)
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+    last = (await events_of(engine, "m"))[-1]
+    assert last.reason.startswith("more unscored episodes than what serves: 66.7% of the canary's")
+
+
+async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
+    database_url: str, engine: AsyncEngine
+) -> None:
+    judge = gate(database_url)
+    await candidate(engine, 0)
+    await judge.look(engine)
+    await pass_time(engine)
+    await live(engine, {("serving", 0): [0.0], ("canary", 1): [20.0, 1.0]})
+    with capture_logs() as logs:
+        await judge.look(engine)
+        await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "canary"}
+    [warning] = [one for one in logs if one["event"] == "rewards_clipped"]
+    assert (warning["judged"], warning["shares"]) == ("trial", {"canary": "50%"})
+    shown = 'pawl_steward_gate_clipped_share{arm="canary",judged="trial",policy="m"}'
+    assert f"{shown} 0.5" in generate_latest().decode()
+    lines = await versions_of(engine, "m")
+    assert isinstance(lines[1].trial, Decision)
+    assert lines[1].trial.arms["canary"].clipped == MANY // 2
+    said = str(table(lines).caption)
+    assert f"the rewards of {MANY // 2} canary outside of gate.reward_range" in said
+    assert "its rewards suffice, but 50% of the canary's rewards lie outside of" in said
 
 
 async def test_a_version_that_turns_bad_while_it_serves_is_rolled_back(

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
 
 import pawl.steward.policy_gate
 from pawl.policies.events import events_of
@@ -117,6 +118,19 @@ async def test_a_version_that_is_worse_than_the_one_before_it_is_rolled_back(
         await look(database_url, engine, AWAY)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()
+
+
+async def test_rewards_that_the_range_cuts_are_told_of_what_serves_untried(
+    engine: AsyncEngine, judge: Gating
+) -> None:
+    await served(engine, ([90.0, 0.5], [1.0, 0.0]))
+    with capture_logs() as logs:
+        await judge.look(engine)
+        await judge.look(engine)
+    [warning] = [one for one in logs if one["event"] == "rewards_clipped"]
+    assert (warning["judged"], list(warning["shares"])) == ("watch", ["serving"])
+    shown = 'pawl_steward_gate_clipped_share{arm="serving",judged="watch",policy="m"}'
+    assert shown in generate_latest().decode()
 
 
 async def test_a_version_that_turns_bad_as_it_serves_is_rolled_back(

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from random import Random
 
+import msgspec
 import pytest
 
 from pawl.steward.gate.guards import FIRST_TIMES, Slowness, all_guards
-from pawl.steward.gate.records import CANARY, SERVING, Arm, Episode, GateOptions
-from pawl.steward.gate.trial import decide
+from pawl.steward.gate.records import CANARY, SERVING, Arm, Decision, Episode, GateOptions
+from pawl.steward.gate.trial import Trial, decide
 from tests.unit.pawl.steward.gate.streams import arm_of
 
 Make = Callable[[Arm, bool], Episode]
@@ -16,6 +17,7 @@ WAYS: dict[str, Make] = {
     "malformed tool calls": lambda arm, wrong: Episode(arm, "one", 0.5, malformed=wrong),
     "failed tools": lambda arm, wrong: Episode(arm, "one", 0.5, tools_failed=wrong),
     "slow episodes": lambda arm, wrong: Episode(arm, "one", 0.5, seconds=9.0 if wrong else 3.0),
+    "unscored episodes": lambda arm, wrong: Episode(arm, "one", None if wrong else 0.5),
 }
 # Rewards that are equal would promote the canary before a guard has seen enough.
 OPTIONS = GateOptions(fewest=100_000)
@@ -58,3 +60,92 @@ def test_slow_is_twice_the_median_of_what_serves_before_the_block() -> None:
     assert slowness.is_slow(Episode(CANARY, "one", None, seconds=2.0)) is False
     assert slowness.is_slow(Episode(CANARY, "one", None, seconds=2.1)) is True
     assert slowness.is_slow(Episode(CANARY, "one", None)) is None
+
+
+def hidden(random: Random, share: float, right: float, count: int = 6_000) -> list[Episode]:
+    """Episodes of which this share of the canary's wrong ones, and none of the others, has no
+    reward: clients leave."""
+    found = []
+    for _ in range(count):
+        arm = arm_of(random, base=0.0)
+        reward = float(random.random() < right)
+        leaves = arm == CANARY and not reward and random.random() < share
+        found.append(Episode(arm, "one", None if leaves else reward))
+    return found
+
+
+def looked_at_after_each(episodes: list[Episode], options: GateOptions) -> Decision:
+    """What a gate comes to that looks after every episode."""
+    trial = Trial(options)
+    for episode in episodes:
+        trial.extend([episode])
+        if trial.is_decided:
+            break
+    return trial.decide(0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_none_gets_the_traffic_by_leaving_its_wrong_answers_unscored(share: float) -> None:
+    """By those that are scored it is far better, which is shown before a guard has seen enough."""
+    found = [looked_at_after_each(hidden(Random(n), share, 0.5), GateOptions()) for n in range(10)]
+    assert {one.kind for one in found} == {"retire"}
+    assert {one.reason.split(":")[0] for one in found} == {
+        "more unscored episodes than what serves"
+    }
+
+
+def test_an_episode_that_failed_is_no_unscored_one() -> None:
+    """Without a reward it counts as the lowest, and is guarded as a failed one already."""
+    [guard] = [one for one in all_guards(8) if one.figures(1.0).name == "unscored episodes"]
+    guard.add(Episode(CANARY, "one", None, failed=True))
+    guard.add(Episode(SERVING, "one", None))
+    assert (guard.figures(1.0).canary, guard.figures(1.0).serving) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("scored", [0.02, 0.1, 0.5])
+def test_who_scores_a_part_of_the_episodes_loses_no_version_by_it(scored: float) -> None:
+    """Whichever these are, as long as that does not depend on the version."""
+    for seed in range(5):
+        random = Random(seed)
+        episodes = [
+            msgspec.structs.replace(one, reward=one.reward if random.random() < scored else None)
+            for one in hidden(random, 0.0, 0.5)
+        ]
+        assert looked_at_after_each(episodes, GateOptions()).kind != "retire"
+
+
+def test_a_better_one_of_whose_episodes_a_tenth_is_scored_gets_the_traffic() -> None:
+    random = Random(2)
+    episodes = []
+    for _ in range(12_000):
+        arm = arm_of(random, base=0.0)
+        reward = float(random.random() < (0.9 if arm == CANARY else 0.3))
+        episodes.append(Episode(arm, "one", reward if random.random() < 0.1 else None))
+    assert looked_at_after_each(episodes, GateOptions()).kind == "promote"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_none_gets_the_traffic_while_a_guard_speaks_against_it(way: str) -> None:
+    """What would be promoted by its rewards waits until the guard has seen enough."""
+    random, episodes = Random(3), []
+    for _ in range(1_000):
+        arm = arm_of(random, canary=0.5, base=0.0)
+        episode = WAYS[way](arm, arm == CANARY and random.random() < 0.5)
+        reward = None if episode.reward is None else float(arm == CANARY)
+        episodes.append(msgspec.structs.replace(episode, reward=reward))
+    assert looked_at_after_each(episodes, GateOptions(margin=0.2)).kind == "retire"
+
+
+def test_what_keeps_one_from_its_promotion_is_said() -> None:
+    options = GateOptions(canary_share=0.5, base_share=0.0, margin=0.2)
+    episodes = [
+        Episode(CANARY if n % 2 else SERVING, "one", float(n % 2), failed=n % 20 in (1, 11))
+        for n in range(160)
+    ]
+    found = decide(episodes, options, 0)
+    assert found.kind == "wait"
+    assert found.better >= found.better_needed
+    assert found.reason.startswith("its rewards suffice, but it may have more failed requests than")
+    late = decide(episodes, options, options.deadline_s)
+    assert late.kind == "retire"
+    assert found.reason in late.reason

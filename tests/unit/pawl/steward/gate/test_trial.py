@@ -1,5 +1,7 @@
 """A canary's trial: promoted, retired, or given more time, for the reasons that it says."""
 
+import json
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from pawl.steward.gate.records import BASE, CANARY, SERVING, Decision, Episode, GateOptions
 from pawl.steward.gate.trial import Trial, decide
-from tests.unit.pawl.steward.gate.streams import stream
+from tests.unit.pawl.steward.gate.streams import arm_of, stream
 
 OPTIONS = GateOptions()
 BETTER = stream(4_000, {BASE: 0.3, SERVING: 0.4, CANARY: 0.7})
@@ -103,9 +105,81 @@ def test_the_unit_of_rewards_changes_nothing_but_the_unit(episodes: list[Episode
     assert other.upper == pytest.approx(20 * found.upper)
 
 
-def test_rewards_out_of_range_count_as_its_ends() -> None:
-    beyond = [msgspec.structs.replace(one, reward=5.0 if one.reward else -7.0) for one in BETTER]
-    assert decide(beyond, OPTIONS, 0) == decide(BETTER, OPTIONS, 0)
+def test_a_few_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
+    beyond = [
+        one if at % 40 else msgspec.structs.replace(one, reward=5.0 if one.reward else -7.0)
+        for at, one in enumerate(BETTER)
+    ]
+    found, within = decide(beyond, OPTIONS, 0), decide(BETTER, OPTIONS, 0)
+    assert found.kind == "promote"
+    assert msgspec.structs.replace(found, arms=within.arms) == within
+    for arm in (CANARY, SERVING):
+        figures = found.arms[arm]
+        assert 0 < figures.clipped <= 0.05 * figures.episodes
+        assert within.arms[arm] == msgspec.structs.replace(figures, clipped=0)
+
+
+def of_a_hundred(random: Random, mean: float) -> float:
+    return min(max(random.gauss(mean, 5.0), 0.0), 100.0)
+
+
+def partly_below_nothing(random: Random, mean: float) -> float:
+    """Of −1 to 1, with parts of them in between."""
+    return min(max(random.gauss(mean, 0.3), -1.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "good", "bad", "right"),
+    [(of_a_hundred, 90.0, 20.0, (0.0, 100.0)), (partly_below_nothing, -0.6, -0.9, (-1.0, 1.0))],
+)
+def test_none_is_promoted_by_rewards_that_the_range_cuts(
+    draw: Callable[[Random, float], float], good: float, bad: float, right: tuple[float, float]
+) -> None:
+    """Between 0 and 1 the one that is far worse scores as high, or nearly so."""
+    random, options = Random(4), GateOptions(margin=0.1)
+    arms = [arm_of(random) for _ in range(8_000)]
+    means = {CANARY: bad, SERVING: good, BASE: good}
+    episodes = [Episode(arm, "one", draw(random, means[arm])) for arm in arms]
+    found = decide(episodes, options, 0)
+    assert found.kind == "wait"
+    assert "outside of gate.reward_range, 0 to 1" in found.reason
+    assert found.arms[CANARY].clipped > 0.05 * found.arms[CANARY].episodes
+    late = decide(episodes, options, options.deadline_s)
+    assert (late.kind, found.reason in late.reason) == ("retire", True)
+    assert decide(episodes, GateOptions(reward_range=right, margin=0.1), 0).kind == "retire"
+
+
+def test_rewards_that_the_range_cuts_are_told_before_they_would_suffice() -> None:
+    episodes = [
+        msgspec.structs.replace(one, reward=30.0 if one.reward and one.arm == CANARY else 0.0)
+        for one in EQUAL[:40]
+    ]
+    found = decide(episodes, OPTIONS, 0)
+    assert found.kind == "wait"
+    assert found.better < found.better_needed
+    assert "of the canary's rewards lie outside of gate.reward_range" in found.reason
+
+
+def test_one_that_is_worse_is_retired_though_the_range_cuts_its_rewards() -> None:
+    below = [msgspec.structs.replace(one, reward=one.reward or -5.0) for one in WORSE]
+    assert decide(below, OPTIONS, 0).reason == "scores lower than what serves"
+
+
+def test_what_a_sum_of_floats_is_past_the_range_is_not_cut() -> None:
+    options = GateOptions(reward_range=(0.0, 0.3))
+    assert not options.clips(Episode(CANARY, "one", 0.1 + 0.2))
+    assert options.clips(Episode(CANARY, "one", 0.301))
+    assert options.clips(Episode(CANARY, "one", -0.001))
+    assert not options.clips(Episode(CANARY, "one", None, failed=True))
+
+
+def test_evidence_from_before_rewards_were_counted_that_the_range_cuts_is_read() -> None:
+    stored = json.loads(msgspec.json.encode(decide(WORSE, OPTIONS, 0)))
+    for figures in stored["arms"].values():
+        del figures["clipped"]
+    del stored["guards"][-1]
+    found = msgspec.convert(stored, Decision)
+    assert {figures.clipped for figures in found.arms.values()} == {0}
 
 
 def test_a_failed_episode_without_a_reward_counts_as_the_lowest() -> None:
@@ -116,11 +190,11 @@ def test_a_failed_episode_without_a_reward_counts_as_the_lowest() -> None:
 
 
 def test_unscored_episodes_are_left_out_and_counted() -> None:
-    unscored = [Episode(arm, "one", None) for arm in (CANARY, SERVING, BASE)]
-    mixed = [one for episode in EQUAL for one in (episode, *unscored)]
+    """They are as many in each arm as are scored: a guard has nothing against either."""
+    mixed = [one for each in EQUAL for one in (each, msgspec.structs.replace(each, reward=None))]
     found, without = decide(mixed, OPTIONS, 0), decide(EQUAL, OPTIONS, 0)
-    assert (found.lower, found.upper) == (without.lower, without.upper)
-    assert found.arms[CANARY].unscored == len(EQUAL)
+    assert (found.kind, found.lower, found.upper) == ("wait", without.lower, without.upper)
+    assert found.arms[CANARY].unscored == without.arms[CANARY].episodes
     assert found.arms[CANARY].mean == without.arms[CANARY].mean
 
 
