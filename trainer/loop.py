@@ -287,10 +287,12 @@ class Loop:
         await self._recording.with_version(claim, plan, metrics, number, folder)
         version = await self._versions.numbered(number)
         why = await self._recovery.publish(self._publisher, version, probe)
-        if why is None:
-            self._holding.note_success()
-        else:
+        if why is not None:
             self._note_failure(why, "rejected")
+        elif (await self._versions.numbered(number)).state == "written":
+            self._holding.note_written()
+        else:
+            self._holding.note_success()
         await self._publisher.clean(self._folder)
 
 

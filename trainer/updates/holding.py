@@ -48,6 +48,8 @@ class Holding:
         self._in_vain = 0
         self._past_faults = 0
         self._drifts = 0
+        # Whether the last update that came to nothing made a version that was rejected.
+        self._was_rejected = False
         self._trial_at = 0.0
         self.is_in_doubt = False
         self.reason: str | None = None
@@ -67,6 +69,16 @@ class Holding:
     def note_success(self) -> None:
         """Note an update that made a version which serves: all failures before it are past."""
         self._failures = self._in_vain = self._past_faults = self._drifts = 0
+        self._was_rejected = False
+
+    def note_written(self) -> None:
+        """Note an update that made a part of a candidate, which is still to be probed.
+
+        All failures before it are past but a rejection: whether the next candidate will be rejected
+        as well nobody knows yet.
+        """
+        if not self._was_rejected:
+            self.note_success()
 
     @property
     def sampled_wrongly(self) -> bool:
@@ -80,6 +92,7 @@ class Holding:
     def note_failure(self, why: str, kind: HoldReason = "failed") -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""
         self._failures += 1
+        self._was_rejected = kind == "rejected"
         if self._failures >= FAILURES:
             pause_s = min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1))
             self._hold(why, pause_s, kind)
