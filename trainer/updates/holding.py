@@ -9,7 +9,9 @@ from time import monotonic
 from typing import Final, Literal
 
 # What a trainer holds for, in a word; the log has it in full.
-HoldReason = Literal["failed", "out_of_memory", "drift", "rejected", "server", "server_away"]
+HoldReason = Literal[
+    "failed", "out_of_memory", "drift", "rejected", "server", "server_away", "no_slot"
+]
 # Updates in a row that come to nothing before the trainer holds.
 FAILURES: Final = 2
 # Seconds between a hold's beginning, or a trial that failed, and the next trial.
@@ -120,9 +122,9 @@ class Holding:
         """Note a trial that failed for the reason `why`, or succeeded if it is None."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
-            # One that was away answers, and is not what it was.
-            came_back = self.kind == "server_away"
-            self._hold(why, TRIAL_S, "server" if came_back else self.kind or "failed")
+            # One that was away answers, or one is tried at last, and is not what it was.
+            is_first = self.kind in ("server_away", "no_slot")
+            self._hold(why, TRIAL_S, "server" if is_first else self.kind or "failed")
             return
         self._go_on()
         if in_doubt:
