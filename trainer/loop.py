@@ -11,6 +11,7 @@ version, bit by bit, however often it is begun.
 
 import asyncio
 from time import perf_counter
+from typing import Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -42,6 +43,11 @@ from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
+NO_SLOT: Final = (
+    "all adapter slots of the model server are taken by versions with traffic, so it cannot be"
+    " tried before one is free; no update could begin before that either"
+)
+
 
 class Loop:
     """Run the updates of one policy, one after the other."""
@@ -67,7 +73,9 @@ class Loop:
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
         self._engine, self._rule = engine, rule
         slots, together, known = settings.adapter_slots, publisher.together, publisher.known
-        pacing = Pacing(publisher.servers, policy, slots, recipe, together, known=known)
+        pacing = self._pacing = Pacing(
+            publisher.servers, policy, slots, recipe, together, known=known
+        )
         self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
@@ -103,12 +111,17 @@ class Loop:
     async def check_server(self) -> None:
         """Try whether the model servers would serve a version as meant.
 
-        Where memory is short the trainer holds, and tries again until it knows.
+        Where memory is short, or all adapter slots are taken, the trainer holds, and tries again
+        until it knows.
 
         Raises:
             PublishError: one would not; the message says why, and what to do.
             UpstreamAway: none answers.
         """
+        if not await self._has_room():
+            self._holding.doubt(NO_SLOT, "no_slot")
+            self._tell_if_held()
+            return
         try:
             await self._trial.check()
         except ShortOfMemory as error:
@@ -124,7 +137,7 @@ class Loop:
         Raises:
             UpstreamAway: no model server answers.
         """
-        if self._holding.trial_is_due:
+        if self._holding.trial_is_due and await self._has_room():
             in_doubt = self._holding.is_in_doubt
             why = await (self._trial.why_unserved() if in_doubt else self._trial.why_not())
             self._holding.tried_at = self._publisher.servers.returns
@@ -133,6 +146,14 @@ class Loop:
                 await self._set_aside()
             log.warning("trial", policy=self._policy, passed=why is None, reason=why)
         show_hold(self._policy, self._holding.kind)
+
+    async def _has_room(self) -> bool:
+        """Return whether the model servers have a slot for a trial's adapter.
+
+        Without one no update could be claimed either.
+        """
+        async with self._engine.begin() as connection:
+            return await self._pacing.has_room(connection)
 
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired.
@@ -287,10 +308,12 @@ class Loop:
         await self._recording.with_version(claim, plan, metrics, number, folder)
         version = await self._versions.numbered(number)
         why = await self._recovery.publish(self._publisher, version, probe)
-        if why is None:
-            self._holding.note_success()
-        else:
+        if why is not None:
             self._note_failure(why, "rejected")
+        elif (await self._versions.numbered(number)).state == "written":
+            self._holding.note_written()
+        else:
+            self._holding.note_success()
         await self._publisher.clean(self._folder)
 
 

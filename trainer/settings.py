@@ -35,6 +35,14 @@ class ServerSettings(StoreSettings):
         description="base URLs of its other replicas, comma-separated; each loads every adapter",
     )
 
+    adapter_slots: int | None = Field(
+        default=None,
+        ge=1,
+        description="adapters that the model server computes with at once, of all policies (vLLM's "
+        "--max-loras); while as many versions may have traffic, no update begins; unset: as the "
+        "server's /metrics says, else 8",
+    )
+
     @property
     def server_urls(self) -> list[str]:
         """Return the base URLs of all replicas of the model server."""
@@ -66,13 +74,6 @@ class TrainerSettings(ServerSettings):
     )
     poll_s: float = Field(
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
-    )
-    adapter_slots: int | None = Field(
-        default=None,
-        ge=1,
-        description="adapters that the model server computes with at once, of all policies (vLLM's "
-        "--max-loras); while as many versions may have traffic, no update begins; unset: as the "
-        "server's /metrics says, else 8",
     )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
 

@@ -37,7 +37,8 @@ def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None
     from trainer.publishing.replicas import Replicas
 
     async def work(engine: "AsyncEngine") -> "PolicyVersion":
-        async with Replicas(read_settings(StewardSettings).server_urls) as replicas:
+        settings = read_settings(StewardSettings)
+        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
             return await promote_by_hand(engine, replicas, name, reason, tenant)
 
     chosen = with_engine(work)
@@ -62,7 +63,8 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
     async def work(
         engine: "AsyncEngine",
     ) -> "tuple[PolicyVersion, PolicyVersion | None, Loaded | None]":
-        async with Replicas(read_settings(StewardSettings).server_urls) as replicas:
+        settings = read_settings(StewardSettings)
+        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
             return await roll_back_by_hand(engine, replicas, name, reason, tenant)
 
     chosen, serves, loaded = with_engine(work)

@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from pawl.policies.lookup import policy_versions
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.evidence import OnTrial
+from pawl.steward.room import make_room
 from store.errors import NotGated, StateChanged, UnknownPolicy
 from store.read.standing import gated
 from store.updates.gating import freeze, roll_back, was_called_back
@@ -53,6 +54,7 @@ async def promote_by_hand(
         _refuse_what_cannot_serve(chosen)
         called_back = await was_called_back(connection, chosen)
     if called_back:
+        await make_room(engine, replicas, chosen, OPERATOR)
         await _load_first(replicas, Before(version=chosen, base=_numbered(versions, 0)))
     async with engine.begin() as connection:
         evidence = await _trial_so_far(connection, chosen)
@@ -160,6 +162,7 @@ async def roll_back_by_hand(
             await roll_back(connection, chosen, reason=reason, actor=OPERATOR)
             return chosen, None, None
         before, _ = await call_back(connection, chosen, OPERATOR)
+    await make_room(engine, replicas, before.version, OPERATOR)
     loaded = await load_again(replicas, before)
     async with engine.begin() as connection:
         serves = await roll_back_to(connection, chosen, loaded, reason=reason, actor=OPERATOR)

@@ -15,10 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.judging.answers import Judge
 from pawl.stack.database import open_engine
 from pawl.steward.again import Before, Loaded, load_again
+from pawl.steward.candidates import STEWARD
 from pawl.steward.looks import one_look
 from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
 from pawl.steward.policy_gate import PolicyGate
 from pawl.steward.replay.replays import Replays
+from pawl.steward.room import make_room
 from store.connection.availability import is_unavailable
 from store.read.standing import gated_policies, unruled_policies
 from store.settings import StoreSettings
@@ -127,6 +129,7 @@ class Gating:
                     log.info("version_promoted", version=version.served_name)
             if policy.before is None:
                 return
+            await make_room(engine, self._replicas, policy.before.version, STEWARD)
             loaded = await _loaded(self._replicas, policy.before)
 
 

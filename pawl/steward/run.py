@@ -40,7 +40,9 @@ async def steward(settings: StewardSettings) -> None:
         known = Known(settings, settings.steward_poll_s)
         port = await listen_on(app_of(known), settings.steward_listen)
         exits.push_async_callback(port.cleanup)
-        replicas = await exits.enter_async_context(Replicas(settings.server_urls))
+        replicas = await exits.enter_async_context(
+            Replicas(settings.server_urls, settings.adapter_slots)
+        )
         poll_s = settings.steward_poll_s
         work = [known.follow(), Gating(settings, poll_s, replicas, judge).follow()]
         work += [ReplicaKeeper(server, known, poll_s).keep() for server in replicas.each]

@@ -62,7 +62,8 @@ NOTES: Final = {
 and `PAWL_MAX_REPLY_MB`. `pawl up` starts a vLLM only if `PAWL_UPSTREAM_URL` is unset.
 """,
     "Steward": """
-It also reads `PAWL_UPSTREAM_URL` and `PAWL_REPLICA_URLS`, the replicas that it looks at.
+It also reads `PAWL_UPSTREAM_URL` and `PAWL_REPLICA_URLS`, the replicas that it looks at, and
+`PAWL_ADAPTER_SLOTS`.
 """,
     "Local stack": """
 `pawl up`, `pawl demo` and `pawl example` pass their environment on to the processes that they

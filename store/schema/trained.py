@@ -29,6 +29,8 @@ MANIFEST_SHA256: Final = "manifest_sha256"
 # Among the figures of an update that trained: how far its version is from the base model, as KL in
 # nats a token.
 KL_TO_BASE: Final = "kl_to_base"
+# In the evidence of a rejection: the bound that this was held against.
+MOST_KL_TO_BASE: Final = "most_kl_to_base"
 # How far what is served of a version may be from what was trained: a key of its update's recipe.
 PROBE_TOLERANCE: Final = "probe_tolerance"
 # Among the figures of an update that trained a past one again (`store.rebuilding.line`).

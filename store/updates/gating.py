@@ -14,7 +14,7 @@ from store.errors import NotGated, StateChanged
 from store.link.scores import judged_by
 from store.read.pages import version_of
 from store.schema.trained import ONCE_SERVED, policies
-from store.updates.descent import DESCENDANTS, reject_built_on
+from store.updates.descent import CHAIN, DESCENDANTS, reject_built_on
 from store.updates.policies import numbered_version, promote
 from store.updates.states import (
     add_event,
@@ -68,19 +68,7 @@ _CALLED_BACK: Final = text(
     WHERE name = :name AND version = :version ORDER BY v.at DESC, v.id DESC LIMIT 1
     """
 )
-# Versions that no server has loaded, from one back to the first that went through the gate.
-_SINCE: Final = text(
-    """
-    WITH RECURSIVE chain AS (
-        SELECT version, parent_version FROM updates WHERE policy = :name AND version = :version
-        UNION
-        SELECT u.version, u.parent_version FROM chain
-            JOIN policies p ON p.name = :name AND p.version = chain.parent_version
-            JOIN updates u ON u.id = p.update_id
-        WHERE p.state = 'written')
-    SELECT count(*) FROM chain
-    """
-)
+_SINCE: Final = text(f"{CHAIN} SELECT count(*) FROM chain")
 # Whoever holds a gate, and is stopped or cut off, must not keep it from all others for hours.
 IDLE_S: Final = 120.0
 _END_IDLE: Final = text("SELECT set_config('idle_in_transaction_session_timeout', :idle, true)")

@@ -14,8 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
 from store.records import Record
+from store.schema.recorded import OF_A_VERSION
 from store.schema.trained import LIVE
 from store.updates.states import change_state
+from store.versions import Actor, PolicyVersion
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -88,6 +90,19 @@ _LONGEST: Final = f"""
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
 """
+# By the calls, which are found by index; what was never called comes first.
+_CALLED_FIRST: Final = text(
+    f"""
+    SELECT * FROM policies p
+    WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
+        AND (name, version) <> (:policy, :version)
+    ORDER BY (
+        SELECT t.id FROM transitions t
+        WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
+        ORDER BY t.id DESC LIMIT 1) NULLS FIRST, changed_at, name, version
+    LIMIT 1 FOR NO KEY UPDATE
+    """
+)
 _HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
 _LOCK_LONGEST: Final = text(f"{_LONGEST} FOR NO KEY UPDATE")
 
@@ -223,3 +238,33 @@ async def retire_longest(connection: AsyncConnection, policy: str, longest_s: fl
     why = f"its slot is needed, and it lost the traffic more than {longest_s:g} s ago"
     await change_state(connection, longest, "retired", reason=why, actor="trainer")
     return longest.served_name
+
+
+async def make_room(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    slots: int,
+    unload_s: float,
+    longest_s: float,
+    *,
+    actor: Actor,
+) -> str | None:
+    """Retire what was called longest ago, if `version` is servable again and is one too many.
+
+    That is one of those that lost the traffic, of whichever policy of the server; its episodes go
+    on with the version that serves. `unload_s` and `longest_s` are those of `live_versions`. Return
+    its served name, or None if there is room, or nothing that lost the traffic.
+    """
+    await lock_slots(connection, version.name)
+    live = await live_versions(connection, version.name, unload_s, longest_s)
+    if live.total - live.unloading <= slots:
+        return None
+    values = {"policy": version.name, "version": version.version}
+    row = (await connection.execute(_CALLED_FIRST, values)).first()
+    if row is None:
+        return None
+    idle = version_of(row)
+    why = f"its slot is needed for {version.served_name}, which is to serve again, and of all that"
+    why = f"{why} lost the traffic it was called longest ago"
+    await change_state(connection, idle, "retired", reason=why, actor=actor)
+    return idle.served_name

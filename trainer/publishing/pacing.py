@@ -38,6 +38,27 @@ def slots_named_in(metrics: str) -> int | None:
     return int(match[1]) if match else None
 
 
+async def named_slots(servers: Replicas) -> list[int]:
+    """Return the adapter slots of the replicas that answer, as far as they name them.
+
+    Raises:
+        UpstreamAway: none answers.
+    """
+    texts = (await servers.ask(ModelServer.metrics)).values()
+    return [number for number in map(slots_named_in, texts) if number is not None]
+
+
+async def fewest_slots(servers: Replicas) -> int:
+    """Return the adapter slots that each replica has: as configured, as they say, or as usual.
+
+    Raises:
+        UpstreamAway: it is not configured, and none answers.
+    """
+    if servers.slots is not None:
+        return servers.slots
+    return min(await named_slots(servers), default=USUAL_SLOTS)
+
+
 class Pacing:
     """Decide whether a policy's next version may be made."""
 
@@ -86,17 +107,7 @@ class Pacing:
         `is_wanted` tells whether an update could be claimed now: for that alone is any version
         retired.
         """
-        known = await self._known()
-        await slots.lock_slots(connection, self._policy)
-        longest_s = self._rule.longest_pin_s
-        live = await slots.live_versions(
-            connection,
-            self._policy,
-            PROXY_REFRESH_S,
-            longest_s,
-            self._together,
-            self._known_policies,
-        )
+        known, live = await self._look(connection)
         free, needed = free_slots(live, known), self._needed(live, known)
         if free + live.unloading < needed:
             await self._retire_longest(connection, is_wanted)
@@ -105,6 +116,31 @@ class Pacing:
         self._tell(live, known, wait_s, is_free=free >= needed)
         self.waits = free < needed or wait_s > 0.0
         return not self.waits
+
+    async def has_room(self, connection: AsyncConnection) -> bool:
+        """Return whether there is a slot for an adapter that is loaded for a moment, as a trial's.
+
+        None is reserved: an update that is claimed meanwhile comes with its version later. One that
+        lost the traffic long ago is retired for it.
+        """
+        known, live = await self._look(connection)
+        if free_slots(live, known) + live.unloading < 1:
+            await self._retire_longest(connection, _always)
+        return free_slots(live, known) >= 1
+
+    async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
+        """Return how many slots there are and what needs one; no other takes one until a commit."""
+        known = await self._known()
+        await slots.lock_slots(connection, self._policy)
+        live = await slots.live_versions(
+            connection,
+            self._policy,
+            PROXY_REFRESH_S,
+            self._rule.longest_pin_s,
+            self._together,
+            self._known_policies,
+        )
+        return known, live
 
     def _needed(self, live: Live, known: int) -> int:
         """Return how many slots must be free: one, once partners' were waited for long enough.
@@ -132,11 +168,10 @@ class Pacing:
         if now < self._known_until:
             return self._named
         try:
-            texts = (await self._servers.ask(ModelServer.metrics)).values()
+            of_servers = await named_slots(self._servers)
         except UpstreamAway:
             # They are asked again; training needs no model server.
             return self._named
-        of_servers = [number for number in map(slots_named_in, texts) if number is not None]
         self._named = min(of_servers, default=USUAL_SLOTS)
         if len(of_servers) == len(self._servers.each):
             self._known_until = now + KNOWN_S
@@ -197,3 +232,7 @@ class Pacing:
                 slots=known,
                 due_in_s=round(wait_s),
             )
+
+
+async def _always() -> bool:
+    return True

@@ -6,9 +6,9 @@ candidate, which the steward tries on live traffic. Adapters that a restarted se
 again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -18,7 +18,14 @@ from store.read.standing import gated, newest_promoted
 from store.updates import descent, gating, policies
 from store.updates.states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyState, PolicyVersion
-from trainer.errors import FilesUnread, Misserved, PublishError, UpstreamAway
+from trainer.errors import (
+    FailedProbe,
+    FilesUnread,
+    Misserved,
+    PublishError,
+    TooFar,
+    UpstreamAway,
+)
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.altered import check_files
 from trainer.publishing.cleaning import Cleaning
@@ -100,7 +107,7 @@ class Publisher:
             loaded = await self.servers.load(version.served_name, Path(version.adapter_path))
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
-            await self._set_state(version.version, "rejected", str(error), error.evidence)
+            await self._reject(version, error)
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
@@ -233,7 +240,7 @@ class Publisher:
         probe = compare(served, trained, await served_logprobs(server, other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
-            raise PublishError(reason)
+            raise FailedProbe(reason)
         return probe
 
     async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
@@ -248,22 +255,19 @@ class Publisher:
         log.warning("probed_against_base", version=name, lost=before, replica=server.url)
         return await server.base_of(name)
 
-    async def _set_state(
-        self,
-        version: int,
-        state: PolicyState,
-        reason: str,
-        evidence: Mapping[str, Any] | None = None,
-    ) -> None:
+    async def _reject(self, version: PolicyVersion, error: PublishError) -> None:
+        """Reject a version, with what else of its candidate that is about, in one transaction."""
+        why, evidence = str(error), error.evidence
         async with self._engine.begin() as connection:
+            if error.is_learned:
+                most = self.gate.most_kl_to_base if isinstance(error, TooFar) else None
+                await descent.reject_with_chain(
+                    connection, version, most, reason=why, evidence=evidence
+                )
+                return
+            number = version.version
             await set_state(
-                connection,
-                self._policy,
-                version,
-                state,
-                reason=reason,
-                actor="trainer",
-                evidence=evidence,
+                connection, self._policy, number, "rejected", reason=why, actor="trainer"
             )
 
     async def keep_loaded(self) -> None:

@@ -28,11 +28,13 @@ class Replicas:
 
     Attributes:
         each: the replicas.
+        slots: the adapter slots of each, as configured; None: as they say.
         returns: how often one answered that had been away: it may be another one since.
     """
 
-    def __init__(self, base_urls: Sequence[str]) -> None:
+    def __init__(self, base_urls: Sequence[str], slots: int | None = None) -> None:
         """Create a client for each base URL; `async with` opens them."""
+        self.slots = slots
         self.each = tuple(ModelServer(url) for url in base_urls)
         self._away: set[ModelServer] = set()
         self.returns = 0

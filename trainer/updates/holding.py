@@ -9,7 +9,9 @@ from time import monotonic
 from typing import Final, Literal
 
 # What a trainer holds for, in a word; the log has it in full.
-HoldReason = Literal["failed", "out_of_memory", "drift", "rejected", "server", "server_away"]
+HoldReason = Literal[
+    "failed", "out_of_memory", "drift", "rejected", "server", "server_away", "no_slot"
+]
 # Updates in a row that come to nothing before the trainer holds.
 FAILURES: Final = 2
 # Seconds between a hold's beginning, or a trial that failed, and the next trial.
@@ -48,6 +50,8 @@ class Holding:
         self._in_vain = 0
         self._past_faults = 0
         self._drifts = 0
+        # Whether the last update that came to nothing made a version that was rejected.
+        self._was_rejected = False
         self._trial_at = 0.0
         self.is_in_doubt = False
         self.reason: str | None = None
@@ -67,6 +71,16 @@ class Holding:
     def note_success(self) -> None:
         """Note an update that made a version which serves: all failures before it are past."""
         self._failures = self._in_vain = self._past_faults = self._drifts = 0
+        self._was_rejected = False
+
+    def note_written(self) -> None:
+        """Note an update that made a part of a candidate, which is still to be probed.
+
+        All failures before it are past but a rejection: whether the next candidate will be rejected
+        as well nobody knows yet.
+        """
+        if not self._was_rejected:
+            self.note_success()
 
     @property
     def sampled_wrongly(self) -> bool:
@@ -80,6 +94,7 @@ class Holding:
     def note_failure(self, why: str, kind: HoldReason = "failed") -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""
         self._failures += 1
+        self._was_rejected = kind == "rejected"
         if self._failures >= FAILURES:
             pause_s = min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1))
             self._hold(why, pause_s, kind)
@@ -107,9 +122,9 @@ class Holding:
         """Note a trial that failed for the reason `why`, or succeeded if it is None."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
-            # One that was away answers, and is not what it was.
-            came_back = self.kind == "server_away"
-            self._hold(why, TRIAL_S, "server" if came_back else self.kind or "failed")
+            # One that was away answers, or one is tried at last, and is not what it was.
+            is_first = self.kind in ("server_away", "no_slot")
+            self._hold(why, TRIAL_S, "server" if is_first else self.kind or "failed")
             return
         self._go_on()
         if in_doubt:

@@ -20,6 +20,7 @@ from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing import adapters
+from trainer.publishing.forgetting import is_too_far
 from trainer.publishing.probing.probe import ProbeRow
 from trainer.publishing.publish import Publisher
 from trainer.recipes.gate import GateOptions
@@ -132,9 +133,11 @@ class Recovery:
     ) -> str | None:
         """Publish a recorded version, unless more updates are due before, or its parent is lost.
 
-        If it `is_due`, none are. Return why it was rejected, or None if it was not.
+        If it `is_due`, none are. Return why it was rejected, or None if it was not. Where it went
+        too far from its base model, what of it did not is published instead.
 
         Raises:
+            AdapterError: the files of what is published instead are missing.
             UpstreamAway: no model server answers; the version stays `written`.
             FilesUnread: its files cannot be read for now; the version stays `written`.
         """
@@ -145,7 +148,19 @@ class Recovery:
         if not is_due and not await self._is_due(version, publisher.gate):
             return None
         serving = await self._versions.serving()
-        return await publisher.try_to_publish(version, serving.served_name, probe)
+        why = await publisher.try_to_publish(version, serving.served_name, probe)
+        if why is not None and is_too_far(version, publisher.gate):
+            await self._publish_what_is_left(publisher)
+        return why
+
+    async def _publish_what_is_left(self, publisher: Publisher) -> None:
+        """Publish the newest version that is `written` still, whatever number of updates made it.
+
+        It is as far as the bound lets a candidate come: each update from it may go too far again.
+        """
+        written = await self._versions.written()
+        if written:
+            await self.publish_one(publisher, written[-1], is_due=True)
 
     async def _is_due(self, version: PolicyVersion, gate: GateOptions) -> bool:
         """Return whether enough updates made a version; without a gate one is enough."""

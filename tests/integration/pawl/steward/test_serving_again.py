@@ -76,7 +76,7 @@ async def killed_before_it_loads(
     with monkeypatch.context() as patched:
         patched.setattr("pawl.steward.gating.load_again", killed)
         with pytest.raises(KeyboardInterrupt):
-            await look(database_url, engine)
+            await look(database_url, engine, f"http://127.0.0.1:{free_port()}/v1")
 
 
 async def told(engine: AsyncEngine, count: int) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from store.updates import policies
 from store.updates.claims import list_updates
 from store.versions import PolicyVersion
 from tests.integration.store.updates.test_slots import VERSION, add
+from tests.support.trainer.holding import OWN
 from tests.support.trainer.pacing import gauge, working
 from tests.support.trainer.recovery import Bench, bench
 from trainer.publishing.pacing import KNOWN_S, Pacing
@@ -242,3 +243,35 @@ async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy
     [warning] = logs
     assert warning["event"] == "max_staleness_too_small"
     assert "claim.max_staleness to 16" in warning["remedy"]
+
+
+async def test_a_trial_s_adapter_waits_for_a_slot_as_well(bench: Bench) -> None:
+    await add(bench.engine, "other", ("published", 60.0), ("serving", 60.0), base="m")
+    bench.fake.logprobs["m"] = bench.learner.trial_logprob = OWN
+    async with working(bench, 2) as loop:
+        await loop.check_server()
+        await loop.try_again()
+        assert bench.learner.trials == 0
+        assert not await loop.update_once()
+        retired = text("UPDATE policies SET state = 'retired' WHERE name = 'other' AND version = 1")
+        async with bench.engine.begin() as connection:
+            await connection.execute(retired)
+        await loop.try_again()
+        assert bench.learner.trials == 1
+        assert await loop.update_once()
+
+
+async def test_for_a_trial_the_version_that_lost_the_traffic_long_ago_makes_room(
+    bench: Bench,
+) -> None:
+    await add(bench.engine, "other", ("published", 9e3), ("serving", 9e3), base="m")
+    bench.fake.logprobs["m"] = bench.learner.trial_logprob = OWN
+    async with working(bench, 2) as loop:
+        await loop.check_server()
+        assert bench.learner.trials == 0
+        query = "SELECT state FROM policies WHERE name = 'other' AND version = 1"
+        async with bench.engine.connect() as connection:
+            assert await connection.scalar(text(query)) == "retired"
+        await later(bench, 11.0)
+        await loop.try_again()
+        assert bench.learner.trials == 1

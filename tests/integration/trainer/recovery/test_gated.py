@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
+from store.read.events import list_events
 from store.updates import claims, gating
 from store.updates.claims import IMPORTED_FROM
 from store.updates.gating import begin_canary, roll_back
@@ -147,6 +148,32 @@ async def test_a_candidate_that_is_not_served_right_does_not_take_the_others_wit
     await update(bench, "v")
     assert parent_of(bench) == 1
     assert await bench.states() == {0: "serving", 1: "rejected", 2: "rejected", 3: "candidate"}
+
+
+async def test_if_all_made_from_one_are_not_served_right_that_is_rejected_too(bench: Bench) -> None:
+    """By the third the trainer has held, and found the servers right: it is what was learned."""
+    bench.gate = GATED.model_copy(update={"updates_per_candidate": 3})
+    for number in (3, 4, 5):
+        bench.fake.logprobs[f"m@{number}"] = -7.0
+    await update(bench, "t", "u", "v", "w")
+    assert parent_of(bench) == 2
+    assert await bench.states() == {
+        0: "serving",
+        1: "written",
+        2: "written",
+        **dict.fromkeys((3, 4), "rejected"),
+    }
+    await update(bench, "x")
+    assert parent_of(bench) == 2
+    assert await bench.states() == {0: "serving", **dict.fromkeys(range(1, 6), "rejected")}
+    async with bench.engine.connect() as connection:
+        for number in (1, 2):
+            event = (await list_events(connection, "m", number))[0]
+            assert event.to_state == "rejected"
+            assert "m@5" in event.reason
+    await update(bench, "y")
+    assert parent_of(bench) == 0
+    assert (await bench.states())[6] == "written"
 
 
 @pytest.mark.parametrize("updates", [1, 2])

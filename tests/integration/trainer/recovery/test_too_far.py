@@ -8,11 +8,13 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.read.events import list_events
+from store.updates import descent
 from store.updates.policies import numbered_version
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
 from trainer.recipes.gate import GateOptions
 
 BOUND = GateOptions(most_kl_to_base=0.2)
@@ -92,3 +94,87 @@ async def test_only_the_candidate_of_several_updates_is_held_against_the_bound(
     assert (await bench.states())[1] == "written"
     await update(bench, "u", 0.1)
     assert await bench.states() == {0: "serving", 1: "rejected", 2: "candidate"}
+
+
+async def make_candidate(bench: Bench, *kls: float | None) -> None:
+    """Run updates that end so far from the base model, and make one candidate."""
+    bench.gate = GateOptions(mode="gated", updates_per_candidate=len(kls), most_kl_to_base=0.2)
+    for kl in kls:
+        await update(bench, f"at-{kl}-", kl)
+
+
+async def test_what_is_too_far_as_well_is_rejected_with_the_candidate(bench: Bench) -> None:
+    await make_candidate(bench, 0.3, 0.25)
+    assert await bench.states() == {0: "serving", 1: "rejected", 2: "rejected"}
+    assert not bench.fake.loads
+    async with bench.engine.connect() as connection:
+        event = (await list_events(connection, "m", 1))[0]
+    assert "its own KL to the base model is 0.3 nats a token" in event.reason
+    assert "m@2" in event.reason
+    assert event.evidence == {"kl_to_base": 0.3, "most_kl_to_base": 0.2}
+    # The next update is not one of a candidate of four, but the first of a new one.
+    await update(bench, "next", 0.1)
+    assert bench.learner.restored is None
+    assert (await bench.states())[3] == "written"
+
+
+@pytest.mark.parametrize("unmeasured", [0.15, None])
+async def test_what_of_a_candidate_is_within_the_bound_is_the_candidate_instead(
+    bench: Bench, unmeasured: float | None
+) -> None:
+    await make_candidate(bench, 0.1, unmeasured, 0.21, 0.22)
+    assert await bench.states() == {
+        0: "serving",
+        1: "rejected",
+        2: "candidate",
+        3: "rejected",
+        4: "rejected",
+    }
+    assert bench.fake.loads == ["m@2"]
+    await update(bench, "next", 0.15)
+    assert bench.learner.restored == bench.folder.resolve() / "m" / "2"
+
+
+STEPS = {
+    "before it is rejected": killing(descent, "reject_with_chain", after=False),
+    "within that transaction": killing(descent, "reject_with_chain", after=True),
+    "after that": killing(Publisher, "try_to_publish", after=True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_killed_while_a_candidate_is_rejected(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    bench.gate = GateOptions(mode="gated", updates_per_candidate=3, most_kl_to_base=0.2)
+    await update(bench, "a", 0.1)
+    await update(bench, "b", 0.3)
+    STEPS[step](monkeypatch)
+    with pytest.raises(Killed):
+        await update(bench, "c", 0.4)
+    died = {0: "serving", 1: "written", 2: "written", 3: "written"}
+    if step == "after that":
+        died |= {2: "rejected", 3: "rejected"}
+    assert await bench.states() == died
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    await run_once(bench)
+    assert bench.learner.restored == bench.folder.resolve() / "m" / "1"
+    # What was left to be tried by a trainer that died is part of the next candidate.
+    first = "written" if step == "after that" else "candidate"
+    states = {0: "serving", 1: first, 2: "rejected", 3: "rejected", 4: "written"}
+    assert await bench.states() == states
+    await bench.assert_spent_once(16)
+
+
+async def test_a_trainer_whose_candidates_are_too_far_holds(bench: Bench) -> None:
+    """A version that is written, and nothing more, does not mean that all is well."""
+    bench.gate = GateOptions(mode="gated", updates_per_candidate=2, most_kl_to_base=0.2)
+    bench.learner.kl_to_base = 0.3
+    async with Replicas([bench.fake.url]) as servers:
+        loop = bench.loop(servers)
+        for name in "abcd":
+            await bench.fill(name)
+            assert await loop.update_once()
+        assert set((await bench.states()).values()) == {"serving", "rejected"}
+        await bench.fill("e")
+        assert not await loop.update_once()

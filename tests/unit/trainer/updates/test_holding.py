@@ -148,3 +148,16 @@ def test_a_doubt_that_is_settled_is_no_reason_any_more() -> None:
     holding.doubt("the memory is short", "out_of_memory")
     holding.settle()
     assert (holding.is_held, holding.kind) == (False, None)
+
+
+def test_a_part_of_a_candidate_ends_no_row_of_rejections() -> None:
+    holding = Holding()
+    holding.note_failure("it is too far from its base model", "rejected")
+    holding.note_written()
+    holding.note_failure("it is too far from its base model", "rejected")
+    assert holding.is_held
+    holding = Holding()
+    holding.note_failure("no memory", "out_of_memory")
+    holding.note_written()
+    holding.note_failure("no memory", "out_of_memory")
+    assert not holding.is_held
