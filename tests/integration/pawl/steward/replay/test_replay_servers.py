@@ -12,7 +12,7 @@ from pawl.policies.show import table, versions_of
 from pawl.steward.replay.verdict import TRIES
 from store.updates.gating import freeze, make_candidate
 from store.updates.policies import list_versions, promote
-from tests.integration.pawl.steward.replaying import (
+from tests.integration.pawl.steward.replay.replaying import (
     REPLAYED,
     candidate,
     events_of,

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from pawl.judging.program import ProgramJudge
-from tests.integration.pawl.steward.replaying import (
+from tests.integration.pawl.steward.replay.replaying import (
     candidate,
     last_event,
     look,
     recorded,
     replay_of,
 )
-from tests.integration.pawl.steward.test_replay_servers import TOOLS
+from tests.integration.pawl.steward.replay.test_replay_servers import TOOLS
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.trials import states
 

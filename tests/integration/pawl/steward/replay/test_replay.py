@@ -17,7 +17,7 @@ from store.schema.trained import updates
 from store.updates import gating as moves
 from store.updates.descent import head_of, reject_orphan
 from store.updates.policies import add_version
-from tests.integration.pawl.steward.replaying import (
+from tests.integration.pawl.steward.replay.replaying import (
     candidate,
     events_of,
     last_event,
