@@ -32,20 +32,32 @@ _BEGAN: Final = """
     to_timestamp(
         ('x' || left(replace(e.first_call_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)
 """
-# Episodes are looked for by their ids, which are those of the calls that were stored first, and
-# calls in the days since; the order is that of first calls, which does not depend on storing. A
-# call that had not ended took all the time that there was. If it is the first, the episode had got
-# nothing of the policy by then, and is broken; later ones are under way in every long episode.
-_EPISODES: Final = text(
+# Episodes are looked for by their ids, which are those of the calls that were stored first; the few
+# that have another first call have an index of their own. The order is that of first calls, which
+# does not depend on storing.
+_BEGUN: Final = text(
     f"""
-    WITH begun AS MATERIALIZED (
-        SELECT e.id, e.method, e.first_call_id, COALESCE(e.joined_task, e.task) AS task,
-            {_BEGAN} + make_interval(secs => :counts_s) AS until
-        FROM episodes e
-        JOIN episode_policies s ON s.episode_id = e.id AND s.policy = :policy
-        WHERE e.id >= :first AND e.first_call_id >= :first AND e.first_call_id < :last
-            AND {CLAIMABLE}
-        ORDER BY e.first_call_id LIMIT :most),
+    SELECT e.id, e.method, e.first_call_id, COALESCE(e.joined_task, e.task) AS task
+    FROM episodes e
+    JOIN episode_policies s ON s.episode_id = e.id AND s.policy = :policy
+    WHERE (e.id >= :first AND e.id < :last
+            OR e.first_call_id <> e.id AND e.first_call_id >= :first AND e.first_call_id < :last)
+        AND e.first_call_id >= :first AND e.first_call_id < :last AND {CLAIMABLE}
+    ORDER BY e.first_call_id LIMIT :most
+    """
+)
+# The planner takes a short range of ids for one row, and joins thousands of episodes in loops over
+# all of them; of a list that it is given it knows the length, unless it plans for lists of any.
+_KNOW_LENGTHS: Final = text("SELECT set_config('plan_cache_mode', 'force_custom_plan', true)")
+# Calls are looked for in the days until what counts has ended. A call that had not ended took all
+# the time that there was. If it is the first, the episode had got nothing of the policy by then,
+# and is broken; later ones are under way in every long episode.
+_CAME_TO: Final = text(
+    f"""
+    WITH begun AS (
+        SELECT e.id, e.method, {_BEGAN} + make_interval(secs => :counts_s) AS until
+        FROM unnest(CAST(:episodes AS uuid[]), CAST(:methods AS text[]), CAST(:firsts AS uuid[]))
+            AS e (id, method, first_call_id)),
     parts AS (
         SELECT id AS whole, id, method, until FROM begun
         UNION ALL
@@ -55,7 +67,7 @@ _EPISODES: Final = text(
             t.started_at + t.total_ms * interval '1 ms' < p.until AS ended,
             LEAST(t.total_ms / 1000, extract(epoch FROM p.until - t.started_at)) AS seconds
         FROM parts p JOIN transitions t ON t.episode_id = p.id AND t.policy = :policy
-            AND t.id >= :first AND t.started_at < p.until),
+            AND t.id >= :first AND t.id < :latest AND t.started_at < p.until),
     called AS (
         SELECT whole, (array_agg(arm ORDER BY id))[1] AS arm,
             (array_agg(policy_version ORDER BY id))[1] AS version,
@@ -72,13 +84,14 @@ _EPISODES: Final = text(
         GROUP BY p.whole),
     terms AS ({TERMS_OF_POLICY}),
     {rewards("f.at < p.until")}
-    SELECT b.id, b.first_call_id, b.task, c.arm, c.version, c.seconds, c.failed, c.broken,
+    SELECT b.id, c.arm, c.version, c.seconds, c.failed, c.broken,
         t.malformed, t.tools_failed, r.value AS reward
     FROM begun b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
-    ORDER BY b.first_call_id
     """
 )
+# A call's id is made as the call begins; no two clocks are so far apart.
+_APART: Final = timedelta(days=1)
 
 
 # The first of the newest episodes: ids are those of the calls that were stored first.
@@ -150,20 +163,29 @@ async def arm_episodes(
             end later, and what is said of it. Nobody should read it earlier.
         most: the length of a part, before what was given to no arm is left out.
     """
+    first = since if isinstance(since, UUID) else lowest_id_at(since)
+    range_of = {"policy": policy, "first": first, "last": lowest_id_at(until), "most": most}
+    begun = (await connection.execute(_BEGUN, range_of)).all()
     values = {
         "policy": policy,
-        "first": since if isinstance(since, UUID) else lowest_id_at(since),
-        "last": lowest_id_at(until),
+        "first": first,
+        "latest": lowest_id_at(until + counts + _APART),
         "counts_s": counts.total_seconds(),
         "failed": list(FAILED),
-        "most": most,
+        "episodes": [row.id for row in begun],
+        "methods": [row.method for row in begun],
+        "firsts": [row.first_call_id for row in begun],
     }
-    rows = (await connection.execute(_EPISODES, values)).all()
+    await connection.execute(_KNOW_LENGTHS)
+    came_to = {row.id: row for row in await connection.execute(_CAME_TO, values)}
+    rows = [(row.task, came_to[row.id]) for row in begun]
     episodes = [
-        _episode_of(row) for row in rows if row.arm in given and row.version in given[row.arm]
+        _episode_of(task, row)
+        for task, row in rows
+        if row.arm in given and row.version in given[row.arm]
     ]
-    is_whole = len(rows) < most
-    after = None if is_whole else UUID(int=rows[-1].first_call_id.int + 1)
+    is_whole = len(begun) < most
+    after = None if is_whole else UUID(int=begun[-1].first_call_id.int + 1)
     return ArmPart(episodes=episodes, goes_on_from=after)
 
 
@@ -184,12 +206,12 @@ async def begin_of_newest(
     return until if newest is None else time_of(newest)
 
 
-def _episode_of(row: Row[Any]) -> ArmEpisode:
+def _episode_of(task: str | None, row: Row[Any]) -> ArmEpisode:
     return ArmEpisode(
         id=row.id,
         arm=row.arm,
         version=row.version,
-        family=task_family(row.task and bare(row.task)),
+        family=task_family(task and bare(task)),
         reward=row.reward,
         failed=row.failed,
         broken=row.broken,

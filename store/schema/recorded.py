@@ -87,6 +87,12 @@ episodes = Table(
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
     # In the order of their first calls, which never changes: what is outdated is looked for here.
     Index("ix_episodes_there", "id", postgresql_where=text("deleted_at IS NULL")),
+    # Those of which a later call was stored first: they are few.
+    Index(
+        "ix_episodes_first_call_id",
+        "first_call_id",
+        postgresql_where=text("first_call_id <> id"),
+    ),
     # BRIN, because a later call then changes no index entry (a heap-only tuple update).
     Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
     one_of("split", SPLITS),

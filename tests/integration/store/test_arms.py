@@ -6,7 +6,7 @@ from uuid import UUID
 
 import msgspec
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.read.arms import ArmEpisode, arm_episodes
@@ -230,3 +230,35 @@ async def test_tasks_of_a_kind_are_a_family(engine: AsyncEngine) -> None:
     ]
     found = await evidence(engine, list(records))
     assert [one.family for one in found] == ["sql", "sql", "sum", "sum", "prompt"]
+
+
+def rows_touched(plan: dict[str, Any]) -> float:
+    """Return how many rows the nodes of a plan gave or dropped as they joined, in all loops."""
+    kept = ("Actual Rows", "Rows Removed by Join Filter", "Rows Removed by Filter")
+    own = plan["Actual Loops"] * sum(plan.get(name, 0) for name in kept)
+    return float(own + sum(map(rows_touched, plan.get("Plans", []))))
+
+
+async def test_each_episode_is_worked_on_once_however_many_there_are(engine: AsyncEngine) -> None:
+    many, others = 300, 3000
+    records: list[SpoolRecord] = []
+    for number in range(many + others):
+        # Those that are read began before nearly all others.
+        began = 600.0 if number < many else 50.0
+        records.append(given_call(f"e{number}", number % 2, began, number))
+        records.append(reward(0.5, episode=f"e{number}"))
+    asked: list[tuple[str, Any]] = []
+
+    def note(_conn: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        asked.append((statement, parameters))
+
+    await Ingester().store(engine, records)
+    event.listen(engine.sync_engine, "before_cursor_execute", note)
+    assert len(await evidence(engine, [])) == many
+    event.remove(engine.sync_engine, "before_cursor_execute", note)
+    async with engine.connect() as connection:
+        await connection.execute(text("SET LOCAL plan_cache_mode = force_custom_plan"))
+        for statement, parameters in asked:
+            explain = f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement}"
+            [[plan]] = (await connection.exec_driver_sql(explain, parameters)).one()
+            assert rows_touched(plan["Plan"]) < 200 * many, statement
