@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ class FakeModelServer:
         self.refused: set[str] = set()
         self.tries: Counter[str] = Counter()
         self.slow_load: asyncio.Event | None = None
+        # What is awaited as an adapter is to be loaded.
+        self.at_load: Callable[[], Awaitable[None]] | None = None
         self.engine_is_dead = False
         self.loads: list[str] = []
         # What its metrics say of them; None: nothing.
@@ -55,6 +57,8 @@ class FakeModelServer:
         self.tries[body["lora_name"]] += 1
         if self.refuse_load or body["lora_name"] in self.refused:
             return web.json_response({"error": {"message": "No adapter found"}}, status=404)
+        if self.at_load is not None:
+            await self.at_load()
         if self.slow_load is not None:
             await self.slow_load.wait()
         if body["lora_name"] in self.loaded:

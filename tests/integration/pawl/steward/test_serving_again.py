@@ -90,19 +90,17 @@ async def test_a_retired_version_is_on_every_replica_before_it_serves_again(
     engine: AsyncEngine,
     servers: tuple[FakeModelServer, FakeModelServer],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await fallen(engine, tmp_path)
-    at_load: list[dict[int, str]] = []
+    at_load: list[str] = []
+
+    async def note() -> None:
+        at_load.append((await states(engine))[1])
+
     for server in servers:
-        real = server.load
-
-        async def load(*args: object, real: object = real) -> object:
-            at_load.append(await states(engine))
-            return await real(*args)  # type: ignore[operator]
-
-        monkeypatch.setattr(server, "load", load)
+        server.at_load = note
     await look(database_url, engine, *(server.url for server in servers))
+    assert at_load == ["published", "published"]
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     assert [set(server.loaded) for server in servers] == [{"m@1"}, {"m@1"}]
     assert await told(engine, 3) == [
