@@ -99,12 +99,15 @@ class Loop:
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish what it had written.
 
+        While it is in doubt whether the servers serve as meant, that waits for their trial.
+
         Raises:
             AdapterError: a version's files are missing or differ from its manifest.
         """
         await self.finish_killed()
         await self._publisher.clean(self._folder)
-        await self._recovery.publish_written(self._publisher)
+        if not self._holding.is_in_doubt:
+            await self._recovery.publish_written(self._publisher)
         # What got the traffic now needs less of the versions before it.
         await self._publisher.clean(self._folder)
 
@@ -144,6 +147,8 @@ class Loop:
             self._holding.note_trial(why)
             if why is None:
                 await self._set_aside()
+            if why is None and in_doubt:
+                await self._recovery.publish_written(self._publisher)
             log.warning("trial", policy=self._policy, passed=why is None, reason=why)
         show_hold(self._policy, self._holding.kind)
 

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from pawl.steward.evidence import rule_of
 from pawl.steward.replay.replays import Replays
 from pawl.steward.replay.verdict import Replayed, evidence_of, replay_rule_of
-from store.read.events import why_stays
+from store.read.events import is_why_it_stays
 from store.read.standing import Gated, Standing
 from store.records import Record
 from store.updates.gating import begin_canary, reject
@@ -58,9 +58,12 @@ def admission(stands: Gated, replays: Replays) -> Admission | None:
 
 
 async def is_told(connection: AsyncConnection, admitted: Admission) -> bool:
-    """Return whether its newest event says already why a candidate waits on."""
+    """Return whether an event says already why a candidate waits on.
+
+    Of several stewards each has its own reason, as servers may refuse each something else.
+    """
     one, why = admitted.candidate.version, admitted.why_waits
-    return why is not None and why == await why_stays(connection, one.name, one.version)
+    return why is not None and await is_why_it_stays(connection, one.name, one.version, why)
 
 
 async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:

@@ -6,8 +6,10 @@ ended, and what serves has the most of them
 """
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.errors import StateChanged
 from store.updates import slots
 from store.updates.gating import was_called_back
 from store.versions import Actor, PolicyVersion
@@ -27,7 +29,7 @@ async def make_room(
 
     It goes from the proxies at once, and is unloaded later, when none asks for it any more. Whoever
     comes after one that was killed makes what room is still to be made. While no server answers
-    there is none to be made.
+    there is none to be made; nor if a trainer holds the slots for longer than a moment.
     """
     async with engine.connect() as connection:
         if not await was_called_back(connection, version):
@@ -37,10 +39,20 @@ async def make_room(
     except UpstreamAway:
         # Nor can it be loaded: that is tried next, and told.
         return
-    async with engine.begin() as connection:
-        longest_s = PublishOptions().longest_pin_s
-        name = await slots.make_room(
-            connection, version, known, PROXY_REFRESH_S, longest_s, actor=actor
-        )
+    try:
+        async with engine.begin() as connection:
+            name = await slots.make_room(
+                connection,
+                version,
+                known,
+                PROXY_REFRESH_S,
+                PublishOptions().longest_pin_s,
+                actor=actor,
+            )
+    except (DBAPIError, TimeoutError, StateChanged) as error:
+        # A trainer may be stopped or cut off while it counts the slots. Without room the version
+        # is slower, but serves again.
+        log.warning("no_room_made", needed_for=version.served_name, reason=str(error)[:200])
+        return
     if name is not None:
         log.warning("version_retired_for_its_slot", version=name, needed_for=version.served_name)

@@ -90,12 +90,17 @@ _LONGEST: Final = f"""
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
 """
-# By the calls, which are found by index; what was never called comes first.
+# By the calls, which are found by index; what was never called comes first. Left out is what was
+# called back, and is about to serve again.
 _CALLED_FIRST: Final = text(
     f"""
     SELECT * FROM policies p
     WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
         AND (name, version) <> (:policy, :version)
+        AND NOT COALESCE((
+            SELECT p.state = 'published' AND v.from_state = 'retired' FROM policy_events v
+            WHERE v.name = p.name AND v.version = p.version
+            ORDER BY v.at DESC, v.id DESC LIMIT 1), false)
     ORDER BY (
         SELECT t.id FROM transitions t
         WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
@@ -103,6 +108,8 @@ _CALLED_FIRST: Final = text(
     LIMIT 1 FOR NO KEY UPDATE
     """
 )
+# What is to serve again does not wait for a trainer that was stopped, or cut off, with a lock.
+_BRIEFLY: Final = text("SET LOCAL lock_timeout = '5s'")
 _HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
 _LOCK_LONGEST: Final = text(f"{_LONGEST} FOR NO KEY UPDATE")
 
@@ -254,7 +261,11 @@ async def make_room(
     That is one of those that lost the traffic, of whichever policy of the server; its episodes go
     on with the version that serves. `unload_s` and `longest_s` are those of `live_versions`. Return
     its served name, or None if there is room, or nothing that lost the traffic.
+
+    Raises:
+        DBAPIError: a trainer held the slots for more than five seconds.
     """
+    await connection.execute(_BRIEFLY)
     await lock_slots(connection, version.name)
     live = await live_versions(connection, version.name, unload_s, longest_s)
     if live.total - live.unloading <= slots:

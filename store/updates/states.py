@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import insert, null, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import RolledBack, StateChanged, UnknownPolicy
@@ -49,7 +49,7 @@ _JUDGE_BY: Final = text(
     """
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
         changed_at = CASE WHEN state = 'canary' THEN clock_timestamp() ELSE changed_at END
-    WHERE name = :name AND gate IS NOT NULL AND state IN ('candidate', 'canary')
+    WHERE name = :name AND gate IS NOT NULL AND state IN ('ready', 'candidate', 'canary')
     RETURNING version, state
     """
 )
@@ -226,6 +226,7 @@ async def add_event(
             to_state=state,
             reason=reason,
             actor=actor,
-            evidence=evidence,
+            # None alone would be JSON's null.
+            evidence=null() if evidence is None else dict(evidence),
         )
     )

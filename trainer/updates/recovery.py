@@ -149,7 +149,8 @@ class Recovery:
             return None
         serving = await self._versions.serving()
         why = await publisher.try_to_publish(version, serving.served_name, probe)
-        if why is not None and is_too_far(version, publisher.gate):
+        # What is due was rebuilt or imported: what waits to be published is of another line.
+        if why is not None and not is_due and is_too_far(version, publisher.gate):
             await self._publish_what_is_left(publisher)
         return why
 

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
 
 from pawl.policies.events import events_of
 from pawl.policies.moving import roll_back_by_hand
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
+from store.updates.slots import lock_slots
+from store.updates.states import set_state
 from store.write.ingest import ingest
 from tests.integration.pawl.steward.test_serving_again import fallen, killed_before_it_loads
 from tests.support.records import call
@@ -144,3 +147,33 @@ async def test_an_operator_s_roll_back_makes_room_too(
     assert await of_others(engine) == KEPT | {2: "retired"}
     told = [one for one in await events_of(engine, "n") if one.to_state == "retired"]
     assert [one.actor for one in told] == ["operator"]
+
+
+async def test_what_was_called_back_for_another_policy_is_not_retired(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+) -> None:
+    await others(engine, tmp_path)
+    await fallen(engine, tmp_path)
+    server.adapter_slots = 4
+    # Called first of the two, and about to serve again.
+    async with engine.begin() as connection:
+        for state in ("retired", "published"):
+            await set_state(connection, "n", 2, state, reason="for the test", actor="operator")
+    await look(database_url, engine, server.url, None)
+    assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
+    assert await of_others(engine) == KEPT | {1: "retired"}
+
+
+async def test_a_trainer_that_is_stopped_while_it_counts_slots_keeps_nothing_from_serving_again(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+) -> None:
+    await others(engine, tmp_path)
+    await fallen(engine, tmp_path)
+    server.adapter_slots = 4
+    async with engine.begin() as connection:
+        await lock_slots(connection, "n")
+        with capture_logs() as logs:
+            await look(database_url, engine, server.url, None)
+    assert "no_room_made" in [one["event"] for one in logs]
+    assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
+    assert await of_others(engine) == KEPT

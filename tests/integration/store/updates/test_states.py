@@ -68,6 +68,9 @@ async def test_each_change_of_state_has_one_event(engine: AsyncEngine) -> None:
         assert (newest.reason, newest.actor, newest.evidence) == ("better", "steward", proof)
         [before] = await list_events(connection, "m", 2, most=1, before=newest.id)
         assert before.to_state == "canary"
+        # What rests on nothing has no evidence, and not JSON's null.
+        given = "SELECT count(*) FROM policy_events WHERE jsonb_typeof(evidence) <> 'object'"
+        assert await connection.scalar(text(given)) == 0
 
 
 async def test_what_is_killed_before_it_is_committed_changed_nothing(engine: AsyncEngine) -> None:

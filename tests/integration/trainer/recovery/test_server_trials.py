@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.vllm_server import free_port
+from tests.support.faults.killing import Killed
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.holding import (
     OWN,
@@ -14,7 +15,7 @@ from tests.support.trainer.holding import (
     try_again,
     working,
 )
-from tests.support.trainer.recovery import Bench, bench
+from tests.support.trainer.recovery import STEPS, Bench, bench, run_once
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
 from trainer.publishing.replicas import Replicas
 
@@ -50,6 +51,31 @@ async def test_too_little_memory_at_the_start_is_waited_for(
         assert await try_again(loop)
         assert (gauge(), held_for()) == (0.0, [])
     await bench.assert_spent_once(4)
+
+
+async def test_what_a_killed_trainer_wrote_waits_until_the_servers_could_be_tried(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with another base model would have it rejected, and its episodes lost."""
+    with monkeypatch.context() as patched:
+        STEPS["before publishing"](patched)
+        with pytest.raises(Killed):
+            await run_once(bench)
+
+    def full(*_: object) -> None:
+        raise ShortOfMemory("the memory has no room")
+
+    bench.fake.logprobs["m"] = OWN
+    async with Replicas([bench.fake.url]) as servers:
+        loop = bench.loop(servers)
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.learner, "write_trial", full)
+            await loop.check_server()
+            await loop.recover()
+            assert (await bench.states())[1] == "written"
+        loop._holding._trial_at = 0.0
+        await loop.try_again()
+    assert await bench.states() == {0: "published", 1: "serving"}
 
 
 async def test_what_a_server_samples_with_by_default_is_not_in_the_trial(bench: Bench) -> None:

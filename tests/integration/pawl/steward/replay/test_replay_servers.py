@@ -191,6 +191,11 @@ async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
             "candidate",
             "written",
         ]
+        # Nor does one that is told something else by the server tell it at every look.
+        for server.longest in (3, 2, 3):
+            await look(database_url, engine, server.url)
+            await rounds(judge, engine)
+        assert len(await events_of(engine)) == 4
         server.longest = None
         await rounds(judge, engine)
     assert (await states(engine))[1] == "canary"
