@@ -73,7 +73,7 @@ def trial_of(
 ) -> Trial:
     """Return what came of the version; `told` are its events, oldest first.
 
-    `begun` are all episodes, and `first` is when the first version of all was imported.
+    `begun` are all episodes, and `first` is when the first version of all was given some.
     """
     last = told[-1]
     since = next((one.at for one in told if one.to_state == "canary"), None)
