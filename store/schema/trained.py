@@ -42,6 +42,11 @@ LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'publish
 # The condition for a published version that had the traffic: a canary which made way for another
 # before it got that is published too, for its episodes, and keeps its share, which serving ends.
 ONCE_SERVED = "state = 'published' AND (version = 0 OR share IS NULL)"
+# The condition for a version (`p`) that was retired, and is published again to serve. By the clock
+# of the database: ids are made by those of several machines.
+CALLED_BACK = """p.state = 'published' AND 'retired' IS NOT DISTINCT FROM (
+    SELECT v.from_state FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+    ORDER BY v.at DESC, v.id DESC LIMIT 1)"""
 
 policies = Table(
     "policies",

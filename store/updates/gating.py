@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import NotGated, StateChanged
 from store.link.scores import judged_by
 from store.read.pages import version_of
-from store.schema.trained import ONCE_SERVED, policies
+from store.schema.trained import CALLED_BACK, ONCE_SERVED, policies
 from store.updates.descent import CHAIN, DESCENDANTS, reject_built_on
 from store.updates.policies import numbered_version, promote
 from store.updates.states import (
@@ -59,14 +59,8 @@ _SERVED_SINCE: Final = text(
     ORDER BY version FOR NO KEY UPDATE
     """
 )
-# It is published, and was retired before that, by the clock of the database: ids are made by those
-# of several machines.
 _CALLED_BACK: Final = text(
-    """
-    SELECT p.state = 'published' AND v.from_state = 'retired'
-    FROM policies p JOIN policy_events v USING (name, version)
-    WHERE name = :name AND version = :version ORDER BY v.at DESC, v.id DESC LIMIT 1
-    """
+    f"SELECT {CALLED_BACK} FROM policies p WHERE name = :name AND version = :version"
 )
 _SINCE: Final = text(f"{CHAIN} SELECT count(*) FROM chain")
 # Whoever holds a gate, and is stopped or cut off, must not keep it from all others for hours.

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.read.pages import version_of
 from store.records import Record
 from store.schema.recorded import OF_A_VERSION
-from store.schema.trained import LIVE
+from store.schema.trained import CALLED_BACK, LIVE
 from store.updates.states import change_state
 from store.versions import Actor, PolicyVersion
 
@@ -97,10 +97,7 @@ _CALLED_FIRST: Final = text(
     SELECT * FROM policies p
     WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
         AND (name, version) <> (:policy, :version)
-        AND NOT COALESCE((
-            SELECT p.state = 'published' AND v.from_state = 'retired' FROM policy_events v
-            WHERE v.name = p.name AND v.version = p.version
-            ORDER BY v.at DESC, v.id DESC LIMIT 1), false)
+        AND NOT ({CALLED_BACK})
     ORDER BY (
         SELECT t.id FROM transitions t
         WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
