@@ -15,7 +15,6 @@ from store.connection.engine import make_engine
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, ToolEvent
-from store.schema.migrate import downgrade, upgrade
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
 from tests.integration.conftest import Proxy, proxy_with, settings_for
@@ -174,17 +173,3 @@ async def test_is_error_beats_the_reader_and_the_reader_the_default(engine: Asyn
     async with engine.connect() as connection:
         [episode] = await read_episodes(connection, await episode_ids(connection))
     assert [e.status for e in episode.calls[0].tool_events] == ["error"]
-
-
-async def test_going_back_leaves_the_events_that_the_old_schema_knows(
-    database_url: str,
-) -> None:
-    engine = make_engine(database_url)
-    sources = ("header", "is_error", "reader", "assumed")
-    async with engine.begin() as connection:
-        await ingest(connection, [call(tool_events=tuple(event("ok", s) for s in sources))])
-    await engine.dispose()
-    await downgrade(database_url, "0002")
-    assert await stored_events(engine) == [("t1", "ok", "header")]
-    await engine.dispose()
-    await upgrade(database_url)
