@@ -11,7 +11,6 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.tools.result_readers import parse_readers
-from store.connection.engine import make_engine
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, ToolEvent
