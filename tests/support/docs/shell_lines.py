@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,6 @@ from proxy.door.routes import find_route
 from proxy.errors import NotAllowed
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
-from tests.support.docs.citations import is_module_or_name
 
 # Programs of the system, or of the reader, whose options are not ours to check.
 OTHERS: Final = frozenset(
@@ -137,7 +137,7 @@ def check_python(arguments: list[str], folder: Path) -> None:
         if module == "pytest":
             check_pytest(rest)
         elif module not in ("venv", "pip"):
-            require(is_module_or_name(module), f"no module {module}")
+            require(find_spec(module), f"no module {module}")
             check_options(module, rest)
         return
     script = arguments[0]
