@@ -31,8 +31,8 @@ from store.schema.migrate import upgrade
 from store.updates.choice import find_ready
 from store.updates.claims import claim, release
 from store.updates.expiry import expire
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.records import call
 

@@ -22,13 +22,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.backlog import CLAIMABLE, timed
+from store.adapter_slots import live_versions
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.schema.partitions import ensure_partition
-from store.updates.files import unasked_versions, versions_with_files
-from store.updates.policies import ensure_base
-from store.updates.slots import live_versions
+from store.version_queries import unasked_versions, versions_with_files
+from store.version_states import ensure_base
 
 VERSIONS: Final = 10_000
 WITH_FILES: Final = 64

@@ -12,7 +12,7 @@ from store.read.episodes import episode_ids, read_in_batches
 from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
 from store.records import Record
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 
 
 class Selection(Record, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.members import Upstreams, open_upstreams
 from store.policy_table import open_policies
-from store.updates.policies import pinned_episodes
+from store.version_queries import pinned_episodes
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()

@@ -26,8 +26,8 @@ from store.connection.engine import make_engine
 from store.link.scores import set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Feedback
-from store.updates.policies import ensure_base
 from store.values.rewards import RewardRule, RewardTerm, reward_of
+from store.version_states import ensure_base
 
 EACH: Final = 20
 AT_ONCE: Final = 16

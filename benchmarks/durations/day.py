@@ -2,7 +2,7 @@
 
 Nothing is computed: an update takes the seconds that it would, and the policy moves by a given
 divergence a version. What decides is the product's: its claim (`waiting`), its measure of staleness
-(`trainer.updates.staleness`) and its pacing (`store.updates.slots`).
+(`trainer.updates.staleness`) and its pacing (`store.adapter_slots`).
 """
 
 from bisect import insort
@@ -16,9 +16,9 @@ from uuid import UUID
 
 from benchmarks.durations.load import Episode, Load, make_episodes
 from benchmarks.durations.waiting import Order, Waiting, latest_minute_first, newest_version_first
+from store.adapter_slots import RECENT, Live, free_slots, is_due
 from store.records import Record
 from store.updates.ready import ClaimRule
-from store.updates.slots import RECENT, Live, free_slots, is_due
 from trainer.publishing.publish import PROXY_REFRESH_S
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import claim_rule

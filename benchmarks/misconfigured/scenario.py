@@ -14,7 +14,7 @@ from benchmarks.misconfigured.server import ModelServer
 from benchmarks.misconfigured.trainer import Trainer
 from store.connection.engine import make_engine
 from store.schema.migrate import upgrade
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 
 # More than two updates while the fault lasts: a third could be spent.
 WRONG_GROUPS: Final = 2 * GROUPS + 2

@@ -19,7 +19,7 @@ from pawl.scenarios.tasks import TaskSplit, make_tasks
 from pawl.stack.stack import Stack
 from store.records import Record
 from store.updates.claims import list_updates
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from trainer.recipes.recipe import Recipe
 
 LOOK_S: Final = 0.5

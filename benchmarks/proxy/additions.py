@@ -14,8 +14,9 @@ from store.keys.keys import create_key
 from store.schema.migrate import upgrade
 from store.tenants import DEFAULT
 from store.updates.claims import begin_update, consume
-from store.updates.gating import begin_canary, make_candidate
-from store.updates.policies import ensure_base, numbered_version, promote
+from store.version_queries import numbered_version
+from store.version_states import begin_canary, ensure_base, make_candidate
+from tests.support.ledger.lineage import promote
 
 # Keys beside the one that calls: a look-up must not depend on how many there are.
 OTHER_KEYS: Final = 1000

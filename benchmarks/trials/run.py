@@ -35,7 +35,7 @@ from pawl.steward.gate.records import GateOptions
 from store.connection.engine import make_engine
 from store.read.standing import gated, promotion
 from store.records import Record
-from store.updates.policies import numbered_version
+from store.version_queries import numbered_version
 from store.versions import PolicyState
 from trainer.importing import import_adapter
 from trainer.recipes.recipe import load_recipe

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
 from store.records import Record
-from store.updates.files import versions_with_files
+from store.version_queries import versions_with_files
 from store.versions import PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread
 from trainer.publishing.adapters import MANIFEST

@@ -13,8 +13,8 @@ from pawl.output import cell
 from store.policy_table import PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT
-from store.updates.policies import list_versions
 from store.updates.signal import waiting_episodes
+from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
 # `unlisted`: it has versions, and the file of policies does not name it.

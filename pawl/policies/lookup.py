@@ -3,7 +3,7 @@
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
 

@@ -11,9 +11,8 @@ from pawl.steward.evidence import OnTrial
 from pawl.steward.room import make_room
 from store.errors import NotGated, StateChanged, UnknownPolicy
 from store.read.standing import gated
-from store.updates.gating import freeze, roll_back, was_called_back
-from store.updates.policies import numbered_version, promote
-from store.updates.states import lock_policies
+from store.version_queries import numbered_version, was_called_back
+from store.version_states import freeze, lock_policies, promote, roll_back
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.publishing.replicas import Replicas
 

@@ -13,7 +13,7 @@ from store.read.evaluations import evaluations, rewards_of_work
 from store.read.stats import PolicyTotals, policy_totals, stored_responses, totals
 from store.records import UpdateRow
 from store.updates.claims import list_updates
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
 Found = TypeVar("Found")

@@ -13,9 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import StateChanged
 from store.records import Record
-from store.updates.gating import roll_back, version_before, was_called_back
-from store.updates.policies import numbered_version
-from store.updates.states import change_state, lock_policies
+from store.version_queries import numbered_version, version_before, was_called_back
+from store.version_states import change_state, lock_policies, roll_back
 from store.versions import Actor, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.publishing.probing import loading
@@ -54,7 +53,7 @@ async def call_back(
     """Return what would serve if `version` lost the traffic, and why it became servable, if it did.
 
     If it had been retired it is `published` from now on. With `first`, what had the traffic since
-    that would lose it for good as well (`store.updates.gating.roll_back`).
+    that would lose it for good as well (`store.version_states.roll_back`).
 
     Raises:
         StateChanged: it has another state by now.

@@ -11,8 +11,7 @@ from pawl.steward.replay.verdict import Replayed, evidence_of, replay_rule_of
 from store.read.events import is_why_it_stays
 from store.read.standing import Gated, Standing
 from store.records import Record
-from store.updates.gating import begin_canary, reject
-from store.updates.states import add_event
+from store.version_states import add_event, begin_canary, reject
 from store.versions import Actor, PolicyState, PolicyVersion
 
 STEWARD: Final[Actor] = "steward"

@@ -14,7 +14,7 @@ from pawl.stack.database import open_engine
 from pawl.steward.metrics import ALTERED, MISSERVED, STORE_UP
 from store.connection.availability import is_unavailable
 from store.settings import StoreSettings
-from store.updates.policies import list_servable
+from store.version_queries import list_servable
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread
 from trainer.publishing.altered import check_files

@@ -22,9 +22,8 @@ from pawl.steward.replay.replays import Replays
 from pawl.steward.watching import READ_AGAIN, Watching
 from store.read.standing import Gated, Standing, gated, newest_promoted
 from store.records import ARMS
-from store.updates.gating import hold_gate, roll_back
-from store.updates.policies import numbered_version, promote
-from store.updates.states import change_state, lock_policies
+from store.version_queries import numbered_version
+from store.version_states import change_state, hold_gate, lock_policies, promote, roll_back
 from store.versions import PolicyState, PolicyVersion
 from trainer.metrics import VERSION
 

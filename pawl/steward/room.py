@@ -9,9 +9,9 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import adapter_slots
 from store.errors import StateChanged
-from store.updates import slots
-from store.updates.gating import was_called_back
+from store.version_queries import was_called_back
 from store.versions import Actor, PolicyVersion
 from trainer.errors import UpstreamAway
 from trainer.publishing.pacing import fewest_slots
@@ -41,7 +41,7 @@ async def make_room(
         return
     try:
         async with engine.begin() as connection:
-            name = await slots.make_room(
+            name = await adapter_slots.make_room(
                 connection,
                 version,
                 known,

@@ -20,7 +20,7 @@ from proxy.policies.versions import Serving, Versions
 from proxy.upstreams.members import SamplingDefaults, Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
 from store.records import EVAL
-from store.updates.policies import pinned_version
+from store.version_queries import pinned_version
 
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05

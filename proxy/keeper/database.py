@@ -23,7 +23,7 @@ from store.embedded.server import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
 from store.schema.migrate import upgrade
-from store.updates.files import versions_with_files
+from store.version_queries import versions_with_files
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()

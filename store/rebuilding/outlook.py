@@ -8,6 +8,7 @@ from sqlalchemy import or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
+from store.lineage import head_of
 from store.rebuilding.choosing import Query, matching_episodes
 from store.rebuilding.leaving import waiting_of
 from store.rebuilding.line import Done, Line, PastRow, done_of, line_of, row_of
@@ -16,8 +17,7 @@ from store.retaining.outdated import LOST_CALLS
 from store.schema.recorded import OF_A_VERSION, WITHOUT_LOGPROBS
 from store.schema.trained import LEFT_OUT, REBUILT, consumptions, updates
 from store.updates.claims import IMPORTED_FROM
-from store.updates.descent import head_of
-from store.updates.policies import numbered_version
+from store.version_queries import numbered_version
 from store.versions import PolicyVersion
 
 DELETED: Final = "deleted"

@@ -12,8 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
 from store.schema.trained import policies
-from store.updates.policies import promote
-from store.updates.states import change_state, lock_policies, set_state
+from store.version_states import change_state, lock_policies, promote, set_state
 from store.versions import Actor, PolicyState
 
 OPERATOR: Final[Actor] = "operator"

@@ -111,7 +111,7 @@ policies = Table(
     ),
 )
 
-# Each change of a version's state (`store.updates.states`); a trigger refuses to alter one.
+# Each change of a version's state (`store.version_states`); a trigger refuses to alter one.
 policy_events = Table(
     "policy_events",
     metadata,

@@ -29,10 +29,9 @@ from store.updates.choice import find_ready
 from store.updates.consuming import consume_episodes, end_update
 from store.updates.expiry import oldest_version
 from store.updates.late_evaluation import refuse_evaluation
-from store.updates.policies import add_version
 from store.updates.ready import ALL_EARLIER_MEMBERS, EARLIER_MEMBERS, ClaimRule, lock
 from store.updates.rolled_back import refuse_rolled_back
-from store.updates.states import lock_policies
+from store.version_states import add_version, lock_policies
 from store.versions import PolicyState
 
 # The metric that tells an imported version's update: where the adapter came from.

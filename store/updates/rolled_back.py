@@ -83,7 +83,7 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 async def refuse_rolled_back(connection: AsyncConnection, policy: str, update_id: UUID) -> None:
     """Check that no version was rolled back since an update claimed what it sampled.
 
-    The caller holds the policy (`store.updates.states.lock_policies`), so none is meanwhile.
+    The caller holds the policy (`store.version_states.lock_policies`), so none is meanwhile.
 
     Raises:
         HoldsRolledBack: one was.

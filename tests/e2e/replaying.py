@@ -11,9 +11,9 @@ import torch
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.records import TransitionRow
-from store.updates.policies import list_versions
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
+from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually
 from trainer.batches.rows import Row

@@ -22,8 +22,8 @@ from store.read.episodes import episode_ids, read_episodes
 from store.read.stats import stored_responses, totals
 from store.records import Episode
 from store.updates import claims
-from store.updates.policies import list_versions
 from store.values.tokens import unpack_ids, unpack_logprobs
+from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import awaited
 from trainer.publishing.server import ModelServer

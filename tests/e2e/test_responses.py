@@ -10,8 +10,8 @@ import pytest
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.ids import new_id
-from store.updates.policies import list_versions
 from store.values.tokens import unpack_ids, unpack_logprobs
+from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY
 from tests.e2e.test_messages_and_responses import (
     CHAT_QUESTION,

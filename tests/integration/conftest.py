@@ -19,7 +19,7 @@ from proxy.settings import ProxySettings
 from proxy.worker import serving
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.conftest import copy_cluster
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import eventually, until

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, eventually, proxy_with, settings_for
 from tests.support.servers.fake_upstream import fake_upstream
 

@@ -13,10 +13,10 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.files import (
-    ToGoBackTo,
+from store.version_queries import (
+    RollbackTargets,
     mark_deleted,
-    to_go_back_to,
+    rollback_targets,
     unasked_versions,
     versions_with_files,
 )
@@ -79,7 +79,7 @@ class Cleaning:
             log.info("versions_deleted", policy=self._policy, versions=sorted(marked))
         await asyncio.to_thread(self._remove, versions, back)
 
-    async def _mark(self, versions: list[PolicyVersion], back: ToGoBackTo) -> set[int]:
+    async def _mark(self, versions: list[PolicyVersion], back: RollbackTargets) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""
         async with self._engine.connect() as connection:
             unasked = await unasked_versions(
@@ -107,7 +107,7 @@ class Cleaning:
             return None
         return {name for models in listed.values() for name in models}
 
-    def _remove(self, versions: list[PolicyVersion], back: ToGoBackTo) -> None:
+    def _remove(self, versions: list[PolicyVersion], back: RollbackTargets) -> None:
         """Remove the folders that are left over, and the optimiser states that are not kept."""
         folders = dict(adapters.folders(self._root, self._policy))
         for number in leftovers(versions, folders):
@@ -117,7 +117,7 @@ class Cleaning:
             if state.exists():
                 _remove_if_possible(shutil.rmtree, state)
 
-    async def _versions(self) -> tuple[list[PolicyVersion], ToGoBackTo]:
+    async def _versions(self) -> tuple[list[PolicyVersion], RollbackTargets]:
         async with self._engine.connect() as connection:
             versions = await versions_with_files(connection, self._policy)
-            return versions, await to_go_back_to(connection, self._policy)
+            return versions, await rollback_targets(connection, self._policy)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from store.updates.files import OnceServed, ToGoBackTo
+from store.version_queries import OnceServed, RollbackTargets
 from store.versions import SERVABLE, PolicyVersion
 
 # States in which a version's files are read: it is published, or may be.
@@ -33,7 +33,7 @@ def spaced(served: Sequence[OnceServed]) -> set[int]:
     return {one.version for one in (*kept, *served[-1:])}
 
 
-def kept_files(versions: Sequence[PolicyVersion], back: ToGoBackTo) -> set[int]:
+def kept_files(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the versions whose files stay whatever else is known.
 
     They are in use, or a roll-back may give them the traffic, or a rebuild goes on from them. While
@@ -46,7 +46,7 @@ def kept_files(versions: Sequence[PolicyVersion], back: ToGoBackTo) -> set[int]:
     return in_use | _last_good(versions, back) | far | _under_way(versions)
 
 
-def kept_states(versions: Sequence[PolicyVersion], back: ToGoBackTo) -> set[int]:
+def kept_states(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the versions that training may go on from, whose optimiser states stay.
 
     That is the one with the traffic, the one before it, those that may still get it, and the one
@@ -57,7 +57,7 @@ def kept_states(versions: Sequence[PolicyVersion], back: ToGoBackTo) -> set[int]
 
 
 def old_states(
-    versions: Sequence[PolicyVersion], back: ToGoBackTo, folders: Iterable[int]
+    versions: Sequence[PolicyVersion], back: RollbackTargets, folders: Iterable[int]
 ) -> list[int]:
     """Return the numbers of folders whose optimiser state training cannot go on from.
 
@@ -78,7 +78,7 @@ def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list
     return [number for number in folders if number not in there and number < newest]
 
 
-def _last_good(versions: Sequence[PolicyVersion], back: ToGoBackTo) -> set[int]:
+def _last_good(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the version that would serve if what serves were rolled back, if it has files."""
     return {back.before} & _numbers(versions)
 

@@ -15,8 +15,8 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.updates import slots
-from store.updates.slots import Live, due_in, free_slots, needed_slots
+from store import adapter_slots
+from store.adapter_slots import Live, due_in, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, NEXT_VERSION, SLOTS
 from trainer.publishing.publish import PROXY_REFRESH_S
@@ -131,8 +131,8 @@ class Pacing:
     async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
         """Return how many slots there are and what needs one; no other takes one until a commit."""
         known = await self._known()
-        await slots.lock_slots(connection, self._policy)
-        live = await slots.live_versions(
+        await adapter_slots.lock_slots(connection, self._policy)
+        live = await adapter_slots.live_versions(
             connection,
             self._policy,
             PROXY_REFRESH_S,
@@ -181,11 +181,11 @@ class Pacing:
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> None:
         longest_s = self._rule.longest_pin_s
-        if not await slots.has_longest(connection, self._policy, longest_s):
+        if not await adapter_slots.has_longest(connection, self._policy, longest_s):
             return
         if not await is_wanted():
             return
-        name = await slots.retire_longest(connection, self._policy, longest_s)
+        name = await adapter_slots.retire_longest(connection, self._policy, longest_s)
         if name is not None:
             log.warning("version_retired_for_its_slot", version=name, after_s=longest_s)
 

@@ -13,10 +13,10 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store import version_queries, version_states
 from store.errors import StateChanged
 from store.read.standing import gated, newest_promoted
-from store.updates import descent, gating, policies
-from store.updates.states import change_state, lock_policies, set_state
+from store.version_states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyState, PolicyVersion
 from trainer.errors import (
     FailedProbe,
@@ -124,12 +124,12 @@ class Publisher:
         async with self._engine.begin() as connection:
             # All at once: the trainer of another of them may let them go live at this moment.
             await lock_policies(connection, self.together)
-            lost = await descent.reject_orphan(connection, self._policy, version.version)
+            lost = await version_states.reject_orphan(connection, self._policy, version.version)
             if lost is None and self._is_tried(version):
                 await self._make_candidate(connection, version)
             elif lost is None:
                 await self._let_watch(connection, version)
-                await policies.make_ready(
+                await version_states.make_ready(
                     connection, self._policy, version.version, reason=PROBED, actor="trainer"
                 )
                 promoted = await self._promote(connection)
@@ -158,14 +158,14 @@ class Publisher:
         if self.gate.is_watched and version.rebuilt_from is None:
             rule = self.gate.model_dump(mode="json")
             share = self.gate.base_share
-            await gating.watch(connection, self._policy, version.version, rule, share)
+            await version_states.watch(connection, self._policy, version.version, rule, share)
         elif not self.gate.is_gated and not self.gate.is_watched:
-            await gating.end_base_share(connection, self._policy)
+            await version_states.end_base_share(connection, self._policy)
 
     async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
         """Let the steward try a version, by the rule of the recipe, which it cannot read itself."""
         rule = self.gate.model_dump(mode="json")
-        made_way = await gating.make_candidate(
+        made_way = await version_states.make_candidate(
             connection, self._policy, version.version, rule, reason=PROBED
         )
         stands = await gated(connection, self._policy)
@@ -187,7 +187,7 @@ class Publisher:
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
         wait_s = self._rule.wait_for_others_s
-        return await policies.promote_together(connection, self.together, wait_s)
+        return await version_states.promote_together(connection, self.together, wait_s)
 
     def _tell(self, promoted: Sequence[PolicyVersion]) -> None:
         for version in promoted:
@@ -261,7 +261,7 @@ class Publisher:
         async with self._engine.begin() as connection:
             if error.is_learned:
                 most = self.gate.most_kl_to_base if isinstance(error, TooFar) else None
-                await descent.reject_with_chain(
+                await version_states.reject_with_chain(
                     connection, version, most, reason=why, evidence=evidence
                 )
                 return
@@ -277,7 +277,7 @@ class Publisher:
         is not loaded there again, for moments in which requests would get it, before it was away.
         """
         async with self._engine.connect() as connection:
-            versions = await policies.list_servable(connection, self._policy)
+            versions = await version_queries.list_servable(connection, self._policy)
         answers = await self.servers.ask(ModelServer.models)
         self._misserved = {one for one in self._misserved if one[0] in answers}
         for server, listed in answers.items():
@@ -319,7 +319,7 @@ class Publisher:
         Servers may answer slowly, and the steward call a version back meanwhile.
         """
         async with self._engine.connect() as connection:
-            now = await policies.numbered_version(connection, self._policy, version.version)
+            now = await version_queries.numbered_version(connection, self._policy, version.version)
         return now is not None and now.state in UNSERVED
 
     async def _retire(self, version: PolicyVersion, why: str) -> None:
@@ -346,4 +346,4 @@ class Publisher:
 
     async def _idle(self, states: Sequence[PolicyState], idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
-            return await policies.idle_versions(connection, self._policy, states, idle_s)
+            return await version_queries.idle_versions(connection, self._policy, states, idle_s)

@@ -6,12 +6,13 @@ from pathlib import Path
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import lineage, version_queries, version_states
 from store.link.scores import reward_rule, set_reward_rule
 from store.records import REWARD
 from store.tenants import DEFAULT
-from store.updates import claims, descent, gating, policies
-from store.updates.files import deleted_versions
-from store.updates.states import judge_anew, set_state
+from store.updates import claims
+from store.version_queries import deleted_versions
+from store.version_states import judge_anew, set_state
 from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
@@ -32,14 +33,14 @@ async def begin_policy(
         TrainerError: the policy began with another base model, or is another tenant's.
     """
     async with engine.begin() as connection:
-        others = sorted(await policies.owners_of(connection, policy) - {tenant})
+        others = sorted(await version_queries.owners_of(connection, policy) - {tenant})
         if others:
             raise TrainerError(
                 f"{file or 'without a file of policies'}: policy {policy!r}: tenant: it is"
                 f" {tenant!r}, but what was recorded or trained for the policy is of tenant"
                 f" {others[0]!r}, and stays so: write that, or give the policy another name"
             )
-        began = await policies.ensure_base(connection, policy, base, tenant)
+        began = await version_states.ensure_base(connection, policy, base, tenant)
     if base is not None and began != base:
         raise TrainerError(
             f"{file}: policy {policy!r}: base: it is {base!r}, but the policy's"
@@ -81,17 +82,17 @@ class Versions:
     async def head(self) -> PolicyVersion:
         """Return the newest version that may still serve, which a gated policy trains on from."""
         async with self._engine.connect() as connection:
-            return await descent.head_of(connection, self._policy)
+            return await lineage.head_of(connection, self._policy)
 
     async def updates_since_candidate(self, version: PolicyVersion) -> int:
         """Return how many updates lie between a version and the last that was loaded before it."""
         async with self._engine.connect() as connection:
-            return await gating.updates_since_candidate(connection, self._policy, version.version)
+            return await lineage.updates_since_candidate(connection, self._policy, version.version)
 
     async def reject_orphan(self, version: PolicyVersion) -> str | None:
         """Reject a version if what it was trained from was rolled back; return why it was."""
         async with self._engine.begin() as connection:
-            return await descent.reject_orphan(connection, self._policy, version.version)
+            return await version_states.reject_orphan(connection, self._policy, version.version)
 
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""
@@ -104,7 +105,7 @@ class Versions:
     async def numbered(self, number: int) -> PolicyVersion:
         """Return the recorded version with this number."""
         async with self._engine.connect() as connection:
-            version = await policies.numbered_version(connection, self._policy, number)
+            version = await version_queries.numbered_version(connection, self._policy, number)
         assert version is not None
         return version
 
@@ -140,4 +141,4 @@ class Versions:
     async def _live(self) -> list[PolicyVersion]:
         # Once a second, so not of all that there ever were.
         async with self._engine.connect() as connection:
-            return await policies.list_live(connection, self._policy)
+            return await version_queries.list_live(connection, self._policy)

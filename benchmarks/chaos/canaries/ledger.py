@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from benchmarks.chaos.ledger import kept
 from store.connection.engine import make_engine
 from store.read.events import list_events
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from store.versions import PolicyEvent, PolicyState, PolicyVersion
 
 MOST: Final = 1_000_000

@@ -16,8 +16,8 @@ from typing import Any, Final
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainer.learners.learner
-from store import files
-from store.updates import claims, policies
+from store import files, version_states
+from store.updates import claims
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing import adapters
@@ -102,8 +102,8 @@ BOUNDARIES: Final[dict[str, Patch]] = {
     "after the record": _before(Publisher, "publish"),
     "before the load": _before(ModelServer, "load"),
     "after the load": _after(ModelServer, "load"),
-    "after the probe": _before(policies, "promote"),
-    "in the transaction of the promotion": _after(policies, "promote"),
+    "after the probe": _before(version_states, "promote"),
+    "in the transaction of the promotion": _after(version_states, "promote"),
     "after the promotion": _after(Publisher, "publish"),
     "before the sweep": _before(adapters, "sweep", 2),
     "after the sweep": _after(adapters, "sweep", 2),

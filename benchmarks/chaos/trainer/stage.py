@@ -12,7 +12,7 @@ from benchmarks.chaos.trainer.episodes import WORDS, scored_episodes
 from store.connection.engine import make_engine
 from store.records import SpoolRecord
 from store.schema.migrate import upgrade
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 
 BATCH: Final = 50

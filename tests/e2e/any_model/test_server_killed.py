@@ -14,7 +14,7 @@ from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.read.stats import totals
 from store.updates import claims
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import eventually
 

@@ -17,7 +17,7 @@ from pawl.stack.process import Process
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.records import TransitionRow
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from store.versions import PolicyVersion
 from tests.e2e.conftest import PATIENCE_S, POLICY, episodes_of
 from tests.e2e.replaying import row_of

@@ -20,7 +20,7 @@ from store.keys.grants import SCOPES, Scope
 from store.keys.keys import create_key, revoke_key
 from store.keys.secrets import new_secret
 from store.tenants import DEFAULT
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.fuzz.ports.allowed import is_allowed
 from tests.fuzz.ports.upstream import StrictUpstream, strict_upstream
 from tests.fuzz.profile import is_long

@@ -20,7 +20,7 @@ from proxy.keeper.keeper import keeping
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.updates.claims import begin_update
-from store.updates.policies import add_version, ensure_base
+from store.version_states import add_version, ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, settings_for
 from tests.support.waiting import awaited

@@ -7,7 +7,7 @@ from benchmarks.proxy import wire
 from benchmarks.proxy.additions import ADDITIONS, OTHER_KEYS
 from store.keys.keys import list_keys
 from store.keys.secrets import MARK
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 
 
 async def shares(engine: AsyncEngine) -> dict[int, tuple[str, float | None]]:

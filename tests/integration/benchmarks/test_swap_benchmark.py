@@ -16,7 +16,7 @@ from benchmarks.swap.publishing import Place, publishing
 from benchmarks.swap.records import Event, Load, Seen
 from benchmarks.swap.run import RECIPE
 from benchmarks.swap.schedule import plan
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.conftest import proxy_with, settings_for
 from tests.support.records import call

@@ -19,9 +19,9 @@ from store.judge.sentinels import Rescored, Sentinel, add_sentinels, note_score
 from store.read.stats import totals
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.updates import claims
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL
+from store.version_states import ensure_base
 from store.write.feedback_keys import KeyState, take_key
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import store_in_batches

@@ -22,9 +22,9 @@ from store.records import CallRecord
 from store.retaining.outdated import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.retaining.periods import Cuts, Periods
 from store.tenants import scoped
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
 from tests.support.ledger.deleting import exported, places_with

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.vllm_server import free_port
 from pawl.export import Selection, export
 from pawl.stack.process import Process
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, settings_for
 from tests.support.ledger.deleting import places_with
 from tests.support.proxy.kept_files import bytes_now, paths_of

@@ -17,7 +17,7 @@ from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, ToolSource, TransitionRow
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.conftest import ROOT, Psql, database_of
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.docs.asking_model import ask_for_two_tools

@@ -13,8 +13,8 @@ from pawl.scenarios.places import CLIENTS, find_scenario
 from proxy.tools.result_readers import parse_readers
 from store.read.facts import matched_events
 from store.records import Episode
-from store.updates.policies import ensure_base
 from store.values.rewards import REWARD_ALONE
+from store.version_states import ensure_base
 from tests.integration.conftest import proxy_with, settings_for
 from tests.integration.examples.test_framework_agents import SQL, run_program
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.http.wire import HOP_BY_HOP
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import TOO_SLOW
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.faults.test_faults import APIS, CHAT, EVENTS, chunked, port_of
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream

@@ -21,8 +21,8 @@ from store.read.episodes import episode_ids, read_episodes
 from store.records import Group, SpoolRecord, ToolCall
 from store.updates import claims
 from store.updates.claims import Claim
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import record_update
 from tests.support.records import START, call, reward, statement, tool_event

@@ -15,8 +15,9 @@ from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
 from store.keys.keys import create_key
 from store.tenants import DEFAULT, scoped
 from store.updates import claims
-from store.updates.policies import ensure_base, promote
+from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote
 from tests.support.records import call, reward
 
 TENANTS = ("a", "b", DEFAULT)

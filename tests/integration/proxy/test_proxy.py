@@ -11,9 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from yarl import URL
 
 from proxy.errors import SpoolInUse
-from store.updates.policies import ensure_base, promote
 from store.values.tokens import unpack_ids, unpack_logprobs
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
 from tests.support.waiting import eventually

@@ -14,7 +14,7 @@ from proxy.tools.result_readers import parse_readers
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, ToolEvent
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.records import START, call, tool_event

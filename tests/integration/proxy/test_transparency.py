@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.policies import ensure_base
 from store.values.tokens import unpack_ids
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for
 from tests.integration.faults.test_faults import (
     APIS,

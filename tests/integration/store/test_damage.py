@@ -19,7 +19,7 @@ from store.errors import ClaimLost, Damaged
 from store.records import CallRecord, SpoolRecord
 from store.updates import claims
 from store.updates.damage import set_aside
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_groups import SHORT, keys, reasons, store
 from tests.support.ledger.updates import claimed, consume_all

@@ -12,8 +12,8 @@ from store.records import SpoolRecord, Tokens
 from store.updates import claims
 from store.updates.claims import Claim
 from store.updates.expiry import expire
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward

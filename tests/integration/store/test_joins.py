@@ -21,9 +21,10 @@ from store.link.settle import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.updates import claims
-from store.updates.policies import ensure_base, pinned_episodes
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
+from store.version_queries import pinned_episodes
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import same_in_any_order
 from tests.support.records import call, reward, statement, tokens, tool_event

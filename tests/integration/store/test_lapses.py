@@ -18,10 +18,10 @@ from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
 from store.link.lapses import AMONG, LAPSED, SLACK
 from store.records import CallRecord, GapRecord, LapseRecord, SpoolRecord
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
 from store.values.digests import PREFIX
+from store.version_states import ensure_base
 from store.write.gaps import LOST_CALL
 from store.write.ingest import Ingester
 from tests.integration.store.test_joins import digest, own

@@ -6,8 +6,7 @@ from sqlalchemy.exc import IntegrityError
 
 from store.connection.engine import make_engine
 from store.schema.migrate import check, downgrade, upgrade
-from store.updates.policies import promote
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, trained
 
 
 async def tables(url: str) -> set[str]:

@@ -15,8 +15,9 @@ from store.ids import lowest_id_at, new_id
 from store.read.pages import EpisodeSummary, Page, episode_page, update_page, version_page
 from store.updates import claims
 from store.updates.claims import Outcome
-from store.updates.policies import ensure_base, list_versions
 from store.updates.ready import ClaimRule
+from store.version_queries import list_versions
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
 

@@ -15,8 +15,9 @@ from store.updates import claims
 from store.updates.claims import Claim
 from store.updates.damage import NON_FINITE, set_aside
 from store.updates.expiry import expire
-from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
 from store.updates.ready import ClaimRule
+from store.version_queries import idle_versions, pinned_episodes, pinned_version
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward

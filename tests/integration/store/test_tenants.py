@@ -19,8 +19,8 @@ from store.link.settle import known_targets
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
 from store.updates import claims
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_joins import content, episodes, scenario, scores
 from tests.support.ledger.any_order import empty, store_in_batches

@@ -20,7 +20,7 @@ from pawl.judging.run import Judging, JudgingPlan
 from store.errors import Damaged
 from store.read.episodes import episode_ids, read
 from store.records import SpoolRecord
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads

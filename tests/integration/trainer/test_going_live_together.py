@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from store.updates import policies
+from store import version_states
 from tests.support.faults.killing import Killed, killing
 from tests.support.trainer.turns import NAMES, Bench, bench
 from trainer.publishing.adapters import version_folder
@@ -85,7 +85,7 @@ async def test_killed_as_they_go_live_none_is_live_alone(
 ) -> None:
     await together.fill({"writer": 8, "checker": 2})
     await together.turns(1)
-    killing(policies, step, after=after)(monkeypatch)
+    killing(version_states, step, after=after)(monkeypatch)
     with pytest.raises(Killed):
         await together.look()
     assert await together.serving() == {"writer": 0, "checker": 0}

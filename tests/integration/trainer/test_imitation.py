@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.crediting.past import explain_update
 from store.records import Tokens
 from store.updates import claims
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
 from tests.integration.trainer.test_non_finite import RealBench

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from store.records import Tokens
 from store.updates import claims
-from store.updates.policies import ensure_base
 from store.values.tokens import pack_logprobs
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
 from tests.support.records import call, reward, tokens

@@ -13,12 +13,12 @@ from store.read.past import past_update
 from store.read.stats import totals
 from store.records import SpoolRecord, Tokens
 from store.updates.claims import list_updates
-from store.updates.files import mark_deleted
-from store.updates.states import set_state
+from store.version_queries import mark_deleted
 from store.write.ingest import ingest
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.support.faults.unreadable import unreadable
+from tests.support.ledger.lineage import set_state
 from tests.support.records import call, reward
 from tests.support.trainer.recovery import Bench, bench, run_once
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model

@@ -10,7 +10,8 @@ from store.read.stats import totals
 from store.schema.trained import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.updates.claims import begin_update, consume
-from store.updates.policies import ensure_base, list_versions
+from store.version_queries import list_versions
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call
 from tests.support.trainer.turns import Bench, bench

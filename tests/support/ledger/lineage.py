@@ -1,11 +1,15 @@
-"""Make the versions of a policy as updates do: each with the one that it was trained from."""
+"""Make the versions of a policy as updates do, and move them to a state as the product would."""
+
+from typing import Any
 
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store import version_states
 from store.ids import new_id
 from store.schema.trained import updates
-from store.updates.policies import add_version, ensure_base
+from store.version_states import ALLOWED, add_version, ensure_base, lock_version
+from store.versions import Actor, PolicyState
 
 
 async def trained(connection: AsyncConnection, *parents: int, name: str = "m") -> None:
@@ -15,3 +19,44 @@ async def trained(connection: AsyncConnection, *parents: int, name: str = "m") -
         made = {"id": new_id(), "policy": name, "parent_version": parent, "version": number}
         await connection.execute(insert(updates).values(**made, state="done", recipe={}))
         await add_version(connection, name, number, f"/{name}/{number}", made["id"])
+
+
+def path_to(start: PolicyState, end: PolicyState) -> list[PolicyState]:
+    """Return the states on the shortest way from one state to another, without the first."""
+    paths: dict[PolicyState, list[PolicyState]] = {start: []}
+    waiting = [start]
+    for state in waiting:
+        for following in sorted(ALLOWED[state]):
+            if following not in paths:
+                paths[following] = [*paths[state], following]
+                waiting.append(following)
+    return paths[end]
+
+
+async def set_state(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    state: PolicyState,
+    *,
+    reason: str,
+    actor: Actor,
+) -> None:
+    """Move a version to `state` by the shortest way that is allowed."""
+    current = await lock_version(connection, name, version)
+    for following in path_to(current.state, state):
+        await version_states.set_state(
+            connection, name, version, following, reason=reason, actor=actor
+        )
+
+
+async def promote(
+    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor, **more: Any
+) -> None:
+    """Give a version the traffic; one that no server has loaded yet is ready first."""
+    current = await lock_version(connection, name, version)
+    if current.state == "written":
+        await version_states.make_ready(connection, name, version, reason=reason, actor=actor)
+    elif current.state == "retired":
+        await set_state(connection, name, version, "published", reason=reason, actor=actor)
+    await version_states.promote(connection, name, version, reason=reason, actor=actor, **more)

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.settings import ProxySettings
 from store.schema.tables import metadata
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import settings_for
 from tests.support.proxy.kept_files import bytes_now, paths_of
 from tests.support.servers.fake_upstream import FakeUpstream

@@ -16,8 +16,8 @@ from pawl.steward.replica import ReplicaKeeper
 from pawl.steward.run import app_of
 from store.schema.trained import MANIFEST_SHA256
 from store.updates.claims import begin_update, consume
-from store.updates.policies import ensure_base, promote
-from store.updates.states import set_state
+from store.version_states import ensure_base
+from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import awaited
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version

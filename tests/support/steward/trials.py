@@ -16,9 +16,8 @@ from pawl.policies.events import events_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.records import Arm, SpoolRecord
-from store.updates.gating import make_candidate
-from store.updates.policies import list_versions
-from store.updates.states import lock_policies
+from store.version_queries import list_versions
+from store.version_states import lock_policies, make_candidate
 from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import trained

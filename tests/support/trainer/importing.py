@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import SpoolRecord
 from store.updates import claims
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.computing_server import computing_server

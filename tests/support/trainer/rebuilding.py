@@ -8,14 +8,15 @@ from typing import Any
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import version_states
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.rebuilding.choosing import Query
 from store.records import SpoolRecord
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions
-from store.updates import claims, policies
-from store.updates.policies import list_versions
+from store.updates import claims
+from store.version_queries import list_versions
 from store.write.ingest import ingest
 from tests.conftest import Psql, database_of
 from tests.support.records import call, reward, tokens
@@ -127,7 +128,7 @@ class Bench:
 
     async def trains(self, made: Waves) -> None:
         async with self.engine.begin() as connection:
-            await policies.ensure_base(connection, "m")
+            await version_states.ensure_base(connection, "m")
         for records in made:
             assert await self.train(records)
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import version_states
 from store.read.stats import totals
 from store.records import SpoolRecord
-from store.updates import claims, policies
-from store.updates.policies import ensure_base, list_versions
+from store.updates import claims
+from store.version_queries import list_versions
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.faults.killing import killing
 from tests.support.records import call, reward, tokens
@@ -192,7 +194,7 @@ STEPS = {
     "within the consuming transaction": killing(claims, "consume", after=True),
     "before publishing": killing(Publisher, "publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
-    "before promoting": killing(policies, "promote", after=False),
-    "within the promoting transaction": killing(policies, "promote", after=True),
+    "before promoting": killing(version_states, "promote", after=False),
+    "within the promoting transaction": killing(version_states, "promote", after=True),
     "after promoting": killing(Publisher, "publish", after=True),
 }

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.updates.slots import Live, due_in, free_slots, is_due, needed_slots
+from store.adapter_slots import Live, due_in, free_slots, is_due, needed_slots
 
 COUNTS = st.integers(min_value=0, max_value=20)
 LIVE = st.builds(Live, serving=COUNTS, published=COUNTS, unloading=COUNTS, coming=COUNTS)

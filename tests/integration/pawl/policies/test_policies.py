@@ -15,7 +15,7 @@ from pawl.policies.show import table, versions_of
 from store.errors import UnknownPolicy
 from store.policy_table import load_policies
 from store.updates import claims
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call, reward
 

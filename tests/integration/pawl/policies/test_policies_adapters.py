@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from store.errors import UnknownPolicy
-from store.updates.files import mark_deleted
-from store.updates.policies import ensure_base, list_versions
-from store.updates.states import set_state
+from store.version_queries import list_versions, mark_deleted
+from store.version_states import ensure_base
+from tests.support.ledger.lineage import set_state
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter
 

@@ -14,8 +14,9 @@ from pawl.cli import app
 from pawl.policies.listing import policies_of, table
 from store.policy_table import parse_policies
 from store.updates import claims
-from store.updates.policies import ensure_base, promote
+from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote
 from tests.support.records import call, reward, statement
 
 FILE = """

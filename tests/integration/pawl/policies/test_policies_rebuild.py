@@ -20,9 +20,10 @@ from store.keys.keys import create_key, revoke_key
 from store.rebuilding.choosing import UnknownNames
 from store.records import SpoolRecord
 from store.schema.recorded import episodes
-from store.updates.policies import ensure_base, promote
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import Recipe

@@ -16,8 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.chaos.stand import Stand
 from store.connection.engine import make_engine
-from store.updates.policies import ensure_base, promote
+from store.version_states import ensure_base
 from tests.integration.faults.test_faulty_processes import down, is_leaving, slow, up
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
 

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 import pawl.steward.policy_gate
-from store.updates import gating as moves
-from store.updates.gating import make_candidate
+from store import version_states
+from store.version_states import make_candidate
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import trained
 from tests.support.steward.trials import candidate, changes, gate, on_trial, states
@@ -30,7 +30,7 @@ async def test_several_stewards_make_each_change_once(
 
 KILLS = {
     "before": killing(pawl.steward.policy_gate, "promote", after=False),
-    "in the middle": killing(moves, "change_state", after=True),
+    "in the middle": killing(version_states, "change_state", after=True),
     "before the commit": killing(pawl.steward.policy_gate, "promote", after=True),
 }
 

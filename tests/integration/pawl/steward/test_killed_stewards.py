@@ -21,10 +21,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.policies.arms import arms_of
 from store.read.events import list_events
 from store.records import Arm
-from store.updates.gating import make_candidate
-from store.updates.policies import ensure_base, list_live
-from store.updates.states import set_state
+from store.version_queries import list_live
+from store.version_states import ensure_base, make_candidate
 from tests.fuzz.profile import is_long
+from tests.support.ledger.lineage import set_state
 from tests.support.steward.trials import RULE, live, pass_time, states, trained_on
 from tests.support.waiting import eventually
 from trainer.publishing.servable import is_servable

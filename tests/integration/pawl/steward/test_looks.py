@@ -15,9 +15,9 @@ from pawl.steward import evidence
 from pawl.steward.looks import LookTooLong
 from store.read.standing import Gated, gated
 from store.records import Arm
-from store.updates.gating import freeze, make_candidate
-from store.updates.policies import list_versions, promote
-from tests.support.ledger.lineage import trained
+from store.version_queries import list_versions
+from store.version_states import freeze, make_candidate
+from tests.support.ledger.lineage import promote, trained
 from tests.support.steward.trials import (
     RULE,
     candidate,

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.again import Before, load_again
 from pawl.steward.known import Known
-from store.updates.policies import list_servable
+from store.version_queries import list_servable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import POLL_S, asked, assert_has, publish, stewarding
 from tests.support.waiting import until

@@ -12,10 +12,10 @@ from pawl.policies.events import events_of
 from pawl.policies.moving import roll_back_by_hand
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
-from store.updates.slots import lock_slots
-from store.updates.states import set_state
+from store.adapter_slots import lock_slots
 from store.write.ingest import ingest
 from tests.integration.pawl.steward.test_serving_again import fallen, killed_before_it_loads
+from tests.support.ledger.lineage import set_state
 from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish

@@ -18,8 +18,8 @@ from pawl.steward.again import Loaded, load_again
 from pawl.steward.gate.reference import CELLS
 from pawl.steward.gating import Gating
 from store.errors import NotGated, StateChanged
-from store.updates.gating import roll_back
-from store.updates.policies import numbered_version
+from store.version_queries import numbered_version
+from store.version_states import roll_back
 from tests.support.ledger.history import let_events_change
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish, retire

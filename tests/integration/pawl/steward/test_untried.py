@@ -15,15 +15,14 @@ from pawl.policies.events import events_of
 from pawl.policies.show import table, versions_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
+from store import version_states
 from store.records import Arm
-from store.updates import gating as moves
-from store.updates.policies import list_versions, promote
 from store.updates.rolled_back import rolled_back_episodes
-from store.updates.states import set_state
+from store.version_queries import list_versions
 from store.write.ingest import Ingester
 from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.faults.killing import Killed, killing
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.steward.trials import changes, live, on_trial, pass_time, states, trained_on
 from trainer.publishing.replicas import Replicas
 from trainer.recipes.gate import GateOptions
@@ -50,7 +49,7 @@ async def serves(engine: AsyncEngine, number: int, rule: GateOptions = RULE) -> 
     async with engine.begin() as connection:
         if rule.is_watched:
             dumped = rule.model_dump(mode="json")
-            await moves.watch(connection, "m", number, dumped, rule.base_share)
+            await version_states.watch(connection, "m", number, dumped, rule.base_share)
         await promote(connection, "m", number, reason="it is ready", actor="trainer")
 
 

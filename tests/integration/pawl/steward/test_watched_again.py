@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.policies.show import versions_of
 from store.records import Arm
-from store.updates.gating import make_candidate
+from store.version_states import make_candidate
 from tests.integration.conftest import free_port
 from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.steward.trials import (

@@ -16,9 +16,8 @@ from store.read import standing
 from store.read.arms import begin_of_newest
 from store.read.standing import Gated, Promotion, Standing, Term
 from store.records import Arm
-from store.updates.policies import promote
 from store.write.ingest import Ingester
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, trained
 from tests.support.steward.arrivals import BEGAN, DELAY, RULE, Arrival, begun, said, version
 from trainer.recipes.gate import GateOptions
 

@@ -13,7 +13,7 @@ from store.keys.grants import Scope
 from store.keys.keys import create_key
 from store.records import Episode
 from store.tenants import DEFAULT, tenant_of
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.proxy.keys import bearer, taken
 from tests.support.servers.fake_upstream import FakeUpstream

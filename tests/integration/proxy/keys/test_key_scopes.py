@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from scripts.reference.http.openapi import openapi
 from store.keys.grants import SCOPES
 from store.tenants import DEFAULT
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.proxy.keys.conftest import EVERYONE, key_of
 from tests.support.proxy.keys import bearer, made, taken

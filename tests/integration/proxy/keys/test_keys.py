@@ -22,7 +22,7 @@ from store.keys.grants import SCOPES, Scope
 from store.keys.keys import revoke_key
 from store.keys.secrets import id_of
 from store.schema.tables import metadata
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working
 from tests.support.proxy.keys import CALL, bearer, made, status, taken
 from tests.support.servers.fake_upstream import FakeUpstream

@@ -10,10 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.policies.arms import arms_of
 from store.records import ARMS
-from store.updates.gating import begin_canary, make_candidate, roll_back
-from store.updates.policies import list_servable, numbered_version, promote
+from store.version_queries import list_servable, numbered_version
+from store.version_states import begin_canary, make_candidate, roll_back
 from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, trained
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.exploring.choice import is_chosen
 from store.read.lines import encoded_line
 from store.records import TransitionRow
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.recordings import recordings
 from tests.support.servers.fake_upstream import FakeUpstream

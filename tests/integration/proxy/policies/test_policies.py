@@ -9,9 +9,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates import claims
-from store.updates.policies import ensure_base, promote
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.policies import ensure_base
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import PATIENCE_S

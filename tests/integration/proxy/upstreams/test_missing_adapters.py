@@ -18,10 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.calls import retrying
 from proxy.policies.policy_file import PolicyFile
 from proxy.upstreams.upstream import Upstream
-from store.updates.files import mark_deleted
-from store.updates.policies import ensure_base, promote
-from store.updates.states import set_state
+from store.version_queries import mark_deleted
+from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
 from tests.support.waiting import PATIENCE_S, eventually, until
 

@@ -18,9 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.members import check_upstreams, open_upstreams
-from store.updates.policies import ensure_base, promote
+from store.version_states import ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import PATIENCE_S, eventually
 

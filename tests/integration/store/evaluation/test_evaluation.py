@@ -18,9 +18,9 @@ from store.updates import claims
 from store.updates.claims import Claim
 from store.updates.damage import set_aside
 from store.updates.expiry import expire
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward

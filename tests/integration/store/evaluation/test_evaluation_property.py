@@ -20,9 +20,9 @@ from store.errors import TurnedEvaluation
 from store.records import Episode, SpoolRecord
 from store.updates import claims
 from store.updates.expiry import expire
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.shared_database import SharedDatabase, shared_database
 from tests.support.records import call, reward

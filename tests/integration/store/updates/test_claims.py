@@ -11,10 +11,11 @@ from store.errors import ClaimLost, UnknownPolicy
 from store.records import SpoolRecord
 from store.updates import claims
 from store.updates.claims import Claim
-from store.updates.policies import ensure_base, idle_versions, list_versions, promote
 from store.updates.ready import ClaimRule
-from store.updates.states import set_state
+from store.version_queries import idle_versions, list_versions
+from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote, set_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from tests.support.waiting import eventually

@@ -13,8 +13,8 @@ from store.records import SpoolRecord
 from store.updates import claims
 from store.updates.claims import Outcome
 from store.updates.damage import NON_FINITE, set_aside
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import same_in_any_order
 from tests.support.records import call, reward

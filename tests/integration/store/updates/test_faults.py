@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.records import CallRecord
 from store.updates.expiry import expire
 from store.updates.faults import note_fault
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
+from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed
 from tests.support.records import ago, call, reward

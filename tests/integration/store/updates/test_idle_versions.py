@@ -8,7 +8,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.records import CallRecord
-from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
+from store.version_queries import idle_versions, pinned_episodes, pinned_version
+from store.version_states import ensure_base
 from store.versions import POLICY_STATES, UNSERVED, PolicyState
 from store.write.ingest import Ingester
 from tests.support.records import ago, call

@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.durations.load import Episode
 from benchmarks.durations.waiting import Waiting, latest_minute_first
 from store.records import SpoolRecord
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule, _ready_of, _singles_of
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed
 from tests.support.records import START, call, reward

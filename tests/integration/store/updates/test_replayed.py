@@ -10,7 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store.deleting.delete import delete_episode
 from store.read.replayed import Chosen, chosen_calls, replayed_calls
 from store.tenants import DEFAULT, scoped
-from store.updates.policies import ensure_base, list_versions
+from store.version_queries import list_versions
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, tokens

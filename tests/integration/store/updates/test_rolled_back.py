@@ -7,18 +7,17 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import HoldsRolledBack
+from store.lineage import head_of
 from store.read.pages import episode_page
 from store.records import SpoolRecord
 from store.updates.choice import find_ready
 from store.updates.claims import release
-from store.updates.descent import head_of
 from store.updates.expiry import expire
-from store.updates.policies import numbered_version, promote
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
-from store.updates.states import set_state
+from store.version_queries import numbered_version
 from store.write.ingest import ingest
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 

@@ -8,12 +8,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.errors import NotGated, RolledBack
 from store.read.events import list_events
 from store.read.standing import newest_promoted
-from store.updates.gating import roll_back, version_before
-from store.updates.policies import make_ready, promote
-from store.updates.states import change_state, set_state
+from store.version_queries import version_before
+from store.version_states import change_state, make_ready, roll_back
 from store.versions import PolicyState
 from tests.support.ledger.history import let_events_change
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, version
 
 

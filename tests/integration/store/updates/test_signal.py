@@ -7,8 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import SpoolRecord
 from store.updates.claims import Claim
-from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward

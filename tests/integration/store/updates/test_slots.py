@@ -7,9 +7,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, retire_longest
 from store.updates.claims import begin_update, release
-from store.updates.policies import ensure_base, list_versions
-from store.updates.slots import _LIVE, Live, live_versions, lock_slots, retire_longest
+from store.version_queries import list_versions
+from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call
 from tests.support.waiting import eventually

@@ -9,27 +9,22 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.adapter_slots import retire_longest
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.read.events import list_events
-from store.updates.gating import (
+from store.version_queries import is_frozen, list_live, list_servable
+from store.version_states import (
     begin_canary,
+    change_state,
+    ensure_base,
     freeze,
     hold_gate,
-    is_frozen,
     make_candidate,
+    make_ready,
+    promote_together,
     roll_back,
 )
-from store.updates.policies import (
-    ensure_base,
-    list_live,
-    list_servable,
-    make_ready,
-    promote,
-    promote_together,
-)
-from store.updates.slots import retire_longest
-from store.updates.states import change_state, set_state
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, told, version
 from tests.support.waiting import eventually
 
@@ -223,7 +218,7 @@ async def test_a_gate_is_not_held_for_ever_by_one_that_does_nothing_any_more(
             return await hold_gate(connection, "m")
 
     async with engine.connect() as stopped:
-        monkeypatch.setattr("store.updates.gating.IDLE_S", 2.0)
+        monkeypatch.setattr("store.version_states.IDLE_S", 2.0)
         assert await hold_gate(stopped, "m")
         assert not await is_free()
         await eventually(is_free, within_s=120.0)

@@ -16,12 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.vllm_server import free_port
 from store.updates import claims
-from store.updates.files import unasked_versions
-from store.updates.gating import version_before
-from store.updates.policies import ensure_base, list_versions, numbered_version, promote
-from store.updates.states import set_state
+from store.version_queries import list_versions, numbered_version, unasked_versions, version_before
+from store.version_states import ensure_base
 from store.versions import PolicyVersion
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote, set_state
 from tests.support.records import ago, call, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.publishing import adapters

@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 from sqlalchemy import select
 
+from store import version_states
 from store.errors import UnknownUpdate
 from store.read.past import past_update
 from store.read.stats import totals
 from store.schema.trained import updates
-from store.updates import claims, policies
+from store.updates import claims
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, bench
@@ -99,7 +100,7 @@ STEPS = {
     "within the transaction": killing(claims, "consume", after=True),
     "before publishing": killing(Publisher, "publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
-    "before promoting": killing(policies, "promote", after=False),
+    "before promoting": killing(version_states, "promote", after=False),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
-from store.updates import policies
+from store import version_queries, version_states
 from store.updates.claims import list_updates
 from store.versions import PolicyVersion
 from tests.integration.store.updates.test_slots import VERSION, add
@@ -62,17 +62,19 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
             assert await loop.update_once()
             await bench.fill(name)
         await later(bench, 1000.0)
-        idle_versions = policies.idle_versions
+        idle_versions = version_queries.idle_versions
 
         async def then_promoted(*given: Any) -> list[PolicyVersion]:
             """Read which are idle; the steward rolls back before any is retired."""
             found = await idle_versions(*given)
             if any(one.version == 1 and one.state == "published" for one in found):
                 async with bench.engine.begin() as connection:
-                    await policies.promote(connection, "m", 1, reason="worse", actor="steward")
+                    await version_states.promote(
+                        connection, "m", 1, reason="worse", actor="steward"
+                    )
             return found
 
-        monkeypatch.setattr(policies, "idle_versions", then_promoted)
+        monkeypatch.setattr(version_states, "idle_versions", then_promoted)
         await loop.sync_adapters()
         assert await bench.states() == {0: "published", 1: "serving", 2: "published"}
 

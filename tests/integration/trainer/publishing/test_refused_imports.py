@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from store.updates import claims, policies
+from store import version_states
+from store.updates import claims
 from tests.support.trainer.importing import NOWHERE, WEIGHTS, Bench, bench, with_config
 from tests.support.training import write_adapter, write_tiny_model
 from trainer.errors import AdapterError, TrainerError
@@ -131,7 +132,7 @@ async def test_none_is_made_a_version_of_another_tenants_policy(
     bench: Bench, tmp_path: Path
 ) -> None:
     async with bench.engine.begin() as connection:
-        await policies.ensure_base(connection, "m", None, "a")
+        await version_states.ensure_base(connection, "m", None, "a")
     file = tmp_path / "policies.toml"
     file.write_text('[[policy]]\nname = "m"\nbase = "m"\ntrained = true\ntenant = "b"\n')
     with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):

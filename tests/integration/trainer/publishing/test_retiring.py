@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.states import set_state
+from tests.support.ledger.lineage import set_state
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.steward.replicas import publish, retire
 from trainer.publishing.publish import Publisher

@@ -2,7 +2,8 @@
 
 import pytest
 
-from store.updates import claims, policies
+from store import version_states
+from store.updates import claims
 from tests.support.faults.killing import Killed, killing
 from tests.support.trainer.rebuilding import GATED, Stand, waves
 from trainer.publishing import adapters
@@ -14,7 +15,7 @@ STEPS = {
     "before the record": killing(claims, "consume", after=False),
     "after the record": killing(Publisher, "clean", after=False),
     "before publishing": killing(Publisher, "publish", after=False),
-    "before promoting": killing(policies, "promote", after=False),
+    "before promoting": killing(version_states, "promote", after=False),
 }
 
 

@@ -18,8 +18,8 @@ from store.keys.keys import create_key
 from store.records import CallRecord
 from store.schema.recorded import episodes
 from store.updates import claims
-from store.updates.gating import begin_canary, freeze
-from store.updates.policies import list_versions
+from store.version_queries import list_versions
+from store.version_states import begin_canary, freeze
 from tests.support.records import call, reward
 from tests.support.trainer.rebuilding import (
     GATED,

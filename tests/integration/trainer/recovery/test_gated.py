@@ -8,13 +8,15 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
+from store import version_states
 from store.read.events import list_events
-from store.updates import claims, gating
+from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
-from store.updates.gating import begin_canary, roll_back
-from store.updates.policies import numbered_version, promote
+from store.version_queries import numbered_version
+from store.version_states import begin_canary, roll_back
 from store.versions import PolicyVersion
 from tests.support.faults.killing import Killed, killing
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.metrics import VERSION
@@ -222,8 +224,8 @@ STEPS = {
     "within the consuming transaction": killing(claims, "consume", after=True),
     "before publishing": killing(Publisher, "publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
-    "before it is a candidate": killing(gating, "make_candidate", after=False),
-    "within that transaction": killing(gating, "make_candidate", after=True),
+    "before it is a candidate": killing(version_states, "make_candidate", after=False),
+    "within that transaction": killing(version_states, "make_candidate", after=True),
     "after that": killing(Publisher, "publish", after=True),
 }
 

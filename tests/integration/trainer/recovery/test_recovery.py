@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from store import version_queries
 from store.read.episodes import episode_ids
 from store.schema.trained import consumptions, updates
-from store.updates import claims, policies
+from store.updates import claims
 from store.write.ingest import ingest
 from tests.support.faults.killing import Killed, killing
 from tests.support.faults.unreadable import unreadable
@@ -144,7 +145,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
         await run_once(bench)
     file = adapters.version_folder(bench.folder, "m", 1) / name
     async with Replicas([bench.fake.url]) as server, bench.engine.connect() as connection:
-        version = await policies.numbered_version(connection, "m", 1)
+        version = await version_queries.numbered_version(connection, "m", 1)
         assert version is not None
         publisher = Publisher(bench.engine, server, "m", PublishOptions())
         with unreadable(file):

@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import version_states
 from store.read.events import list_events
-from store.updates import descent
-from store.updates.policies import numbered_version
+from store.version_queries import numbered_version
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once
@@ -136,8 +136,8 @@ async def test_what_of_a_candidate_is_within_the_bound_is_the_candidate_instead(
 
 
 STEPS = {
-    "before it is rejected": killing(descent, "reject_with_chain", after=False),
-    "within that transaction": killing(descent, "reject_with_chain", after=True),
+    "before it is rejected": killing(version_states, "reject_with_chain", after=False),
+    "within that transaction": killing(version_states, "reject_with_chain", after=True),
     "after that": killing(Publisher, "try_to_publish", after=True),
 }
 

@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import version_states
 from store.schema.trained import policies
-from store.updates import gating
-from store.updates.gating import roll_back
-from store.updates.policies import numbered_version
+from store.version_queries import numbered_version
+from store.version_states import roll_back
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, run_once
 from trainer.recipes.gate import GateOptions
@@ -92,7 +92,7 @@ async def test_a_version_is_watched_from_the_moment_that_it_serves(
 ) -> None:
     """The rule is there before the traffic is, in the same transaction."""
     bench.gate = WATCHED
-    real, seen = gating.watch, []
+    real, seen = version_states.watch, []
 
     async def watch(*args: object) -> None:
         seen.append(await bench.states())

@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.updates.files import OnceServed, ToGoBackTo
+from store.version_queries import OnceServed, RollbackTargets
 from store.versions import PolicyState, PolicyVersion
 from trainer.publishing.kept import (
     SPARSE,
@@ -18,7 +18,7 @@ from trainer.publishing.kept import (
     spaced,
 )
 
-NOTHING = ToGoBackTo(before=0, served=())
+NOTHING = RollbackTargets(before=0, served=())
 
 
 def version(
@@ -36,9 +36,9 @@ def version(
     )
 
 
-def back(before: int, *served: int) -> ToGoBackTo:
+def back(before: int, *served: int) -> RollbackTargets:
     """What a roll-back may go back to; `served` had the traffic one after the other, last first."""
-    return ToGoBackTo(
+    return RollbackTargets(
         before=before,
         served=[OnceServed(version=one, place=at) for at, one in enumerate(served, 2)],
     )

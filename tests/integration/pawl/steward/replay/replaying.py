@@ -9,7 +9,7 @@ from pawl.judging.answers import Judge
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.read.events import list_events
-from store.updates.gating import make_candidate
+from store.version_states import make_candidate
 from store.versions import PolicyEvent
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import trained

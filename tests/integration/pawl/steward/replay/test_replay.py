@@ -11,12 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.replay.replaying import Replay
 from pawl.steward.replay.verdict import Replayed, replay_rule_of
+from store import version_states
 from store.ids import new_id
+from store.lineage import head_of
 from store.read.standing import gated
 from store.schema.trained import updates
-from store.updates import gating as moves
-from store.updates.descent import head_of, reject_orphan
-from store.updates.policies import add_version
+from store.version_states import add_version, reject_orphan
 from tests.integration.pawl.steward.replay.replaying import (
     candidate,
     events_of,
@@ -180,7 +180,7 @@ async def test_a_steward_killed_as_it_stops_one_leaves_all_or_nothing(
     await recorded(engine)
     await candidate(engine)
     await loaded(random_adapter, url)
-    killing(moves, "change_state", after=after)(monkeypatch)
+    killing(version_states, "change_state", after=after)(monkeypatch)
     with pytest.raises(Killed):
         await look(database_url, engine, url)
     monkeypatch.undo()

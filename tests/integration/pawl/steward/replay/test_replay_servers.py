@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from pawl.policies.show import table, versions_of
 from pawl.steward.replay.verdict import TRIES
-from store.updates.gating import freeze, make_candidate
-from store.updates.policies import list_versions, promote
+from store.version_queries import list_versions
+from store.version_states import freeze, make_candidate
 from tests.integration.pawl.steward.replay.replaying import (
     REPLAYED,
     candidate,
@@ -23,6 +23,7 @@ from tests.integration.pawl.steward.replay.replaying import (
     rounds,
     steward,
 )
+from tests.support.ledger.lineage import promote
 from tests.support.records import tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.trials import states, trained_on

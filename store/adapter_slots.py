@@ -16,7 +16,7 @@ from store.read.pages import version_of
 from store.records import Record
 from store.schema.recorded import OF_A_VERSION
 from store.schema.trained import CALLED_BACK, LIVE
-from store.updates.states import change_state
+from store.version_states import change_state
 from store.versions import Actor, PolicyVersion
 
 _HERE: Final = """

@@ -1,0 +1,360 @@
+"""Read policy versions: by number and state, idle ones, those with files, those to go back to.
+
+Queries that run every second read by index the versions that are live or have files; these are few,
+however many versions there ever were.
+"""
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at
+from store.lineage import DESCENDANTS
+from store.read.pages import version_of
+from store.records import Record
+from store.schema.claimable import FREE
+from store.schema.recorded import OF_A_VERSION, WITHOUT_LOGPROBS
+from store.schema.trained import (
+    CALLED_BACK,
+    KL_TO_BASE,
+    LIVE,
+    MANIFEST_SHA256,
+    ONCE_SERVED,
+    PROBE_TOLERANCE,
+    REBUILT,
+    policies,
+    updates,
+)
+from store.tenants import tenant_of
+from store.versions import SERVABLE, UNSERVED, PolicyState, PolicyVersion
+
+
+def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
+    query = select(value).where(updates.c.id == policies.c.update_id)
+    return query.scalar_subquery().label(label)
+
+
+# A version with the hash of its manifest, the update that was trained again for it, its KL to the
+# base model (figures of its own update), and the probe's tolerance (in that update's recipe).
+_VERSIONS: Final = select(
+    policies,
+    _of_own_update(MANIFEST_SHA256, updates.c.metrics[MANIFEST_SHA256].astext),
+    _of_own_update(REBUILT, updates.c.metrics[REBUILT]["source"].astext),
+    _of_own_update(KL_TO_BASE, updates.c.metrics[KL_TO_BASE].as_float()),
+    _of_own_update(PROBE_TOLERANCE, updates.c.recipe["publish"]["tolerance"].as_float()),
+).order_by(policies.c.name, policies.c.version)
+_SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
+# What comes before the separator in a key, with it (`store.tenants`); empty for the default tenant.
+_TENANTS_OF_CALLS: Final = text(
+    """
+    SELECT DISTINCT substr(e.key, 1, strpos(e.key, chr(31))) AS tenant
+    FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
+    WHERE p.policy = :name AND e.deleted_at IS NULL
+    """
+)
+# In use is what episodes of that time go on with, whichever policy they called, which is found once
+# for all; and what served a call of that time, whoever asked for it. The latter is looked for by
+# index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
+# the time for all versions at once.
+_IDLE: Final = text(
+    f"""
+    WITH kept AS MATERIALIZED (
+        SELECT DISTINCT s.latest AS version
+        FROM episodes e JOIN episode_policies s
+            ON s.episode_id = COALESCE(e.root, e.id) AND s.policy = :name
+        WHERE e.last_call_at > :since)
+    SELECT * FROM policies p
+    WHERE p.name = :name AND p.state = ANY(CAST(:states AS text[])) AND p.version > 0
+        AND p.files_deleted_at IS NULL AND p.changed_at < :since
+        AND NOT EXISTS (SELECT FROM kept WHERE kept.version = p.version)
+        AND (SELECT t.id FROM transitions t
+             WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
+                 AND t.id >= :first LIMIT 1) IS NULL
+    ORDER BY p.version
+    """
+)
+_PINNED: Final = text(
+    """
+    SELECT p.policy, e.key, p.latest
+    FROM episodes e JOIN episode_policies p ON p.episode_id = COALESCE(e.root, e.id)
+    WHERE (e.method <> 'own' OR e.linked) AND e.last_call_at > now() - interval '1 day'
+    ORDER BY e.last_call_at DESC LIMIT :most
+    """
+)
+_PINNED_VERSION: Final = text(
+    """
+    SELECT p.latest FROM episodes e JOIN episode_policies p
+        ON p.episode_id = COALESCE(e.root, e.id)
+    WHERE e.key = :key AND p.policy = :policy
+    """
+)
+# The one that had the traffic before it, as far as that can be loaded again; or the base model.
+# That is told by times: an operator may have given it back to an older one in between. The base
+# model's beginning has no time. What was trained on from one that was rolled back may have what
+# that was rolled back for.
+_BEFORE: Final = text(
+    f"""
+    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
+    SELECT version FROM policies
+    WHERE name = :name AND version < :version AND version NOT IN (SELECT version FROM built)
+        AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
+            AND EXISTS (SELECT FROM policy_events v WHERE v.name = policies.name
+                AND v.version = policies.version AND v.to_state = 'serving'))
+    ORDER BY (
+        SELECT max(v.at) FROM policy_events v
+        WHERE v.name = policies.name AND v.version = policies.version AND v.to_state = 'serving'
+            AND v.from_state IS NOT NULL AND v.at <= COALESCE((
+                SELECT max(o.at) FROM policy_events o
+                WHERE o.name = :name AND o.version = :version AND o.to_state = 'serving'),
+                'infinity')
+        ) DESC NULLS LAST, version DESC LIMIT 1
+    """
+)
+_CALLED_BACK: Final = text(
+    f"SELECT {CALLED_BACK} FROM policies p WHERE name = :name AND version = :version"
+)
+# Versions with a call in a free episode that an update would ask for log-probabilities again
+# (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: what waits
+# may be a hundred thousand episodes.
+_WAITED_FOR: Final = text(
+    f"""
+    SELECT asked.version FROM unnest(CAST(:versions AS integer[])) AS asked (version)
+    WHERE EXISTS (
+        SELECT FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        JOIN episode_policies w ON w.episode_id = COALESCE(e.root, e.id) AND w.policy = :policy
+        WHERE t.policy = :policy AND t.policy_version = asked.version
+            AND {WITHOUT_LOGPROBS} AND {FREE})
+    """
+)
+# What the traffic may go back to: each version counts once, in the order in which versions last got
+# the traffic, whether its files are there or not.
+_ONCE_SERVED: Final = text(
+    f"""
+    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")},
+    served AS (
+        SELECT version, rank() OVER (ORDER BY max(at) DESC, version DESC) AS place
+        FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0
+        GROUP BY version)
+    SELECT version, place FROM policies JOIN served USING (version)
+    WHERE name = :name AND state IN ('published', 'retired') AND rolled_back_at IS NULL
+        AND files_deleted_at IS NULL AND version NOT IN (SELECT version FROM built)
+    ORDER BY place
+    """
+)
+_SERVING: Final = text(
+    "SELECT * FROM policies WHERE name = :name AND state = 'serving' AND version > 0"
+)
+_RUNNING: Final = text(
+    "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
+)
+
+
+class OnceServed(Record, frozen=True, kw_only=True):
+    """Describe a version that had the traffic, and may get it back.
+
+    `place` is its place among all that had it, by when they last got it: the one that serves has 1,
+    unless that is the base model.
+    """
+
+    version: int
+    place: int
+
+
+class RollbackTargets(Record, frozen=True, kw_only=True):
+    """Hold the versions that a roll-back may give the traffic to, of those whose files are there.
+
+    `before` would serve if the serving version were rolled back (0: the base model). `served` are
+    all that had the traffic and did not fail, the last first.
+    """
+
+    before: int
+    served: Sequence[OnceServed]
+
+
+async def _versions(
+    connection: AsyncConnection, name: str | None, *conditions: Any
+) -> list[PolicyVersion]:
+    """Return the versions of policy `name` (None: of every policy) that meet the conditions."""
+    query = _VERSIONS.where(*conditions)
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    return [version_of(row) for row in await connection.execute(query)]
+
+
+async def list_versions(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return all versions of policy `name` (None: of every policy), by name and version."""
+    return await _versions(connection, name)
+
+
+async def list_servable(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return the servable versions of policy `name` (None: of every policy), and its base model."""
+    return await _versions(
+        connection, name, (policies.c.version == 0) | policies.c.state.in_(SERVABLE)
+    )
+
+
+async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
+    """Return the versions of policy `name` that are loaded, or will be, oldest first."""
+    return await _versions(connection, name, text(LIVE))
+
+
+async def versions_with_files(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return the versions of policy `name` (None: of every policy) whose files were not deleted.
+
+    They are in the order of name and version, the base model's among them.
+    """
+    return await _versions(connection, name, policies.c.files_deleted_at.is_(None))
+
+
+async def numbered_version(
+    connection: AsyncConnection, name: str, version: int
+) -> PolicyVersion | None:
+    """Return one version of policy `name`, or None if there is none of that number."""
+    return next(iter(await _versions(connection, name, policies.c.version == version)), None)
+
+
+async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
+    """Return the tenants whose policy `name` is, or whose episodes have calls of it.
+
+    Of a policy that has begun this is the one that it began with.
+    """
+    began = select(policies.c.tenant).where(policies.c.name == name, policies.c.version == 0)
+    tenant = await connection.scalar(began)
+    if tenant is not None:
+        return {tenant}
+    rows = await connection.execute(_TENANTS_OF_CALLS, {"name": name})
+    return {tenant_of(row.tenant) for row in rows}
+
+
+async def idle_versions(
+    connection: AsyncConnection, name: str, states: Sequence[PolicyState], idle_s: float
+) -> list[PolicyVersion]:
+    """Return trained versions in `states` that are idle, oldest first.
+
+    For `idle_s` seconds their state did not change, they served no call, by whatever name it asked
+    for them, and no episode that goes on with them made one. Version 0, the base model, is never
+    among them, nor are versions whose files were deleted.
+    """
+    since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
+    values = {"name": name, "states": list(states), "since": since, "first": lowest_id_at(since)}
+    return [version_of(row) for row in await connection.execute(_IDLE, values)]
+
+
+async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
+    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
+
+    The version is the one that an episode goes on with: one that had to leave its first has moved
+    to a newer one. An episode that became a part of another goes on with that episode's. At most
+    `most`.
+    """
+    rows = await connection.execute(_PINNED, {"most": most})
+    return [(row.policy, row.key, row.latest) for row in rows]
+
+
+async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
+    """Return the version of `policy` that an episode goes on with.
+
+    None: it has no call of that policy yet.
+    """
+    version = await connection.scalar(_PINNED_VERSION, {"key": episode, "policy": policy})
+    return None if version is None else int(version)
+
+
+async def version_before(connection: AsyncConnection, version: PolicyVersion) -> PolicyVersion:
+    """Return what would serve if `version` lost the traffic: what had it before, or the base model.
+
+    A `retired` one is on no server, and must be loaded before it can serve.
+    """
+    values = {"name": version.name, "version": version.version}
+    number = (await connection.execute(_BEFORE, values)).scalar_one()
+    before = await numbered_version(connection, version.name, number)
+    assert before is not None
+    return before
+
+
+async def was_called_back(connection: AsyncConnection, version: PolicyVersion) -> bool:
+    """Return whether a version is servable again to serve, and no server may have it loaded yet.
+
+    It had been retired, and whoever called it back may have been killed since.
+    """
+    values = {"name": version.name, "version": version.version}
+    return bool(await connection.scalar(_CALLED_BACK, values))
+
+
+async def rollback_targets(connection: AsyncConnection, name: str) -> RollbackTargets:
+    """Return what a roll-back of the policy may give the traffic to."""
+    values = {"name": name}
+    serving = (await connection.execute(_SERVING, values)).first()
+    before = 0
+    if serving is not None:
+        before = (await version_before(connection, version_of(serving))).version
+    rows = await connection.execute(_ONCE_SERVED, values)
+    served = [OnceServed(version=row.version, place=row.place) for row in rows]
+    return RollbackTargets(before=before, served=served)
+
+
+async def is_frozen(connection: AsyncConnection, name: str) -> bool:
+    """Return whether only operators move the policy's traffic."""
+    query = select(policies.c.frozen_at).where(policies.c.name == name, policies.c.version == 0)
+    return await connection.scalar(query) is not None
+
+
+async def deleted_versions(
+    connection: AsyncConnection, name: str, numbers: Collection[int]
+) -> set[int]:
+    """Return those of the versions `numbers` whose files were deleted."""
+    query = select(policies.c.version).where(
+        policies.c.name == name,
+        policies.c.version.in_(numbers),
+        policies.c.files_deleted_at.is_not(None),
+    )
+    return set((await connection.execute(query)).scalars())
+
+
+async def unasked_versions(
+    connection: AsyncConnection, name: str, keep: Collection[int], idle_s: float
+) -> list[PolicyVersion]:
+    """Return the versions of a policy whose files are there and no reader is left for.
+
+    They are retired or rejected and not in `keep`; they had no change of state and no call for
+    `idle_s` seconds; and no free episode waits for their log-probabilities. There are none while
+    an update of the policy is running.
+    """
+    if await connection.scalar(_RUNNING, {"policy": name}):
+        return []
+    idle = await idle_versions(connection, name, UNSERVED, idle_s)
+    unasked = {version.version: version for version in idle if version.version not in keep}
+    if not unasked:
+        return []
+    values = {"policy": name, "versions": list(unasked)}
+    waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
+    return [version for number, version in unasked.items() if number not in waited_for]
+
+
+async def mark_deleted(
+    connection: AsyncConnection, name: str, numbers: Collection[int]
+) -> set[int]:
+    """Mark the files of these versions as deleted; return those that could be marked.
+
+    A version that was given another state meanwhile keeps its files.
+    """
+    marked = await connection.execute(
+        update(policies)
+        .where(
+            policies.c.name == name,
+            policies.c.version.in_(numbers),
+            policies.c.state.in_(UNSERVED),
+        )
+        .values(files_deleted_at=text("now()"))
+        .returning(policies.c.version)
+    )
+    return set(marked.scalars())
