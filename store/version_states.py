@@ -37,7 +37,8 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "written": frozenset({"ready", "candidate", "rejected"}),
     "ready": frozenset({"serving", "retired", "rejected"}),
     "candidate": frozenset({"canary", "serving", "rejected"}),
-    "canary": frozenset({"serving", "rolled_back"}),
+    # It makes way for a newer version that an operator promoted: it keeps its episodes.
+    "canary": frozenset({"serving", "published", "rolled_back"}),
     "serving": frozenset({"published", "rolled_back"}),
     # It lost the traffic, and stays loaded for the episodes that began with it.
     "published": frozenset({"serving", "rolled_back", "retired"}),

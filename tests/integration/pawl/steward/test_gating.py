@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 from pawl.policies.events import events_of
 from pawl.policies.show import table, versions_of
 from pawl.steward.gate.records import Decision
-from store import version_states
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
 from store.version_states import make_candidate
 from store.versions import policy_name
 from store.write.ingest import Ingester
+from tests.support.ledger.lineage import promote
 from tests.support.records import ago, call, reward
 from tests.support.steward.trials import (
     FROM_S,
@@ -290,6 +290,6 @@ async def test_what_is_older_than_the_version_that_serves_is_tried_no_more(
     await judge.look(engine)
     async with engine.begin() as connection:
         await trained_on(connection, 2, 0)
-        await version_states.promote(connection, "m", 2, reason="imported", actor="trainer")
+        await promote(connection, "m", 2, reason="imported", actor="trainer")
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}

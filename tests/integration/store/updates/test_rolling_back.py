@@ -5,6 +5,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import version_states
 from store.errors import NotGated, RolledBack
 from store.read.events import list_events
 from store.read.standing import newest_promoted
@@ -32,7 +33,9 @@ async def test_what_was_rolled_back_does_not_serve_again(engine: AsyncEngine) ->
         await set_state(connection, "m", 1, "retired", reason="idle", actor="trainer")
         assert (await version(connection, 1)).rolled_back
         with pytest.raises(RolledBack):
-            await set_state(connection, "m", 1, "ready", reason=TEST, actor="trainer")
+            await version_states.set_state(
+                connection, "m", 1, "ready", reason=TEST, actor="trainer"
+            )
     with pytest.raises(IntegrityError, match="rolled_back_for_good"):
         async with engine.begin() as connection:
             await connection.execute(

@@ -153,7 +153,7 @@ async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: Asy
 
 async def test_all_that_an_episode_may_have_is_loaded(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 1, 2)
+        await trained(connection, 0, 1, 1)
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
         tried = await canary(connection, 2, share=0.25)
         assert (tried.share, (await version(connection, 0)).share) == (0.25, 0.02)

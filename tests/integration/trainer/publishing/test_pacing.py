@@ -74,7 +74,7 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
                     )
             return found
 
-        monkeypatch.setattr(version_states, "idle_versions", then_promoted)
+        monkeypatch.setattr(version_queries, "idle_versions", then_promoted)
         await loop.sync_adapters()
         assert await bench.states() == {0: "published", 1: "serving", 2: "published"}
 

@@ -98,6 +98,6 @@ async def test_a_version_is_watched_from_the_moment_that_it_serves(
         seen.append(await bench.states())
         await real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainer.publishing.publish.gating.watch", watch)
+    monkeypatch.setattr(version_states, "watch", watch)
     assert await run_once(bench)
     assert seen == [{0: "serving", 1: "written"}]
