@@ -20,11 +20,8 @@ from proxy.http.connection import Connection
 from proxy.http.exchange import Exchange
 from proxy.http.server import Server
 from proxy.http.wire import Headers
-from proxy.keys.gate import Gate
-from proxy.keys.key_file import NO_KEYS
-from store.keys.grants import Grant
-from store.keys.keys import KeyRing
-from store.keys.secrets import hash_of, new_secret
+from proxy.keys.gate import NO_KEYS, Gate
+from store.keys import Grant, KeyRing, hash_of, new_secret
 
 ROUNDS: Final = 400
 CHECKS: Final = 500

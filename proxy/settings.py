@@ -1,17 +1,19 @@
 """Define the proxy's settings: one frozen object, read once when the process starts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from proxy.identity.names import EVAL_TASKS
 from proxy.tools.result_readers import ResultReaders, parse_readers
-from store.keys.grants import Access
 from store.retaining.periods import Periods, read_periods
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.distribution import parse_defaults
+
+# Who may call while no key was ever made.
+Access = Literal["loopback", "keys", "anyone"]
 
 
 def _readers(value: object) -> object:

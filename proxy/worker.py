@@ -22,8 +22,7 @@ from proxy.http.server import Handler, Server
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
-from proxy.keys.gate import Gate
-from proxy.keys.key_file import KeyFile
+from proxy.keys.gate import Gate, KeyFile
 from proxy.metrics import (
     IN_FLIGHT,
     IN_FLIGHT_BYTES,

@@ -9,8 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from benchmarks.proxy import wire
 from store.connection.engine import make_engine
-from store.keys.grants import NO_LIMITS, Limits
-from store.keys.keys import create_key
+from store.keys import NO_LIMITS, Limits, create_key
 from store.schema.migrate import upgrade
 from store.tenants import DEFAULT
 from store.updates.claims import begin_update, consume

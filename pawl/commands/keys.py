@@ -1,6 +1,7 @@
-"""Define `pawl keys …`: make, list and revoke the API keys of the proxy's ports."""
+"""`pawl keys …`: make, list and revoke the API keys of the proxy's ports."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,9 @@ from store.records import Record
 from store.tenants import DEFAULT
 
 if TYPE_CHECKING:
-    from store.keys.grants import Limits
+    from rich.table import Table
+
+    from store.keys import ApiKey
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,7 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 class KeyFlags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl keys create`."""
+    """The arguments of `pawl keys create`."""
 
     name: Annotated[
         str, typer.Argument(help="Name of the key, by which it is revoked.", show_default=False)
@@ -73,31 +76,29 @@ def create(flags: KeyFlags) -> None:
     Status 2: a key that is not revoked has this name already, a scope is unknown, or a tenant other
     than the default one was to have a key with the scope admin.
     """
-    from pawl.keys import shown
-    from store.keys.grants import read_scopes
-    from store.keys.keys import create_key
+    import msgspec
 
-    scopes, limits = read_scopes(flags.scope), _limits(flags)
-    new = in_database(lambda one: create_key(one, flags.name, scopes, limits, flags.tenant))
-    if flags.as_json:
-        sys.stdout.buffer.write(shown.as_json(new))
-        return
-    print(new.key)
-    whose = "" if flags.tenant == DEFAULT else f" of tenant {flags.tenant}"
-    what = f"key {flags.name} ({new.about.id}){whose} for {','.join(scopes)}"
-    print(f"{what}: keep it, it is not shown again", file=sys.stderr)
-    if "train" in scopes:
-        print("no endpoint asks for the scope train yet: it opens nothing", file=sys.stderr)
+    from store.keys import Limits, create_key, read_scopes
 
-
-def _limits(flags: KeyFlags) -> "Limits":
-    from store.keys.grants import Limits
-
-    return Limits(
+    scopes = read_scopes(flags.scope)
+    limits = Limits(
         per_minute=flags.per_minute,
         at_once=flags.at_once,
         tokens_per_minute=flags.tokens_per_minute,
     )
+    new = in_database(
+        lambda connection: create_key(connection, flags.name, scopes, limits, flags.tenant)
+    )
+    if flags.as_json:
+        line = msgspec.json.encode(msgspec.to_builtins(new.about) | {"key": new.key})
+        sys.stdout.buffer.write(line + b"\n")
+        return
+    print(new.key)
+    whose = "" if flags.tenant == DEFAULT else f" of tenant {flags.tenant}"
+    about = f"key {flags.name} ({new.about.id}){whose} for {','.join(scopes)}"
+    print(f"{about}: keep it, it is not shown again", file=sys.stderr)
+    if "train" in scopes:
+        print("no endpoint asks for the scope train yet: it opens nothing", file=sys.stderr)
 
 
 @app.command("list")
@@ -112,12 +113,30 @@ def list_all(
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it.
     """
-    from pawl.keys import shown
     from pawl.output import write_lines
-    from store.keys.keys import list_keys
+    from store.keys import list_keys
 
     listed = in_database(lambda connection: list_keys(connection, tenant))
-    write_lines(listed, shown.table, as_json=as_json)
+    write_lines(listed, table, as_json=as_json)
+
+
+def table(keys: "Sequence[ApiKey]") -> "Table":
+    """Return the keys as a table for a terminal."""
+    import msgspec
+    from rich.table import Table
+
+    from pawl.output import cell
+    from store.keys import ApiKey
+
+    grid = Table(box=None, pad_edge=False)
+    for name in ApiKey.__struct_fields__:
+        grid.add_column(name, overflow="fold")
+    for key in keys:
+        row = msgspec.structs.asdict(key) | {"scopes": ",".join(key.scopes)}
+        for name in ("created_at", "revoked_at"):
+            row[name] = row[name] and f"{row[name]:%Y-%m-%d %H:%M} UTC"
+        grid.add_row(*map(cell, row.values()))
+    return grid
 
 
 @app.command()
@@ -135,7 +154,7 @@ def revoke(
     """
     import msgspec
 
-    from store.keys.keys import revoke_key
+    from store.keys import revoke_key
 
     revoked = in_database(lambda connection: revoke_key(connection, key, tenant))
     if as_json:

@@ -29,7 +29,7 @@ from pawl.stack.database import open_engine
 from proxy.settings import ProxySettings
 from store.judge.judgements import forget_unjudged
 from store.judge.rounds import Round
-from store.keys.keys import tenant_of_key
+from store.keys import tenant_of_key
 from store.records import Record
 from store.settings import address
 

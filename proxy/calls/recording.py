@@ -18,8 +18,7 @@ from proxy.calls.capture import CapturedCall
 from proxy.calls.routing import CallRouter, Routed
 from proxy.formats.base import ReplySummary
 from proxy.identity.stitch import CallMemory, provided_fingerprints
-from proxy.keys.limits import Usage
-from proxy.keys.tokens import tokens_of
+from proxy.keys.limits import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.model_server import Reply

@@ -18,7 +18,7 @@ from proxy.door.openai_paths import openai_rule
 from proxy.errors import NotAllowed
 from proxy.formats.base import WireFormat
 from proxy.formats.registry import FORMATS
-from store.keys.grants import Scope
+from store.keys import Scope
 
 FEEDBACK: Final = "/feedback"
 

@@ -1,23 +1,32 @@
 """Serve the admin port: `/healthz`, `/readyz` and `/metrics`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from proxy.counting.board import ProcessState, readiness
 from proxy.counting.shared import is_shared
 from proxy.counting.totals import only_of
+from proxy.door.refusal import CHALLENGE, UNAUTHORIZED
+from proxy.errors import ProxyError
+from proxy.formats.errors import OPENAI
+from proxy.http.peers import is_loopback
 from proxy.keeper.database import Database
 from proxy.keeper.drain import Drainer
 from proxy.keeper.owning import OwnersFile
-from proxy.keys.admin_gate import TENANT, guarded_by
-from proxy.keys.gate import Gate
-from proxy.metrics import exposed
+from proxy.keys.gate import Gate, shown_in
+from proxy.keys.limits import Usage
+from proxy.metrics import REFUSED, exposed
 from store.tenants import DEFAULT
 
+# The tenant of a request's key.
+TENANT: Final = web.RequestKey("tenant", str)
+# Load balancers have no keys, and these endpoints show nobody's content.
+OPEN: Final = frozenset({"/healthz", "/readyz"})
 ENDS: Final = ("stored", "dead_lettered", "dropped", "deleted")
 
 
@@ -67,6 +76,49 @@ def admin_app(
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
+
+
+def guarded_by(gate: Gate) -> Middleware:
+    """Return the middleware that asks for a key with the scope `read`."""
+
+    @web.middleware
+    async def admit(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path in OPEN:
+            return await handler(request)
+        try:
+            usage = _begin(gate, request)
+        except ProxyError as error:
+            REFUSED.labels(type(error).__name__).inc()
+            return _refusal(error)
+        try:
+            return await handler(request)
+        finally:
+            if usage is not None:
+                usage.end()
+
+    return admit
+
+
+def _begin(gate: Gate, request: web.Request) -> Usage | None:
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    grant = gate.check(shown_in(list(request.raw_headers)), "read", local=is_loopback(peer))
+    request[TENANT] = DEFAULT if grant is None else grant.tenant
+    return None if grant is None else gate.begin(grant, takes_tokens=False)
+
+
+def _refusal(error: ProxyError) -> web.Response:
+    headers: dict[str, str] = {"x-pawl-fault": error.fault}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == UNAUTHORIZED:
+        name, value = CHALLENGE
+        headers[name.decode()] = value.decode()
+    body = OPENAI.body(error.message, error.kind, error.param, error.code)
+    return web.Response(
+        status=error.status, body=body, headers=headers, content_type="application/json"
+    )
 
 
 def _ready_reply(

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keys.publishing import KeyPublisher
+from proxy.keys.gate import KeyPublisher
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.lookup import url_file
 from proxy.policies.policy_file import PolicyFile, serving_of

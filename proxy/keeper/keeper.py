@@ -21,8 +21,7 @@ from proxy.keeper.evaluating import show_evaluations
 from proxy.keeper.owning import OwnersFile
 from proxy.keeper.removing.deleted import keep_deleted
 from proxy.keeper.removing.outdated import remove_outdated
-from proxy.keys.gate import Gate
-from proxy.keys.key_file import KeyFile
+from proxy.keys.gate import Gate, KeyFile
 from proxy.redaction.storing import Redaction, open_redaction
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold

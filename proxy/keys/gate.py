@@ -1,44 +1,62 @@
-"""Let a request in, or say why not: the one place where keys are found and checked.
+"""API keys in the proxy: let a request in or refuse it, and pass the keys on as a file.
 
-Every check is in memory. A wrong key, a revoked one and a right one cost the same: a hash, a
-look-up by the id that is no secret, and a comparison in constant time.
+Every check is in memory. A wrong, a revoked and a valid key cost the same: one hash, a look-up by
+the public id, and a comparison in constant time.
+
+The keeper reads the keys from the database and writes them to a file of hashes, which the workers
+watch. The file's folder is made with the first key ever, and stays: where the folder is, and no
+readable file, keys exist but are unknown, and nobody is let in.
 """
 
+import asyncio
+import os
+from collections.abc import Callable
 from hmac import compare_digest
+from pathlib import Path
 from time import monotonic
 from typing import Final
 
 import msgspec
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
 from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers
 from proxy.keys.limits import Usage
+from proxy.settings import Access
+from proxy.spool.folders import PRIVATE
 from proxy.upstreams.keys import CREDENTIALS
-from store.keys.grants import Access, Grant, Scope
-from store.keys.keys import KeyRing
-from store.keys.secrets import ID_BYTES, MARK, hash_of
+from store.files import sync, whole_folder, write_private
+from store.keys import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of, key_ring
 
-# What is asked of a model server may take tokens; feedback takes none.
-INFER: Final[Scope] = "infer"
+log = structlog.get_logger()
+
+FOLDER: Final = "access"
+NAME: Final = "keys.json"
+WATCH_S: Final = 0.1
+NO_KEYS: Final = KeyRing(made=False)
+# Identifies one content of the file: time of change and inode, or a word where there is no file.
+Mark = tuple[int, int] | str
+
 _ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
-# What an id that is not known is compared with: no key has this hash.
+# Compared with keys of an unknown id: no key has this hash.
 _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
-# An id that is always known, as nobody's, and one that never is; no key has either.
+# An id that is always in the table, as nobody's, and an id that never is; no key has either.
 _ALWAYS: Final = bytes(2 * ID_BYTES)
 _NEVER: Final = b"\1" * (2 * ID_BYTES)
 _SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
-# Headers by which a reverse proxy says that the request is another's (RFC 7239, RFC 9110 §7.6.3,
-# and what came before).
+# Headers by which a reverse proxy says that it relays a request (RFC 7239, RFC 9110 §7.6.3, and
+# their older forms).
 RELAYED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})
 _SIZES: Final = frozenset(map(len, CREDENTIALS | RELAYED))
 
 
 class Shown(msgspec.Struct, frozen=True, gc=False):
-    """Hold what headers say of who calls: a credential, and whether a reverse proxy relayed it.
+    """What a request's headers say of its sender.
 
-    `headers` are those that hold a client's credentials.
+    `relayed`: a reverse proxy passed it on. `headers`: those that hold the client's credentials.
     """
 
     credential: bytes | None = None
@@ -50,25 +68,26 @@ NOTHING: Final = Shown()
 
 
 class Gate:
-    """Know the keys, and check what requests show."""
+    """Check the credentials of requests against the known keys, and hold keys to their limits."""
 
     def __init__(self, access: Access, workers: int = 1) -> None:
         """Begin without knowing the keys: until `take`, nobody is let in.
 
-        Each of `workers` holds keys to its share of their limits.
+        Each of `workers` holds a key to its share of the key's limits.
         """
         self._access = access
         self._workers = workers
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
         self._grants: dict[bytes, Grant] = {bytes(bytearray(_ALWAYS)): _NOBODY}
-        # Keys are asked for, or would be if they were known.
+        # Requests need a key.
         self._asks = True
 
     def take(self, ring: KeyRing | None) -> None:
-        """Replace the keys. None: they are not known; then those known so far go on to count.
+        """Replace the known keys. None: they cannot be read, and the old ones stay valid.
 
-        So they do if no key was ever made: somebody removed the file that told of those.
+        The old ones also stay if the ring says that no key was ever made: then somebody removed
+        the file.
         """
         if (ring is None or not ring.made) and self._known is not None and self._known.made:
             return
@@ -78,19 +97,19 @@ class Gate:
         self._grants = {grant.id.encode(): grant for grant in grants}
         # An equal one, not the same: bytes are compared as they are for any key's id.
         self._grants[bytes(bytearray(_ALWAYS))] = _NOBODY
-        # Those of revoked keys are forgotten; what runs ends all the same.
+        # Usages of revoked keys are forgotten; running requests still end theirs.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
         for grant in grants:
             usages[grant.id].hold_to(grant, self._workers)
         self._usages = usages
 
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
-        """Let a request of the data port in, without its credentials if keys are asked for.
+        """Let a request of the data port in, and remove its credentials if keys are required.
 
-        The exchange has its key's id and tenant from then on.
+        Sets the exchange's key id and tenant.
 
         Returns:
-            Whom to tell that the request has ended; None if no key is asked for.
+            The key's usage, whose `end` is to be called; None if no key is required.
 
         Raises:
             TooMany: its key has as many requests as its limits allow, or has used up its tokens.
@@ -104,10 +123,10 @@ class Gate:
         if grant is None:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
-        return self.begin(grant, takes_tokens=scope == INFER)
+        return self.begin(grant, takes_tokens=scope == "infer")
 
     def begin(self, grant: Grant, *, takes_tokens: bool) -> Usage:
-        """Count a request of a key that `check` let in; tell what is returned when it has ended.
+        """Count a request of a key that `check` let in; call `end` of the returned usage later.
 
         Raises:
             TooMany: the key has as many requests as its limits allow, or has used up its tokens.
@@ -119,17 +138,17 @@ class Gate:
         return usage
 
     def check(self, shown: Shown, scope: Scope, *, local: bool) -> Grant | None:
-        """Return the grant by which a request is let in, or None if no key is asked for.
+        """Return the grant by which a request is let in, or None if no key is required.
 
         Args:
-            shown: what its headers say of who calls.
-            scope: what a key must be for at this endpoint.
-            local: the request comes from this machine; only asked where no key was made.
+            shown: what the headers say of the sender.
+            scope: the scope that this endpoint requires.
+            local: the request comes from this machine; counts only where no key was made.
 
         Raises:
-            NoKey: it shows no key, or one that is wrong or revoked.
-            OutOfScope: its key is for something else.
-            Forbidden: no key was made, and it comes from another machine.
+            NoKey: the request has no key, or a wrong or revoked one.
+            OutOfScope: the key lacks the scope.
+            Forbidden: no key was made, and the request comes from another machine.
             KeysUnknown: keys were made, and cannot be read.
         """
         if not self._asks:
@@ -159,10 +178,10 @@ class Gate:
         return grant
 
     def grant_of(self, key: bytes) -> Grant | None:
-        """Return what a key is for, or None if it is none; both take the same time.
+        """Return the grant of a key, or None if the key is not valid; both take the same time.
 
-        A look-up that finds something takes 10 ns longer than one that does not. So there are two,
-        of which one does.
+        A look-up that succeeds takes 10 ns longer than one that fails, so of the two look-ups here
+        exactly one succeeds.
         """
         known = self._grants.get(key[_ID])
         other = self._grants.get(_ALWAYS if known is None else _NEVER)
@@ -172,8 +191,8 @@ class Gate:
 
 def _too_many(grant: Grant, wait_s: int) -> TooMany:
     limits = [
-        f"{number} {what}"
-        for number, what in (
+        f"{number} {unit}"
+        for number, unit in (
             (grant.per_minute, "requests a minute"),
             (grant.at_once, "requests at once"),
             (grant.tokens_per_minute, "tokens a minute"),
@@ -186,9 +205,9 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
 
 
 def _not_local(shown: Shown) -> Forbidden:
-    why = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
+    reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
     return Forbidden(
-        f"No API key was made yet, so only this machine may call, and {why}. Make a key with "
+        f"No API key was made yet, so only this machine may call, and {reason}. Make a key with "
         "`pawl keys create NAME`, or open the port to anyone with PAWL_ACCESS=anyone",
         code="not_loopback",
     )
@@ -216,7 +235,7 @@ def shown_in(headers: Headers) -> Shown:
         return Shown(relayed=True) if relayed else NOTHING
     credential = _bare(pairs[0][1])
     if len(pairs) > 1:
-        credential = next((one for one in map(_key, pairs) if one), credential)
+        credential = next(filter(None, map(_key, pairs)), credential)
     return Shown(credential, relayed, tuple(pairs))
 
 
@@ -237,3 +256,93 @@ def _key(pair: tuple[bytes, bytes]) -> bytes:
 def _bare(value: bytes) -> bytes:
     """Return a credential without the word `Bearer` (RFC 6750 §2.1), which has no fixed case."""
     return value[7:].strip() if value[:7].lower() == b"bearer " else value.strip()
+
+
+class KeyFile:
+    """The file of keys below a spool directory."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        """Set the path; nothing is read or written yet."""
+        self._path = spool_dir / FOLDER / NAME
+        self._seen: Mark | None = None
+
+    def write(self, ring: KeyRing) -> None:
+        """Replace the file atomically and durably; there is no file until a key was made.
+
+        Raises:
+            OSError: the disk failed or is full; the file is as it was.
+        """
+        folder, content = self._path.parent, msgspec.json.encode(ring)
+        if folder.exists():
+            partial = self._path.with_suffix(".part")
+            write_private(partial, content)
+            partial.replace(self._path)
+            sync(folder)
+        elif ring.made:
+            # The folder must never exist without the file.
+            partial = folder.with_suffix(".part")
+            with whole_folder(folder, partial):
+                partial.chmod(PRIVATE)
+                write_private(partial / NAME, content)
+
+    def changed(self) -> bool:
+        """Return whether the file changed since the last call."""
+        seen, self._seen = self._seen, self._mark()
+        return self._seen != seen
+
+    def read(self) -> KeyRing | None:
+        """Return the keys, or None, logged, if keys were made and the file cannot be read."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=KeyRing)
+        except FileNotFoundError as error:
+            if not self._path.parent.exists():
+                return NO_KEYS
+            reason: Exception = error
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            reason = error
+        log.error("keys_unreadable", path=str(self._path), reason=str(reason))
+        return None
+
+    async def watch(self, take: Callable[[KeyRing | None], None]) -> None:
+        """Call `take` with what `read` returns whenever the file changes; never return."""
+        while True:
+            if self.changed():
+                take(self.read())
+            await asyncio.sleep(WATCH_S)
+
+    def _mark(self) -> Mark:
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return "lost" if self._path.parent.exists() else "none"
+        except OSError:
+            return "lost"
+        return status.st_mtime_ns, status.st_ino
+
+
+class KeyPublisher:
+    """Keep the file of keys up to date with the database; only the keeper does so."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        """Begin with an unknown file: the first `bring` writes it."""
+        self._file = KeyFile(spool_dir)
+        self._written: KeyRing | None = None
+
+    async def bring(self, connection: AsyncConnection) -> None:
+        """Read the keys from the database, and write the file if they or the file changed.
+
+        A failing disk is logged, and tried again at the next call: the caller must not take it for
+        a lost database.
+        """
+        ring = await key_ring(connection)
+        if ring == self._written and not self._file.changed():
+            return
+        try:
+            await asyncio.to_thread(self._file.write, ring)
+        except OSError as error:
+            self._written = None
+            log.error("workers_not_told", what="keys", reason=str(error))
+            return
+        self._file.changed()
+        self._written = ring
+        log.info("keys", made=ring.made, standing=len(ring.grants))

@@ -19,8 +19,7 @@ from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
 from proxy.identity.names import EVAL_TASKS
 from proxy.intake.intake import Intake
-from proxy.keys.gate import Gate
-from proxy.keys.key_file import NO_KEYS
+from proxy.keys.gate import NO_KEYS, Gate
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.spool.segments import encode_frame

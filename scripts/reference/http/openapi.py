@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from proxy.feedback.statements import MAX_ITEMS
 from proxy.formats.base import WireFormat
-from proxy.keys.admin_gate import OPEN
+from proxy.keeper.admin import OPEN
 from proxy.settings import ProxySettings
-from store.keys.grants import Scope
+from store.keys import Scope
 
 from .errors import ADMIN, CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
 from .headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header

@@ -16,9 +16,7 @@ import psutil
 from benchmarks.vllm_server import free_port
 from benchmarks.wheel import environment_of, installed_wheel
 from store.connection.engine import make_engine
-from store.keys.grants import SCOPES, Scope
-from store.keys.keys import create_key, revoke_key
-from store.keys.secrets import new_secret
+from store.keys import SCOPES, Scope, create_key, new_secret, revoke_key
 from store.tenants import DEFAULT
 from store.version_states import ensure_base
 from tests.fuzz.ports.allowed import is_allowed

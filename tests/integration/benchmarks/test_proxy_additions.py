@@ -5,8 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
 from benchmarks.proxy.additions import ADDITIONS, OTHER_KEYS
-from store.keys.keys import list_keys
-from store.keys.secrets import MARK
+from store.keys import MARK, list_keys
 from store.version_queries import list_versions
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
-from store.keys.keys import create_key
+from store.keys import create_key
 from store.tenants import DEFAULT, scoped
 from store.updates import claims
 from store.version_states import ensure_base

@@ -5,8 +5,7 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys.grants import Scope
-from store.keys.keys import create_key
+from store.keys import Scope, create_key
 from tests.integration.conftest import Proxy
 from tests.support.waiting import eventually
 

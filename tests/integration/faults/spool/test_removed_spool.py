@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.idempotency.key_files import KeyFiles
 from proxy.policies.policy_file import PolicyFile, serving_of
-from store.keys.keys import create_key
+from store.keys import create_key
 from tests.integration.conftest import Proxy
 from tests.support.waiting import eventually, until
 

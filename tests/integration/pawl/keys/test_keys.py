@@ -12,10 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.keys.shown import table
+from pawl.commands.keys import table
 from store.errors import BadKey, UnknownKey
-from store.keys.keys import key_ring, list_keys
-from store.keys.secrets import hash_of
+from store.keys import hash_of, key_ring, list_keys
 from store.schema.tables import metadata
 
 

@@ -16,7 +16,7 @@ from pawl.cli import app
 from pawl.policies.queries import BadQuery
 from store.deleting.delete import delete_episode
 from store.errors import UnknownPolicy
-from store.keys.keys import create_key, revoke_key
+from store.keys import create_key, revoke_key
 from store.rebuilding.choosing import UnknownNames
 from store.records import SpoolRecord
 from store.schema.recorded import episodes

@@ -9,8 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys.grants import Scope
-from store.keys.keys import create_key
+from store.keys import Scope, create_key
 from store.records import Episode
 from store.tenants import DEFAULT, tenant_of
 from store.version_states import ensure_base

@@ -6,8 +6,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys.grants import Limits, Scope
-from store.keys.keys import create_key
+from store.keys import Limits, Scope, create_key
 from tests.integration.conftest import Proxy
 from tests.support.proxy.keys import bearer, made, taken
 from tests.support.servers.fake_upstream import FakeUpstream

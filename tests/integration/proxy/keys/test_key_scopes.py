@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from scripts.reference.http.openapi import openapi
-from store.keys.grants import SCOPES
+from store.keys import SCOPES
 from store.tenants import DEFAULT
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for

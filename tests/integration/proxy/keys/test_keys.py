@@ -18,9 +18,7 @@ from structlog.testing import capture_logs
 
 from proxy.feedback.endpoint import LONG_BYTES
 from store.connection.engine import make_engine
-from store.keys.grants import SCOPES, Scope
-from store.keys.keys import revoke_key
-from store.keys.secrets import id_of
+from store.keys import SCOPES, Scope, id_of, revoke_key
 from store.schema.tables import metadata
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working

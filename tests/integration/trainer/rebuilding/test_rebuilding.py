@@ -14,7 +14,7 @@ from pawl.policies.show import versions_of
 from store.deleting.delete import delete_episode
 from store.deleting.receipts import Receipt
 from store.ids import lowest_id_at
-from store.keys.keys import create_key
+from store.keys import create_key
 from store.records import CallRecord
 from store.schema.recorded import episodes
 from store.updates import claims

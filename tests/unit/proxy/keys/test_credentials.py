@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from proxy.http.peers import is_loopback
 from proxy.keys.gate import NOTHING, Shown, shown_in, without_credentials
 from proxy.upstreams.keys import CREDENTIALS
-from store.keys.secrets import ID_BYTES, MARK, hash_of, new_secret
+from store.keys import ID_BYTES, MARK, hash_of, new_secret
 
 KEY = new_secret()[1].encode()
 

@@ -10,12 +10,21 @@ import msgspec
 import pytest
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
-from proxy.keys.gate import Gate, Shown
-from proxy.keys.key_file import NO_KEYS, KeyFile
+from proxy.keys.gate import NO_KEYS, Gate, KeyFile, Shown
+from proxy.settings import Access
 from store.errors import BadKey
-from store.keys.grants import SCOPES, Access, Grant, Scope, check_name, check_tenant, read_scopes
-from store.keys.keys import KeyRing
-from store.keys.secrets import MARK, hash_of, new_secret
+from store.keys import (
+    MARK,
+    SCOPES,
+    Grant,
+    KeyRing,
+    Scope,
+    check_name,
+    check_tenant,
+    hash_of,
+    new_secret,
+    read_scopes,
+)
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.keys.limits import WINDOW_S, Usage, share_of
-from store.keys.grants import Grant
+from store.keys import Grant
 
 
 def usage(workers: int = 1, **limits: int) -> Usage:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.keys.tokens import tokens_of
+from proxy.keys.limits import tokens_of
 
 REQUEST = b'{"model":"m"}'
 CHAT = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}

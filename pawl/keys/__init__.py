@@ -1,1 +1,0 @@
-"""Show API keys on the command line."""

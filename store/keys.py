@@ -1,0 +1,245 @@
+"""API keys: what they allow, how they are hashed, and the table that keeps them.
+
+A key is `pawl_ID_SECRET`: a public id and 256 random bits. Only its SHA-256 is stored; such a
+secret needs no slower hash (docs/decisions/066-keys.md).
+"""
+
+import re
+import secrets
+from datetime import datetime
+from hashlib import sha256
+from typing import Final, Literal, get_args
+
+import msgspec
+from sqlalchemy import ColumnElement, select, text, true, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import BadKey, UnknownKey
+from store.records import Record
+from store.schema.keys import STANDING, api_keys
+from store.tenants import DEFAULT, PATTERN
+
+MARK: Final = b"pawl_"
+ID_BYTES: Final = 8
+SECRET_BYTES: Final = 32
+
+Scope = Literal["infer", "feedback", "read", "train", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
+# No name looks like an id: `pawl keys revoke` takes either.
+_NAME: Final = re.compile(r"(?![0-9a-f]{16}\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_TENANT: Final = re.compile(rf"{PATTERN}\Z")
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """Limit the requests of a key to each port of one proxy. None: no limit.
+
+    `per_minute` is how many may begin in any 60 seconds, `at_once` how many may run. Once calls
+    that ended in the last 60 seconds took `tokens_per_minute` tokens, no other may begin.
+    """
+
+    per_minute: int | None = None
+    at_once: int | None = None
+    tokens_per_minute: int | None = None
+
+
+NO_LIMITS: Final = Limits()
+
+
+class Grant(Limits, frozen=True, kw_only=True):
+    """What a worker knows of a key: its SHA-256, and what its bearer may do."""
+
+    id: str
+    hash: bytes
+    scopes: tuple[Scope, ...]
+    tenant: str = DEFAULT
+
+
+class KeyRing(Record, frozen=True, kw_only=True):
+    """The grants of all keys that are not revoked. `made`: a key was made at some time."""
+
+    made: bool
+    grants: tuple[Grant, ...] = ()
+
+
+class ApiKey(Record, frozen=True, kw_only=True):
+    """A key without its secret, as commands show it. `revoked_at` is None while it is valid."""
+
+    id: str
+    name: str
+    tenant: str
+    scopes: tuple[Scope, ...]
+    per_minute: int | None
+    at_once: int | None
+    tokens_per_minute: int | None
+    created_at: datetime
+    revoked_at: datetime | None = None
+
+
+class NewKey(Record, frozen=True, kw_only=True):
+    """A key that was just made, with its secret, which is not stored."""
+
+    about: ApiKey
+    key: str
+
+
+_SHOWN: Final = tuple(api_keys.c[name] for name in ApiKey.__struct_fields__)
+
+
+def new_secret() -> tuple[str, str]:
+    """Return a new key's id, and the key."""
+    key_id = secrets.token_hex(ID_BYTES)
+    return key_id, f"{MARK.decode()}{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
+
+
+def id_of(key: str) -> str:
+    """Return the public id in a key."""
+    return key[len(MARK) : len(MARK) + 2 * ID_BYTES]
+
+
+def hash_of(key: bytes) -> bytes:
+    """Return the hash by which a key is stored, 32 bytes."""
+    return sha256(key).digest()
+
+
+def check_name(name: str) -> str:
+    """Return the name of a key.
+
+    Raises:
+        BadKey: it cannot be one.
+    """
+    if _NAME.match(name) is None:
+        raise BadKey(
+            f"{name!r:.80} cannot be the name of a key: use 1 to 64 letters, digits, dots, dashes "
+            "and underscores, begin with a letter or digit, and do not make it look like a key's id"
+        )
+    return name
+
+
+def check_tenant(tenant: str, scopes: tuple[Scope, ...]) -> str:
+    """Return the name of the tenant that a key with these scopes belongs to.
+
+    Raises:
+        BadKey: it cannot be one, or a key of this tenant cannot be for one of the scopes.
+    """
+    if _TENANT.match(tenant) is None:
+        raise BadKey(
+            f"{tenant!r:.80} cannot be the name of a tenant: use 1 to 64 letters, digits, dots, "
+            "dashes and underscores, and begin with a letter or digit"
+        )
+    if tenant != DEFAULT and "admin" in scopes:
+        raise BadKey(
+            f"a key of tenant {tenant} cannot be for admin, which manages what all tenants share: "
+            f"leave the scope out, or make the key without --tenant"
+        )
+    return tenant
+
+
+def read_scopes(listed: str) -> tuple[Scope, ...]:
+    """Return the scopes in a comma-separated list, each once, in the order of `SCOPES`.
+
+    Raises:
+        BadKey: there are none, or one is unknown.
+    """
+    names = {name.strip() for name in listed.split(",") if name.strip()}
+    unknown = sorted(names - set(SCOPES))
+    if unknown or not names:
+        reason = f"{unknown[0]!r:.40} is no scope" if unknown else "a key needs a scope"
+        raise BadKey(f"{reason}; there are {', '.join(SCOPES)}")
+    return tuple(scope for scope in SCOPES if scope in names)
+
+
+async def create_key(
+    connection: AsyncConnection,
+    name: str,
+    scopes: tuple[Scope, ...],
+    limits: Limits = NO_LIMITS,
+    tenant: str = DEFAULT,
+) -> NewKey:
+    """Make a key and store its hash, in the caller's transaction.
+
+    Raises:
+        BadKey: the name cannot be a key's, a key that is not revoked has it, or the tenant cannot
+            have such a key.
+    """
+    key_id, key = new_secret()
+    row = {"id": key_id, "name": check_name(name), "hash": hash_of(key.encode())}
+    row["tenant"] = check_tenant(tenant, scopes)
+    inserted = await connection.execute(
+        insert(api_keys)
+        .values(row | {"scopes": list(scopes)} | msgspec.structs.asdict(limits))
+        .on_conflict_do_nothing(index_elements=["name"], index_where=text("revoked_at IS NULL"))
+        .returning(*_SHOWN)
+    )
+    first = inserted.first()
+    if first is None:
+        raise BadKey(f"there is a key {name} already: revoke it first, or choose another name")
+    return NewKey(about=_shown(first), key=key)
+
+
+async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> list[ApiKey]:
+    """Return all keys, or a tenant's, revoked ones too, oldest first."""
+    query = select(*_SHOWN).where(_is_of(tenant))
+    rows = await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))
+    return [_shown(row) for row in rows]
+
+
+async def revoke_key(
+    connection: AsyncConnection, name_or_id: str, tenant: str | None = None
+) -> ApiKey:
+    """Revoke the key with this name or id that is not revoked yet, in the caller's transaction.
+
+    Raises:
+        UnknownKey: there is no such key, or with `tenant` none of this tenant's.
+    """
+    revoked = await connection.execute(
+        update(api_keys)
+        .where((api_keys.c.name == name_or_id) | (api_keys.c.id == name_or_id))
+        .where(api_keys.c.revoked_at.is_(None), _is_of(tenant))
+        .values(revoked_at=text("now()"))
+        .returning(*_SHOWN)
+    )
+    row = revoked.first()
+    if row is None:
+        raise UnknownKey(
+            f"no key has the name or id {name_or_id!r:.80}, or it was revoked before; "
+            "`pawl keys list` shows the keys"
+        )
+    return _shown(row)
+
+
+async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
+    """Return the tenant of a client's key; the default one for no key, or a gateway's.
+
+    Raises:
+        UnknownKey: the key is wrong or was revoked.
+    """
+    if key is None or not key.startswith(MARK.decode()):
+        return DEFAULT
+    query = select(api_keys.c.tenant).where(
+        api_keys.c.id == id_of(key), api_keys.c.hash == hash_of(key.encode()), text(STANDING)
+    )
+    tenant: str | None = await connection.scalar(query)
+    if tenant is None:
+        raise UnknownKey(
+            "PAWL_API_KEY is wrong or was revoked: set it to a key that `pawl keys list` shows as "
+            "not revoked"
+        )
+    return tenant
+
+
+async def key_ring(connection: AsyncConnection) -> KeyRing:
+    """Return the grants of the keys that are not revoked, and whether a key was ever made."""
+    query = select(*_SHOWN, api_keys.c.hash).order_by(api_keys.c.id)
+    rows = (await connection.execute(query)).all()
+    valid = [row for row in rows if row.revoked_at is None]
+    grants = [msgspec.convert(row, Grant, from_attributes=True) for row in valid]
+    return KeyRing(made=bool(rows), grants=tuple(grants))
+
+
+def _is_of(tenant: str | None) -> ColumnElement[bool]:
+    return true() if tenant is None else api_keys.c.tenant == tenant
+
+
+def _shown(row: object) -> ApiKey:
+    return msgspec.convert(row, ApiKey, from_attributes=True)
