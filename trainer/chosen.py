@@ -117,7 +117,8 @@ def check_gate(chosen: Chosen, recipe: Recipe) -> None:
         raise TrainerError(
             f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
             f" gate.base_share = {recipe.gate.base_share:g}: a roll-back by rewards moves one"
-            " policy at a time; leave gate.base_share out, or publish_with"
+            ' policy at a time; leave gate.base_share out (as the packaged recipe "rollout" does),'
+            " or publish_with"
         )
     if recipe.gate.is_gated and chosen.together:
         raise TrainerError(

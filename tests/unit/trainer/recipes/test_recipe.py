@@ -172,12 +172,11 @@ def test_the_base_model_gets_episodes_without_a_gate_only_if_the_recipe_says_so(
 
 
 @pytest.mark.parametrize("name", ["default", "ppo", "sft", "single", "thinking"])
-def test_for_live_traffic_several_updates_make_one_candidate_that_must_show_its_worth(
+def test_for_live_traffic_each_version_serves_at_once_and_is_rolled_back_if_it_falls_behind(
     name: str,
 ) -> None:
     gate = load_recipe(name).gate
-    assert (gate.is_gated, gate.updates_per_candidate, gate.base_share) == (True, 4, 0.02)
-    assert gate.replay_states
+    assert (gate.mode, gate.base_share, gate.is_watched) == ("immediate", 0.02, True)
 
 
 @pytest.mark.parametrize("name", ["rollout", "demo", "demo-ppo", "demo-sft", "demo-single"])
