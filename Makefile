@@ -2,7 +2,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 # What `make example` runs, of the environment.
 PAWL ?= pawl
-CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests class_layouts.py hatch_build.py
+CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo example test slow serving check format docs lock clean
@@ -49,4 +49,4 @@ lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@rm -rf .venv .cython build .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv build .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

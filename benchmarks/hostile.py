@@ -1,9 +1,9 @@
 """Send requests that are made to cost more than their sender pays, and measure the cost.
 
-One worker of a real `pawl proxy`, compiled as it is deployed, is sent each kind 16 at once, each by
+One worker of a real `pawl proxy`, is sent each kind 16 at once, each by
 a connection of its own, while an ordinary call is made again and again beside them. Measured: the
 worker's resident memory at its highest, and the slowest of the ordinary calls. Before each kind the
-worker is replaced, so that no kind finds what another has left. `--sources` measures the checkout.
+worker is replaced, so that no kind finds what another has left.
 The longest stall of the machine itself at the time stands beside them (`benchmarks.witness`).
 
 Ends with status 1 where a bar is missed: 300 MB, 300 ms.
@@ -270,12 +270,11 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at-once", type=int, default=AT_ONCE)
-    parser.add_argument("--sources", action="store_true", help="not the wheel, which is compiled")
     parser.add_argument("--only", action="append", choices=list(KINDS), help="a kind of request")
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="pawl-hostile-") as folder,
-        standing(Path(folder), workers=1, compiled=not options.sources) as stand,
+        standing(Path(folder), workers=1) as stand,
     ):
         found = measure_all(stand, options.only or KINDS, options.at_once)
     show(found)

@@ -8,12 +8,3 @@ back), and `calls.recording` with `spool.recorder` (its record is durable). Off 
 `keeper` moves records to PostgreSQL. A call never waits for the trainer, nor more than 50 ms for
 the database.
 """
-
-from pathlib import Path
-
-# `make install` once compiled a checkout's proxy in its place, and Python would prefer that.
-if Path(__file__).with_name("compiled.json").exists():
-    raise ImportError(
-        "extensions that an earlier version compiled lie beside the proxy's sources and would run "
-        "in their place: `make install` deletes them"
-    )

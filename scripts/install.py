@@ -71,18 +71,6 @@ def is_current(stamp: str, wanted: str) -> bool:
         return file.read() == wanted
 
 
-def delete_compiled(package: str) -> None:
-    """Delete the extensions that an earlier version of Pawl compiled beside the sources.
-
-    Python prefers an extension to the source of the same name, so that an old one would hide
-    every later change.
-    """
-    for folder, _, names in os.walk(package):
-        for name in names:
-            if name.endswith(".so") or name == "compiled.json":
-                os.remove(os.path.join(folder, name))
-
-
 def run(step: str, *command: str, env: "dict[str, str] | None" = None) -> None:
     """Print the name of a step and run its command; if that fails, end with status 1."""
     print("pawl: " + step, flush=True)
@@ -141,7 +129,6 @@ def install_pawl(uv: str, gpu: bool) -> None:
 def main() -> None:
     """Check the machine, and install what is missing."""
     check_machine()
-    delete_compiled(os.path.join(ROOT, "proxy"))
     wanted = fingerprint(INPUTS)
     if is_current(STAMP, wanted):
         return

@@ -39,9 +39,6 @@ MADE_S = 600.0
 # of OpenMP that wait for each other in turns of their own burn the cores that others need: beside
 # them, updates of a tiny model take eighteen times the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read by the wheel's build, here and in processes: its tests are about what Cython makes of the
-# sources. With the optimization of a deployed wheel, building it takes three times as long.
-os.environ.setdefault("COMPILED_PROXY_OPTIMIZATION", "-O0")
 # Without byte code, each worker rewrites the assertions of all tests anew, and compiles them.
 sys.dont_write_bytecode = False
 

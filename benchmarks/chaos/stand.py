@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -18,7 +18,6 @@ from benchmarks.chaos.load import BROKEN, fetch
 from benchmarks.chaos.postgres import kill, kill_and_start, start_again
 from benchmarks.proxy.machine import running
 from benchmarks.vllm_server import free_port
-from benchmarks.wheel import environment_of, installed_wheel
 from store.embedded.server import EmbeddedPostgres
 
 Part = Literal["worker", "keeper", "supervisor", "postgres"]
@@ -40,8 +39,6 @@ class Stand:
         upstream_port: int,
         workers: int,
         disk: Disk | None = None,
-        *,
-        compiled: bool = False,
     ) -> None:
         """Start all of it, and return before it is ready.
 
@@ -50,7 +47,6 @@ class Stand:
             upstream_port: the model server's.
             workers: how many of them.
             disk: what the spool lies on, if it can go wrong.
-            compiled: run the wheel that is built of this checkout, as it is deployed.
         """
         self.port, self.admin = free_port(), free_port()
         self.workers = workers
@@ -61,8 +57,8 @@ class Stand:
         self.postgres = EmbeddedPostgres(folder)
         self.url = self.postgres.ensure_running()
         self.log = folder / "pawl.log"
-        self._program, environment = _program(compiled=compiled)
-        self._environment = dict(environment) | {
+        self._program = [sys.executable, "-m", "pawl.cli"]
+        self._environment = dict(os.environ) | {
             "DATABASE_URL": self.url,
             "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
             "PAWL_LISTEN": f"127.0.0.1:{self.port}",
@@ -173,18 +169,8 @@ class Stand:
             raise
 
 
-def _program(*, compiled: bool) -> tuple[list[str], Mapping[str, str]]:
-    """Return the command `pawl` and its environment: the checkout's, or the wheel's."""
-    if not compiled:
-        return [sys.executable, "-m", "pawl.cli"], os.environ
-    wheel = installed_wheel()
-    return [str(wheel / "bin" / "pawl")], environment_of(wheel)
-
-
 @contextmanager
-def standing(
-    folder: Path, workers: int, *, faults: bool = False, compiled: bool = False
-) -> Iterator[Stand]:
+def standing(folder: Path, workers: int, *, faults: bool = False) -> Iterator[Stand]:
     """Bring everything up, and down after the block; `faults` lets the spool's disk go wrong.
 
     Raises:
@@ -195,7 +181,7 @@ def standing(
     log = folder / "upstream.log"
     disk = small_disk(folder / "disk", folder) if faults else nullcontext()
     with disk as own, running(command, max(os.sched_getaffinity(0)), log):
-        stand = Stand(folder, port, workers, own, compiled=compiled)
+        stand = Stand(folder, port, workers, own)
         try:
             yield stand
         finally:

@@ -2,9 +2,8 @@
 
 Whole calls (wrk, 1 and 64 at once, 4 KB prompts, 2.9 KB replies with ids; a 100 KB reply) and
 streams (1, 256 and 1,000 at once, ten chunks a second each), in one run. For whole calls all are
-up and take turns, since nothing on a shared machine is twice the same. Pawl is measured as it is
-deployed: compiled, from the wheel of this checkout. What is measured has one core with all it
-needs, Pawl's PostgreSQL included; load and model server share the other.
+up and take turns, since nothing on a shared machine is twice the same. What is measured has one
+core with all it needs, Pawl's PostgreSQL included; load and model server share the other.
 Needs nginx and wrk (Debian: nginx-light, wrk).
 
 `--against COMMIT` measures this checkout in turns with an earlier commit instead, whole calls only:
@@ -27,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.commits import NoSuchCommit
 from benchmarks.proxy.additions import ADDITIONS
 from benchmarks.proxy.against import compared, compared_with, ratios_table
 from benchmarks.proxy.figures import STREAMS, Bar, Peer, bars
@@ -36,7 +36,6 @@ from benchmarks.proxy.page import PAGE, PICTURE, with_figures
 from benchmarks.proxy.peers.contenders import CONTENDERS
 from benchmarks.proxy.picture import draw
 from benchmarks.proxy.tables import bars_table, calls_table, streams_table
-from benchmarks.wheel import NotBuilt, installed_wheel
 
 QUIET_SHARE = 0.1
 FILE_WIDTH = 220
@@ -48,8 +47,6 @@ def main() -> None:
     _check_machine()
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else FILE_WIDTH)
     in_turns = options.against or options.addition
-    if "pawl" in options.peers and not in_turns:
-        _build_wheel(console)
     busy = busy_share()
     if busy > QUIET_SHARE:
         console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
@@ -105,7 +102,7 @@ def _compare(options: argparse.Namespace, lengths: Lengths, console: Console) ->
         else:
             title = f"this checkout, in turns with {options.against}"
             found = compared(options.against, lengths, console)
-    except NotBuilt as error:
+    except NoSuchCommit as error:
         sys.exit(f"benchmarks.proxy: {error}")
     table = ratios_table(found, title)
     console.print(table.rich())
@@ -134,15 +131,6 @@ def _check_machine() -> None:
     missing = {LOAD_CORE, MEASURED_CORE} - os.sched_getaffinity(0)
     if missing:
         sys.exit(f"benchmarks.proxy needs the cores 0 and 1; core {missing.pop()} is not allowed")
-
-
-def _build_wheel(console: Console) -> None:
-    """Have the wheel at hand before anything is measured: its build takes minutes."""
-    console.print("pawl is measured compiled, from the wheel of this checkout")
-    try:
-        console.print(f"  {installed_wheel()}", markup=False)
-    except NotBuilt as error:
-        sys.exit(f"benchmarks.proxy: {error}")
 
 
 def _machine() -> str:

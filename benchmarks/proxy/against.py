@@ -2,7 +2,7 @@
 
 They are this checkout's and an earlier commit's, or this checkout's with and without an addition.
 
-Both are up at once, compiled, each with a PostgreSQL and a model server of its own. What disturbs
+Both are up at once, each with a PostgreSQL and a model server of its own. What disturbs
 a shared machine lasts longer than a pair of loads, so it disturbs both alike, and the ratio of a
 pair says more than figures of different hours.
 """
@@ -17,12 +17,12 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.commits import ROOT, sources_of
 from benchmarks.proxy.additions import Addition
 from benchmarks.proxy.figures import ALONE, MANY, Calls
 from benchmarks.proxy.measure import Lengths, brought_up, load_once
 from benchmarks.proxy.peers.contenders import Contender, Running, pawl_of
 from benchmarks.proxy.tables import Rows, number
-from benchmarks.wheel import installed_wheel, installed_wheel_of
 
 COLUMNS: Final = (
     TextColumn("{task.description}"),
@@ -41,16 +41,11 @@ def compared(commit: str, lengths: Lengths, console: Console) -> dict[int, Ratio
     """Return the ratios of this checkout's figures to the commit's, by calls at once.
 
     Raises:
-        NotBuilt: one of them cannot be built.
+        NoSuchCommit: there is no such commit.
         NotUp, WrongAnswer: one of them does not come up, or does not answer right.
     """
-    with Progress(*COLUMNS, console=console) as progress:
-        building = progress.add_task("wheels", total=2)
-        wheels = []
-        for made in (partial(installed_wheel_of, commit), installed_wheel):
-            wheels.append(made())
-            progress.advance(building)
-        sides = [Contender(str(wheel), partial(pawl_of, wheel)) for wheel in wheels]
+    with sources_of(commit) as earlier, Progress(*COLUMNS, console=console) as progress:
+        sides = [Contender(str(root), partial(pawl_of, root)) for root in (earlier, ROOT)]
         return _in_turns(sides, lengths, progress)
 
 
@@ -58,11 +53,10 @@ def compared_with(addition: Addition, lengths: Lengths, console: Console) -> dic
     """Return the ratios of this checkout's figures with an addition to those without it.
 
     Raises:
-        NotBuilt, NotUp, WrongAnswer: as above.
+        NotUp, WrongAnswer: as above.
     """
-    wheel = installed_wheel()
     sides = [
-        Contender(name, partial(pawl_of, wheel, prepare=prepare))
+        Contender(name, partial(pawl_of, ROOT, prepare=prepare))
         for name, prepare in (("without", addition.without), ("with", addition.added))
     ]
     with Progress(*COLUMNS, console=console) as progress:

@@ -1,8 +1,4 @@
-"""Find the objects in a list that a client sent (pure): messages, and parts of a content.
-
-Python runs these loops also where the rest is compiled, so that the event loop goes on while a long
-conversation is read (docs/decisions/030-limits-on-what-is-parsed.md).
-"""
+"""Find the objects in a list that a client sent (pure): messages, and parts of a content."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """Replace fields of a JSON document by their path, and take token ids out of it (pure).
 
 Values that are not on the path stay bytes, so that numbers of any size stay as they were written.
-
-This module is not compiled, for the reason that `proxy.redaction.texts` gives.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,6 @@
 The document is never parsed as a whole: each of its strings is looked at in its place, names of
 members included, so that numbers of any size stay as they were written. A string that holds JSON
 itself, as the arguments of a tool call do, is looked at inside, too.
-
-This module is not compiled (`hatch_build.py`): a long document is redacted in a thread, and only
-Python's own loops let the event loop have the GIL meanwhile.
 """
 
 import json

@@ -18,7 +18,6 @@ log = structlog.get_logger()
 LOOK_S: Final = 2.0
 # What was seen so short a time ago is taken to be so still: no server restarts within it.
 SHARED_S: Final = 0.1
-# A tuple of its own: Cython takes no starred expression in an `except`.
 NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
 
 

@@ -1,24 +1,22 @@
 """Start each contender as a fair user would: one worker, one core.
 
-Pawl's own proxy is measured as it is deployed: compiled, from the wheel that is built of this
-checkout. LiteLLM is set up by its own advice for production (log level, no cost map from the
-network).
+LiteLLM is set up by its own advice for production (log level, no cost map from the network).
 Agent Lightning gets one rollout, made beforehand, whose id stands in the URL.
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
 
-import psutil
-
+from benchmarks.commits import ROOT, environment_of
 from benchmarks.proxy import wire
 from benchmarks.proxy.additions import Prepare, prepared
 from benchmarks.proxy.ledger import Ledger
-from benchmarks.proxy.machine import MEASURED_CORE, NotUp, on_core, running, wait_for
+from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
 from benchmarks.proxy.peers.install import (
     AGENT_LIGHTNING,
     AGENT_LIGHTNING_VERSION,
@@ -29,7 +27,6 @@ from benchmarks.proxy.peers.install import (
 from benchmarks.proxy.peers.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
 from benchmarks.vllm_server import free_port
-from benchmarks.wheel import environment_of, installed_wheel
 from store.embedded.server import EmbeddedPostgres
 
 PATH = "/v1/chat/completions"
@@ -86,15 +83,15 @@ def floor(folder: Path, upstream: int) -> Iterator[Running]:
 @contextmanager
 def pawl(folder: Path, upstream: int) -> Iterator[Running]:
     """Start Pawl with everything on: ids, durable records, PostgreSQL on its core, a log file."""
-    with pawl_of(installed_wheel(), folder, upstream) as up:
+    with pawl_of(ROOT, folder, upstream) as up:
         yield up
 
 
 @contextmanager
 def pawl_of(
-    wheel: Path, folder: Path, upstream: int, prepare: Prepare | None = None
+    sources: Path, folder: Path, upstream: int, prepare: Prepare | None = None
 ) -> Iterator[Running]:
-    """Start the same from a wheel's folder, with a database that `prepare` prepared."""
+    """Start the same from a folder of sources, with a database that `prepare` prepared."""
     port, admin, log = free_port(), free_port(), folder / "pawl.log"
     postgres = EmbeddedPostgres(folder)
     with ExitStack() as stack:
@@ -103,17 +100,16 @@ def pawl_of(
         stack.callback(postgres.stop)
         key = wire.KEY if prepare is None else prepared(url, prepare)
         environment = {
-            **environment_of(wheel),
+            **environment_of(sources),
             "DATABASE_URL": url,
             "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream}/v1",
             "PAWL_LISTEN": f"127.0.0.1:{port}",
             "PAWL_ADMIN_LISTEN": f"127.0.0.1:{admin}",
             "PAWL_SPOOL_DIR": str(folder / "spool"),
         }
-        command = [str(wheel / "bin" / "pawl"), "proxy"]
+        command = [sys.executable, "-m", "pawl.cli", "proxy"]
         process = stack.enter_context(running(command, MEASURED_CORE, log, environment))
         wait_for(lambda: _has_database(f"http://127.0.0.1:{admin}/readyz"), process, log)
-        _check_compiled(process.pid, wheel)
         assert postgres.pid is not None
         roots = {"proxy": process.pid, "postgres": postgres.pid}
         yield Running(port, key=key, roots=roots, ledger=Ledger(url))
@@ -123,18 +119,6 @@ def _has_database(url: str) -> bool:
     with suppress(URLError, OSError):
         return bool(fetched(url)["database"] == "up")
     return False
-
-
-def _check_compiled(supervisor: int, wheel: Path) -> None:
-    """Check that the serving processes have loaded the wheel's compiled modules.
-
-    Raises:
-        NotUp: they run something else.
-    """
-    for process in psutil.Process(supervisor).children():
-        maps = process.memory_maps()
-        if not any(mapped.path.startswith(str(wheel / "proxy")) for mapped in maps):
-            raise NotUp(f"process {process.pid} does not run the proxy of {wheel}")
 
 
 @contextmanager

@@ -14,14 +14,12 @@ from typing import Final
 import psutil
 
 from benchmarks.vllm_server import free_port
-from benchmarks.wheel import environment_of, installed_wheel
 from store.connection.engine import make_engine
 from store.keys import SCOPES, Scope, create_key, new_secret, revoke_key
 from store.tenants import DEFAULT
 from store.version_states import ensure_base
 from tests.fuzz.ports.allowed import is_allowed
 from tests.fuzz.ports.upstream import StrictUpstream, strict_upstream
-from tests.fuzz.profile import is_long
 from tests.support.waiting import until_true
 
 UPSTREAM_KEY: Final = "sk-canary-of-the-upstream"
@@ -128,18 +126,9 @@ async def _made(database_url: str) -> dict[str, str]:
     return keys | {"wrong": new_secret()[1]}
 
 
-def _program() -> tuple[list[str], Mapping[str, str]]:
-    """The checkout's `pawl`, or in the long run the compiled one, as it is deployed."""
-    if not is_long():
-        return [sys.executable, "-m", "pawl.cli"], os.environ
-    wheel = installed_wheel()
-    return [str(wheel / "bin" / "pawl")], environment_of(wheel)
-
-
 @contextmanager
 def ports_of(database_url: str, folder: Path) -> Iterator[Ports]:
     """Run a proxy until the block ends; then see that it was well all the time."""
-    program, environment = _program()
     keys = asyncio.run(_made(database_url))
     with strict_upstream(is_allowed, UPSTREAM_KEY) as upstream:
         upstream.secrets = [key.encode() for key in keys.values()]
@@ -159,7 +148,10 @@ def ports_of(database_url: str, folder: Path) -> Iterator[Ports]:
         }
         with ports.log.open("ab") as log:
             process = subprocess.Popen(
-                [*program, "proxy"], env={**environment, **settings}, stdout=log, stderr=log
+                [sys.executable, "-m", "pawl.cli", "proxy"],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=log,
             )
         try:
             until_true(ports.knows_its_keys, 120)

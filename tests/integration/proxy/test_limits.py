@@ -302,13 +302,11 @@ async def test_bytes_that_are_no_text_are_refused_by_feedback(proxy: Proxy) -> N
 
 
 @pytest.mark.usefixtures("own_cluster")
-# Where no test before built the wheel, this one does.
-@pytest.mark.timeout(1800)
 async def test_a_worker_stays_small_under_hostile_requests(tmp_path: Path) -> None:
     """As `benchmarks.hostile` does it, with the kinds that were worst; time is its own bar."""
 
     def look() -> list[float]:
-        with standing(tmp_path, workers=1, compiled=True) as stand:
+        with standing(tmp_path, workers=1) as stand:
             asyncio.run(stand.ready())
             kinds = ["24 MB of trailers", "chat, 8 MB in 2-byte chunks"]
             kinds += ['chat, 8 MB of {"":0},', "/feedback, 8 MB of [],", "chat, 5,000 deep"]

@@ -1,11 +1,9 @@
-"""`make install`: what it finds, and what it deletes."""
+"""`make install` finds a fitting Python."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -14,16 +12,6 @@ from tests.conftest import ROOT
 FIND = ROOT / "scripts" / "find_python.sh"
 FITS = "#!/bin/sh\nexit 0\n"
 UNFIT = "#!/bin/sh\nexit 1\n"
-
-
-def install_module() -> ModuleType:
-    """`scripts/install.py`, which is a program and in no package."""
-    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def programs(folder: Path, **contents: str) -> Path:
@@ -45,29 +33,6 @@ def found(path: Path, **more: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
-
-
-def test_extensions_of_an_earlier_version_are_deleted(tmp_path: Path) -> None:
-    (tmp_path / "calls").mkdir()
-    stale = [
-        tmp_path / "calls" / "call.cpython-311-x86_64-linux-gnu.so",
-        tmp_path / "compiled.json",
-    ]
-    kept = [tmp_path / "calls" / "call.py", tmp_path / "worker.py"]
-    for path in (*stale, *kept):
-        path.touch()
-    install_module().delete_compiled(str(tmp_path))
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == kept
-
-
-def test_nothing_starts_beside_extensions_of_an_earlier_version(tmp_path: Path) -> None:
-    (tmp_path / "proxy").mkdir()
-    shutil.copy(ROOT / "proxy" / "__init__.py", tmp_path / "proxy")
-    (tmp_path / "proxy" / "compiled.json").touch()
-    command = [sys.executable, "-c", "import proxy"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "`make install` deletes them" in done.stderr
 
 
 def test_python3_is_taken_where_it_fits(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The serving role's processes: kept up, small, and the same when compiled."""
+"""The serving role's processes: kept up, and small."""

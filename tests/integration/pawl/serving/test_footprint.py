@@ -13,7 +13,6 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.vllm_server import free_port
-from benchmarks.wheel import installed_wheel
 from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
 from tests.support.servers.fake_upstream import FakeUpstream
@@ -23,19 +22,9 @@ MIB = 2**20
 FIRST = b'data: {"choices":[]}\n\n'
 
 
-# The wheel is built for whichever test comes first.
-pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture(params=["sources", "wheel"])
-def root(request: pytest.FixtureRequest) -> Path:
-    """Where Pawl's packages are: those of the checkout, or those of the wheel that it builds."""
-    return ROOT if request.param == "sources" else installed_wheel()
-
-
 @pytest.fixture
 async def process(
-    database_url: str, upstream: FakeUpstream, tmp_path: Path, root: Path
+    database_url: str, upstream: FakeUpstream, tmp_path: Path
 ) -> AsyncIterator[tuple[psutil.Process, str]]:
     """`pawl proxy`, as a user starts it."""
     port, admin = free_port(), free_port()
@@ -53,7 +42,7 @@ async def process(
     started = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).with_name("pawl")), "proxy"),
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(root)},
+        env=environment | {"PYTHONPATH": str(ROOT)},
         stderr=asyncio.subprocess.DEVNULL,
     )
     async with aiohttp.ClientSession() as session:
@@ -86,16 +75,6 @@ async def test_memory_stays_small_and_torch_stays_out(
     maps = Path(f"/proc/{proxy.pid}/maps").read_text()
     assert "torch" not in maps
     assert "numpy" not in maps
-
-
-async def test_a_checkout_runs_its_sources_and_a_wheel_its_extensions(
-    process: tuple[psutil.Process, str], root: Path
-) -> None:
-    proxy, _ = process
-    mapped = {mapped.path for each in (proxy, *proxy.children()) for mapped in each.memory_maps()}
-    extensions = {path for path in mapped if Path(path).is_relative_to(root / "proxy")}
-    assert bool(extensions) == (root != ROOT)
-    assert not list((ROOT / "proxy").rglob("*.so"))
 
 
 async def test_a_call_is_answered_and_recorded(
