@@ -69,16 +69,19 @@ ADDED: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.1,
 
 CALLS = Counter(
     "pawl_calls_total",
-    "Recorded calls by how they ended.",
+    "Recorded calls by how they ended (`status`, as in `transitions.status`), and whether the reply"
+    " was streamed.",
     ["policy", "version", "status", "stream"],
 )
 EXPLORED = Counter(
     "pawl_calls_explored_total",
-    "Recorded calls of which exploration changed a setting, by setting.",
+    "Recorded calls of which exploration changed a setting: `temperature`, `seed` or `strict`.",
     ["policy", "kind"],
 )
 NOT_TRAINABLE = Counter(
-    "pawl_calls_not_trainable_total", "Calls that cannot be trained, by reason.", ["reason"]
+    "pawl_calls_not_trainable_total",
+    "Calls that cannot be trained, by reason (as in `transitions.reason`).",
+    ["reason"],
 )
 REDACTED = Counter(
     "pawl_redacted_total",
@@ -108,7 +111,7 @@ ADDED_SECONDS = Histogram(
     "Proxy time a call took beside its upstream's: before the request left, and at its end.",
     buckets=ADDED,
 )
-TOKENS = Counter("pawl_tokens_total", "Tokens recorded.", ["policy", "kind"])
+TOKENS = Counter("pawl_tokens_total", "Tokens recorded, `prompt` or `sampled`.", ["policy", "kind"])
 IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum")
 IN_FLIGHT_BYTES = Gauge(
     "pawl_in_flight_bytes",
@@ -116,12 +119,17 @@ IN_FLIGHT_BYTES = Gauge(
     multiprocess_mode="livesum",
 )
 FORWARDED = Counter(
-    "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
+    "pawl_forwarded_total",
+    "Requests passed through unrecorded, by route without ids and HTTP status.",
+    ["path", "status"],
 )
-REFUSED = Counter("pawl_refused_total", "Requests refused by the proxy itself.", ["reason"])
+REFUSED = Counter(
+    "pawl_refused_total", "Requests refused by the proxy itself, by class of error.", ["reason"]
+)
 TOO_SLOW = Counter(
     "pawl_clients_too_slow_total",
-    "Connections closed because the client was too slow with a head, a body or its reply.",
+    "Connections closed because the client was too slow with its `head` or `body`, or in reading"
+    " the reply (`write`).",
     ["what"],
 )
 UNFORESEEN = Counter(
@@ -143,7 +151,8 @@ DELETED = Counter(
 )
 OUTDATED = Counter(
     "pawl_outdated_total",
-    "Removed as older than PAWL_KEEP_DAYS; `unspent`: episodes that no policy had consumed.",
+    "Removed as older than PAWL_KEEP_DAYS: `episodes`, `calls`, `statements`, dead `letters`, and"
+    " `unspent` episodes, which no policy had consumed.",
     ["what"],
 )
 # Workers count these alone, in one step, and the keeper adds them to both totals that they belong
@@ -187,7 +196,12 @@ DRAIN_LAG = Gauge(
     multiprocess_mode="livemostrecent",
 )
 
-FEEDBACK = Counter("pawl_feedback_total", "Statements taken on /feedback.", ["metric", "result"])
+FEEDBACK = Counter(
+    "pawl_feedback_total",
+    "Statements taken on /feedback: `reward`, `tool_status` or `other`; the target was `known` or"
+    " is `pending`.",
+    ["metric", "result"],
+)
 KEY_CONFLICTS = Counter(
     "pawl_feedback_key_conflicts_total",
     "Requests stored under an idempotency key that another body has, too; both were taken.",
@@ -220,7 +234,7 @@ EVAL_EPISODES = Gauge(
 )
 EVAL_REWARD = Gauge(
     "pawl_eval_reward",
-    "Mean reward of the episodes of evaluation, and the limits of its 95 % interval.",
+    "Reward of the episodes of evaluation: the `mean`, and `low` and `high` of its 95 % interval.",
     ["policy", "version", "figure"],
     multiprocess_mode="livemostrecent",
 )
@@ -272,7 +286,7 @@ SENTINEL_UNFINISHED = Gauge(
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WAITED_FOR_ADAPTER = Counter(
     "pawl_waited_for_adapter_total",
-    "Calls whose version a replica did not have, by what came of waiting for it.",
+    "Calls whose version a replica did not have: `served` after waiting, or `given_up` (503).",
     ["outcome"],
 )
 WARNINGS = Counter(

@@ -94,9 +94,8 @@ class Tokens(Record, frozen=True, kw_only=True):
 class Kept(NamedTuple):
     """Mark a field of a call that is a column of its name in `transitions`.
 
-    `about` is the column's meaning, for docs/reference/database.md; if it is empty, that is said in
-    `scripts.reference.columns`. With `json` the value is stored as JSON: bytes that hold JSON as
-    they are, all else encoded.
+    `about` says what the column means. With `json` the value is stored as JSON: bytes that hold
+    JSON as they are, all else encoded.
     """
 
     about: str = ""
@@ -127,7 +126,9 @@ class CallFacts(Record, frozen=True, kw_only=True):
     ]
     reply: Annotated[bytes | None, Kept("Reply (JSON); a stream's events put together.")]
     trainable: Annotated[bool, Kept("Whether the call can carry loss.")]
-    reason: Annotated[str | None, Kept()]
+    reason: Annotated[
+        str | None, Kept("Why it cannot carry loss (`proxy.calls.trainable`); null: it can.")
+    ]
 
 
 class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):

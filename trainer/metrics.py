@@ -6,7 +6,12 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from trainer.updates.holding import HoldReason
 
-UPDATES = Counter("pawl_updates_total", "Updates, by outcome.", ["policy", "outcome"])
+UPDATES = Counter(
+    "pawl_updates_total",
+    "Updates: `trained`, `no_signal` (all advantages were 0), `released` (given back), `rejected`"
+    " (the version failed its probe) or `failed`.",
+    ["policy", "outcome"],
+)
 UPDATE_SECONDS = Histogram(
     "pawl_update_seconds",
     "Seconds from a claim to the promotion of the new version.",
@@ -15,7 +20,7 @@ UPDATE_SECONDS = Histogram(
 )
 EPISODES = Counter(
     "pawl_episodes_consumed_total",
-    "Episodes consumed, by reason: trained, or why not.",
+    "Episodes consumed: `trained`, or why not (as in `consumptions.reason`).",
     ["policy", "reason"],
 )
 LACKING = Gauge(

@@ -12,7 +12,9 @@ MISSING = Gauge(
 )
 LOADS = Counter(
     "pawl_steward_loads_total",
-    "Tries to load an adapter that a replica lacked or had with other files, by outcome.",
+    "Tries to load an adapter that a replica lacked or had with other files: `loaded`, `replaced`"
+    " (it had other files), `refused`, `altered` (the files have changed since they were written),"
+    " `unread` (they cannot be read) or `misserved` (it was served otherwise than trained).",
     ["replica", "outcome"],
 )
 ALTERED = Gauge(

@@ -42,12 +42,17 @@ episodes = Table(
     "episodes",
     metadata,
     Column("id", Uuid, primary_key=True),
+    # The name that the client gave, with its namespace, or the id of the first call. Names of other
+    # tenants than the default one begin with the tenant and U+001F, in `task`, `response_id`,
+    # `target` and `idempotency_key` too. Of a deleted episode it is the digest of its name.
     Column("key", Text, nullable=False, unique=True),
+    # How the first call was assigned to the episode, such as `header` or `own`.
     Column("method", Text, nullable=False),
     Column("task", Text),
+    # Whether a client named the task, and the call that the task comes from.
     Column("task_named", Boolean, nullable=False),
-    # The call that the task comes from.
     Column("task_from", Uuid),
+    # The policy version that served the first call.
     Column("policy", Text),
     Column("policy_version", Integer),
     # The key that its first call came with, for caps on what one key may have of an update.
@@ -60,7 +65,7 @@ episodes = Table(
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
-    # Its newest reward, null before the first.
+    # Its newest reward (of equally new ones the lowest); null before the first, and when withdrawn.
     Column("reward", Double),
     # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
@@ -70,9 +75,11 @@ episodes = Table(
     Column("linked", Boolean, nullable=False, server_default=text("false")),
     Column("root", Uuid),
     Column("joined_task", Text),
-    # What the episode's own calls say, and `eval` where a call of another part says so.
+    # `split` is `eval` if one of the episode's own calls says so; `joined_split`, if a call of any
+    # joined episode does. Episodes of evaluation are never claimed.
     Column("split", Text, nullable=False, server_default=text(f"'{TRAIN}'")),
     Column("joined_split", Text),
+    # Why the episode is never claimed; null if it may be.
     Column("quarantined_reason", Text),
     # Nothing of the episode is left but what consumptions and other episodes' links refer to
     # (docs/decisions/070-deleting-episodes.md).
@@ -112,6 +119,8 @@ transitions = Table(
     Column("request_suffix", Integer),
     Column("prompt_prefix", Integer),
     Column("request", LargeBinary),
+    # Token ids are little-endian int32; log-probabilities are little-endian float32, in nats. They
+    # are empty if the server gave none: then the trainer computes them.
     Column("prompt_ids", LargeBinary, nullable=False),
     Column("sampled_ids", LargeBinary, nullable=False),
     Column("sampled_logprobs", LargeBinary, nullable=False),
@@ -139,8 +148,9 @@ transitions = Table(
     postgresql_partition_by="RANGE (id)",
 )
 
-# Fingerprints of what later calls may repeat, and of what calls repeat: 16 bytes, stored as uuid,
-# the smallest type of that size. `links` holds the matches, which are few.
+# `provided_fingerprints`: what later calls may repeat of a call, such as the id of a tool call.
+# `needed_fingerprints`: what a call repeats of earlier ones, where its proxy could not join it to
+# an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size. `links` holds the matches, which are few.
 provided_fingerprints = Table(
     "provided_fingerprints",
     metadata,
@@ -164,7 +174,8 @@ needed_fingerprints = Table(
     Index("ix_needed_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
 )
 
-# Tombstones: digests of the names of what was deleted (`store.deleting.names`). `deletion` counts
+# Tombstones: the first 16 bytes of the SHA-256 of the kind and name of what was deleted
+# (`store.deleting.names`). Nothing is stored again under such a name. `deletion` counts
 # deletions, so that whoever remembers stored calls knows when some of them may be gone.
 deleted_names = Table(
     "deleted_names",
@@ -193,6 +204,7 @@ outdated_days = Table(
     Column("day", Date, nullable=False),
 )
 
+# Matches of needed and provided fingerprints; `store.link` computes from them which episodes are one.
 links = Table(
     "links",
     metadata,

@@ -22,8 +22,11 @@ tool_events = Table(
     "tool_events",
     metadata,
     Column("id", Uuid, primary_key=True),
+    # Null until the target is seen.
     Column("episode_id", Uuid, ForeignKey("episodes.id")),
+    # The call whose reply asked for the tool.
     Column("asked_by", Uuid),
+    # The target that feedback named; null if a call stated the event.
     Column("target_kind", Text),
     Column("target", Text),
     Column("tool_id", Text),
@@ -32,6 +35,8 @@ tool_events = Table(
     Column("detail", Text),
     Column("ms", Double),
     Column("source", Text, nullable=False),
+    # Digests of the texts among the tool call's arguments: a call that no reply asked for is matched
+    # by them to the reply that it quotes.
     Column("quotes", ARRAY(Uuid)),
     Column("at", When, nullable=False),
     one_of("status", TOOL_STATUSES),
@@ -46,12 +51,13 @@ tool_events = Table(
     ),
 )
 
+# Append-only. The newest statement of a metric about a target counts.
 feedback = Table(
     "feedback",
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("metric", Text, nullable=False),
-    # A number, or a text in `label`; both null take back what was stated before.
+    # A number (`true` is 1, `false` 0), or a text in `label`. Both null withdraw what was stated.
     Column("value", Double),
     Column("label", Text),
     Column("target_kind", Text, nullable=False),
@@ -70,6 +76,7 @@ feedback = Table(
     ),
 )
 
+# One row for each stored POST to /feedback. `api_key` is the id of its key; null if let in without.
 feedback_requests = Table(
     "feedback_requests",
     metadata,

@@ -48,6 +48,7 @@ CALLED_BACK = """p.state = 'published' AND 'retired' IS NOT DISTINCT FROM (
     SELECT v.from_state FROM policy_events v WHERE v.name = p.name AND v.version = p.version
     ORDER BY v.at DESC, v.id DESC LIMIT 1)"""
 
+# One row for each version of a policy; version 0 is the base model.
 policies = Table(
     "policies",
     metadata,
@@ -56,14 +57,17 @@ policies = Table(
     # Whose the policy is, which never changes.
     Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
     Column("state", Text, nullable=False),
+    # The model name on the upstream: `NAME@N`, or the name of the base model.
     Column("served_name", Text, nullable=False),
+    # The folder of the adapter and the update that made it; null for version 0.
     Column("adapter_path", Text),
     Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
     Column("created_at", When, nullable=False, server_default=text("now()")),
     Column("changed_at", When, nullable=False, server_default=text("now()")),
     # The files are gone, as nothing could ask for them any more; null while they are there.
     Column("files_deleted_at", When),
-    # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
+    # Of a canary, its share of new episodes, also after it was rolled back. Of version 0, the share
+    # that stays on the base model.
     Column("share", Double),
     # The rule by which a candidate is judged, as its recipe had it.
     Column("gate", JSONB),
@@ -138,9 +142,12 @@ updates = Table(
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("policy", Text, nullable=False),
+    # The version that training starts from, and the one that it made.
     Column("parent_version", Integer, nullable=False),
     Column("version", Integer),
+    # `expired`: the update only spent episodes that could not be trained any more.
     Column("state", Text, nullable=False),
+    # The whole recipe, so that an update can be repeated.
     Column("recipe", JSONB, nullable=False),
     Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
     # The size up to which its groups are filled with members that were consumed before; the first
@@ -166,6 +173,7 @@ fault_times = Table(
     Column("began_before", Uuid, nullable=False),
 )
 
+# Episodes that an update has spent, whether it trained on them or not: once for each policy.
 consumptions = Table(
     "consumptions",
     metadata,
@@ -173,6 +181,7 @@ consumptions = Table(
     Column("policy", Text, primary_key=True),
     Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
     Column("trained", Boolean, nullable=False),
+    # Why it was not trained, such as `stale`, `aged`, `alone`, `too_long` or `rolled_back`.
     Column("reason", Text),
     Column("at", When, nullable=False, server_default=text("now()")),
     ForeignKeyConstraint(

@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 Positive = Annotated[float, Field(gt=0)]
@@ -25,6 +31,12 @@ class NameFrom:
     ) -> CoreSchema:
         """Return the schema of the text, with a check of the name."""
         return no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the JSON schema of the text, with the names that it may be."""
+        return handler(core_schema) | {"enum": list(self.names())}
 
     def _known(self, name: str) -> str:
         known = self.names()

@@ -37,8 +37,15 @@ from trainer.recipes.training import (
 class Recipe(RecipeOptions):
     """Hold a complete recipe; keys that a file leaves out have their defaults."""
 
-    learner: Literal["grpo", "ppo", "sft"] = "grpo"
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    learner: Literal["grpo", "ppo", "sft"] = Field(
+        default="grpo",
+        description="Learning algorithm: GRPO, PPO with a critic, or SFT on successful episodes.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="float32",
+        description='Precision that the trainer computes in. "auto" is bfloat16 on a GPU and '
+        "float32 on a CPU.",
+    )
     reward: dict[str, RewardOptions] = Field(default={})
     claim: ClaimOptions = ClaimOptions()
     credit: CreditOptions = CreditOptions()

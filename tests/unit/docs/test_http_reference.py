@@ -1,41 +1,56 @@
-"""The document of the HTTP API has the routes, headers, errors and fields of the code, no other."""
+"""The documents of the HTTP API have the routes, headers, errors and fields of the code."""
 
 import ast
 import json
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from proxy import errors
 from proxy.counting.board import ProcessState, State, readiness
+from proxy.door import routes
 from proxy.door.openai_paths import RULES
 from proxy.door.routes import Kind, find_route
-from proxy.errors import BadRequest, NotAllowed
+from proxy.errors import BadRequest, NotAllowed, ProxyError
 from proxy.feedback.statements import parse_feedback
 from proxy.identity.names import episode_names, read_hints
 from proxy.keeper.admin import admin_app
 from proxy.keeper.progress import Progress
-from scripts.reference.http import errors, headers, routes
-from scripts.reference.http.openapi import openapi
 from store.ids import new_id
 from tests.conftest import ROOT
 
-DOCUMENT = openapi()
-SOURCES = {path: path.read_text() for path in sorted((ROOT / "proxy").rglob("*.py"))}
+DOCUMENT: Final[dict[str, Any]] = json.loads((ROOT / "docs/reference/openapi.json").read_text())
+PAGE: Final = (ROOT / "docs/reference/http.md").read_text()
+SOURCES: Final = {path: path.read_text() for path in sorted((ROOT / "proxy").rglob("*.py"))}
+# Errors that are never the answer to a request.
+NEVER_ANSWERED: Final = (
+    errors.NoModels,
+    errors.SpoolInUse,
+    errors.DoesNotStart,
+    errors.BadUpstreams,
+    errors.BadRedaction,
+    errors.ProgramFails,
+)
+
+
+def cells(heading: str) -> list[list[str]]:
+    """The rows of the table below the heading, as the page has them."""
+    text = PAGE.partition(heading)[2].partition("\n| --- ")[2].partition("\n\n")[0]
+    return [[cell.strip(" `") for cell in line.split(" |")[:-1]] for line in text.split("\n| ")[1:]]
 
 
 # Routes
 
 
-def test_every_recorded_path_is_in_the_document_and_no_other() -> None:
-    calls = {path for (_, path), kind in routes.exact_routes().items() if kind is Kind.CALL}
-    own = set(DOCUMENT["paths"]) - {"/feedback", "/healthz", "/readyz", "/metrics"}
-    assert own == calls == set(routes.recorded_paths())
-    for path in own:
-        assert set(DOCUMENT["paths"][path]) == {"post"}
-        assert find_route("POST", path).kind is Kind.CALL
+def test_recorded_paths_are_those_of_the_code() -> None:
+    calls = {path for (_, path), route in routes._EXACT.items() if route.kind is Kind.CALL}
+    documented = set(DOCUMENT["paths"]) - {"/feedback", "/healthz", "/readyz", "/metrics"}
+    assert documented == calls == {row[0].split()[1] for row in cells("## Recorded calls")}
+    assert all(set(DOCUMENT["paths"][path]) == {"post"} for path in documented)
     assert find_route("POST", "/feedback").kind is Kind.FEEDBACK
 
 
@@ -57,31 +72,39 @@ def test_every_route_that_is_listed_as_forwarded_is_let_through() -> None:
 def test_every_route_that_is_let_through_is_listed() -> None:
     listed = forwarded()
     for rule in RULES:
+        matching = [
+            route
+            for route in DOCUMENT["x-pawl-forwarded"]["routes"]
+            if (route["account"], route["kept"]) == (rule.administers, rule.keeps)
+        ]
+        assert matching, rule.label
         for method in rule.methods:
             assert any(one == method and rule.pattern.match(path) for one, path in listed)
-    exact = {route for route, kind in routes.exact_routes().items() if kind is Kind.FORWARD}
+    exact = {where for where, route in routes._EXACT.items() if route.kind is Kind.FORWARD}
     assert exact <= set(listed)
 
 
-def test_the_number_of_segments_that_is_listed_is_the_largest() -> None:
-    for one in routes.forwarded_routes():
-        for path in one.paths:
-            start, found, count = path.partition(routes.BELOW_MARK)
-            if found:
-                assert find_route("GET", start + "/x" * int(count)).kind is Kind.FORWARD
+def test_number_of_segments_that_is_listed_is_the_largest() -> None:
+    for route in DOCUMENT["x-pawl-forwarded"]["routes"]:
+        for path in route["paths"]:
+            if most := re.search(r"\[/\{id\}\] \(0 to (\d+) times\)", path):
+                start, count = path[: most.start()], int(most[1])
+                assert find_route("GET", start + "/x" * count).kind is Kind.FORWARD
                 with pytest.raises(NotAllowed):
-                    find_route("GET", start + "/x" * (int(count) + 1))
+                    find_route("GET", start + "/x" * (count + 1))
 
 
-def test_the_prefix_is_the_one_that_routes_take() -> None:
-    prefix = "".join(f"/{part}/x" for part in routes.prefix_parts())
+def test_prefix_is_the_one_that_routes_take() -> None:
+    prefix = "".join(f"/{part}/x" for part in routes.PREFIX_NAMES)
     route = find_route("POST", f"{prefix}/v1/chat/completions")
-    assert {getattr(route, part) for part in routes.prefix_parts()} == {"x"}
+    assert {getattr(route, part) for part in routes.PREFIX_NAMES} == {"x"}
     description = DOCUMENT["servers"][0]["variables"]["prefix"]["description"]
-    assert all(f"[/{part}/{{{part}}}]" in description for part in routes.prefix_parts())
+    for part in routes.PREFIX_NAMES:
+        assert f"[/{part}/{{{part}}}]" in description
+        assert f"`/{part}/{{{part}}}`" in PAGE
 
 
-def test_the_admin_ports_routes_are_those_of_its_application() -> None:
+def test_admin_routes_are_those_of_the_application() -> None:
     nothing: Any = None
     served = {
         resource.canonical
@@ -93,57 +116,70 @@ def test_the_admin_ports_routes_are_those_of_its_application() -> None:
 # Headers
 
 
-def test_every_header_of_ours_in_the_sources_is_described() -> None:
+def test_every_header_in_the_sources_is_described() -> None:
     named = {
         name for text in SOURCES.values() for name in re.findall(r"x-pawl-[a-z]+[a-z-]*", text)
     }
-    described = {
-        one.name for one in (*headers.REQUEST, *headers.REPLY, headers.FAULT, headers.TENANT)
-    }
-    assert named | {"x-pawl-agent", "x-pawl-task", "x-pawl-split"} == described
+    described = {row[0] for title in ("Of a request", "Of a reply") for row in cells(title)}
+    assert named | {"x-pawl-agent", "x-pawl-task", "x-pawl-split"} == described - {"Retry-After"}
+    components = DOCUMENT["components"]
+    assert described - {"x-pawl-tenant"} == {
+        *components["parameters"],
+        *components["headers"],
+    } - {"Idempotency-Key"}
 
 
 def test_foreign_names_of_an_episode_are_in_the_order_that_counts() -> None:
-    sources = headers.episode_sources()
+    sources = cells("NAMESPACE:VALUE")
     fields: dict[str, Any] = {"metadata": {}}
     sent: dict[str, str] = {}
-    for one in sources:
-        if one.place == "header":
-            sent[one.name] = "v"
-        elif one.place == "body field":
-            fields[one.name] = "v"
-        elif one.place.startswith("`metadata`"):
-            fields["metadata"][one.name] = "v"
+    for place, name, _ in sources:
+        if place == "header":
+            sent[name] = "v"
+        elif place == "body field":
+            fields[name] = "v"
+        elif place.startswith("metadata"):
+            fields["metadata"][name] = "v"
     fields["metadata"]["user_id"] = json.dumps({"session_id": "v"})
-    sent["baggage"] = ",".join(f"{one.name}=v" for one in sources if one.place == "W3C baggage")
-    told = [name.namespace for name in episode_names(read_hints(sent, fields), fields)]
-    assert told == [one.namespace for one in sources]
+    sent["baggage"] = ",".join(f"{name}=v" for place, name, _ in sources if place == "W3C baggage")
+    names = [name.namespace for name in episode_names(read_hints(sent, fields), fields)]
+    assert names == [namespace for _, _, namespace in sources]
 
 
 # Errors
 
 
-def test_every_error_class_is_either_described_or_never_an_answer() -> None:
-    assert set(errors.WHERE) == set(errors.subclasses())
-    assert errors.codes_by_class().keys() >= {
-        one.name for one in errors.error_classes() if one.codes
+def subclasses(root: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
+    for error in root.__subclasses__():
+        if error.__module__ == errors.__name__:
+            yield error
+            yield from subclasses(error)
+
+
+def test_every_error_that_a_client_can_get_is_described() -> None:
+    answered = {
+        (str(error.status), error.__name__, error.fault, error.kind)
+        for error in subclasses()
+        if error not in NEVER_ANSWERED
     }
+    assert answered == {tuple(row[:4]) for row in cells("## Errors")}
 
 
 def test_every_code_in_the_sources_is_described() -> None:
-    tree = [node for text in SOURCES.values() for node in ast.walk(ast.parse(text))]
-    keywords = [node for node in tree if isinstance(node, ast.keyword) and node.arg == "code"]
+    nodes = [node for text in SOURCES.values() for node in ast.walk(ast.parse(text))]
+    keywords = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "code"]
     constants = [one for keyword in keywords for one in ast.walk(keyword.value)]
-    said = {one.value for one in constants if isinstance(one, ast.Constant)}
-    assert said - {None} == {code for one in errors.error_classes() for code in one.codes}
+    codes = {one.value for one in constants if isinstance(one, ast.Constant)} - {None}
+    assert codes == {code for row in cells("## Errors") for code in re.findall(r"\w+", row[4])}
 
 
-def test_every_status_of_what_is_not_read_is_described() -> None:
-    names = ("connection.py", "parsing.py")
-    modules = [ROOT / "proxy" / "http" / name for name in names]
+def test_every_status_of_an_unreadable_request_is_described() -> None:
+    modules = [ROOT / "proxy" / "http" / name for name in ("connection.py", "parsing.py")]
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
     numbers = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    assert {one for one in numbers if one in range(400, 600)} == set(errors.NOT_READ)
+    statuses = {number for number in numbers if number in range(400, 600)}
+    text = PAGE.partition("Bytes that are not a valid request")[2].partition("\n\n")[0]
+    assert {int(number) for number in re.findall(r"\b[45]\d\d\b(?= \()", text)} == statuses
 
 
 # Schemas
@@ -159,11 +195,13 @@ def references(value: object) -> list[str]:
     return [*below, *([value["$ref"]] if "$ref" in value else [])]
 
 
-def test_the_documents_schemas_are_schemas_and_all_are_used() -> None:
-    schemas = DOCUMENT["components"]["schemas"]
-    for schema in schemas.values():
+def test_every_component_is_used_and_every_schema_is_one() -> None:
+    components = DOCUMENT["components"]
+    for schema in components["schemas"].values():
         Draft202012Validator.check_schema(schema)
-    assert {f"#/components/schemas/{name}" for name in schemas} == set(references(DOCUMENT))
+    kinds = components.keys() - {"securitySchemes"}
+    defined = {f"#/components/{kind}/{name}" for kind in kinds for name in components[kind]}
+    assert defined == set(references(DOCUMENT))
 
 
 STATEMENTS: list[tuple[bool, Any]] = [
@@ -223,7 +261,7 @@ def test_the_schema_of_feedback_takes_what_feedback_takes(good: bool, body: Any)
     [(True, "k"), (True, "run 7"), (True, "k" * 256), (False, ""), (False, "k" * 257)],
 )
 def test_the_schema_of_an_idempotency_key_takes_what_feedback_takes(good: bool, key: str) -> None:
-    [parameter] = DOCUMENT["paths"]["/feedback"]["post"]["parameters"]
+    parameter = DOCUMENT["components"]["parameters"]["Idempotency-Key"]
     assert Draft202012Validator(parameter["schema"]).is_valid(key) is good
     try:
         parse_feedback(b'{"value": 1, "episode": "e"}', datetime.now(UTC), key)
