@@ -65,7 +65,7 @@ episodes = Table(
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
-    # Its newest reward (of equally new ones the lowest); null before the first, and when withdrawn.
+    # Its newest reward (of equally new ones the lowest); null before the first, or if withdrawn.
     Column("reward", Double),
     # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
@@ -150,7 +150,8 @@ transitions = Table(
 
 # `provided_fingerprints`: what later calls may repeat of a call, such as the id of a tool call.
 # `needed_fingerprints`: what a call repeats of earlier ones, where its proxy could not join it to
-# an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size. `links` holds the matches, which are few.
+# an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size.
+# `links` holds the matches, which are few.
 provided_fingerprints = Table(
     "provided_fingerprints",
     metadata,
@@ -204,7 +205,8 @@ outdated_days = Table(
     Column("day", Date, nullable=False),
 )
 
-# Matches of needed and provided fingerprints; `store.link` computes from them which episodes are one.
+# Matches of needed and provided fingerprints; `store.link` computes from them which episodes are
+# one.
 links = Table(
     "links",
     metadata,

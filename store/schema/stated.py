@@ -35,8 +35,8 @@ tool_events = Table(
     Column("detail", Text),
     Column("ms", Double),
     Column("source", Text, nullable=False),
-    # Digests of the texts among the tool call's arguments: a call that no reply asked for is matched
-    # by them to the reply that it quotes.
+    # Digests of the texts among the tool call's arguments: a call that no reply asked for is
+    # matched by them to the reply that it quotes.
     Column("quotes", ARRAY(Uuid)),
     Column("at", When, nullable=False),
     one_of("status", TOOL_STATUSES),
