@@ -16,7 +16,6 @@ SLOW: Final = (
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
     "tests/e2e/with_own_server/test_scenario.py::test_an_example_learns_and_reports[3]",
     "tests/integration/benchmarks/test_canaries_benchmark.py",
-    "tests/integration/benchmarks/test_merge_benchmark.py",
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
     "tests/integration/deleting/test_under_load.py",

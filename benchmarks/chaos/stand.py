@@ -17,7 +17,7 @@ from benchmarks.chaos.faults import Disk, small_disk
 from benchmarks.chaos.load import BROKEN, fetch
 from benchmarks.chaos.postgres import kill, kill_and_start, start_again
 from benchmarks.proxy.machine import running
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from store.embedded.server import EmbeddedPostgres
 
 Part = Literal["worker", "keeper", "supervisor", "postgres"]

@@ -20,7 +20,7 @@ from benchmarks.proxy.peers.install import CannotInstall
 from benchmarks.proxy.peers.nginx import LARGE_TOKENS, TOKENS, model_server, nginx
 from benchmarks.proxy.stream_client import Plan, as_argument
 from benchmarks.proxy.wire import PROMPT_CHARS
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 
 WORK = Path("var/bench")
 INTERVAL_S = 0.1

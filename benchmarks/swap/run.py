@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.small_stack import small_plan
+from benchmarks.stack import small_plan
 from benchmarks.swap.clients import CALLS, Clients
 from benchmarks.swap.figures import Found, Run, figures
 from benchmarks.swap.ledger import read_ledger

@@ -11,7 +11,7 @@ import pytest_asyncio
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from benchmarks.small_stack import TOOL_PARSER, small_plan
+from benchmarks.stack import TOOL_PARSER, small_plan
 from pawl.stack.stack import Stack, running_stack
 from store.read.episodes import read_episodes
 from store.records import Episode

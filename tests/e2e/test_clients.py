@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pytest
 
-from benchmarks.client_process import BINARIES, run_client
+from benchmarks.stack import CLIENT_BINARIES, run_client
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
@@ -125,7 +125,7 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
 
 @pytest.mark.parametrize("client", PYTHON_CLIENTS)
 async def test_python_clients_are_unchanged_and_joined(stack: Stack, client: str) -> None:
-    await check_client(stack, BINARIES / "python", CLIENTS / "scenarios" / f"{client}.py")
+    await check_client(stack, CLIENT_BINARIES / "python", CLIENTS / "scenarios" / f"{client}.py")
 
 
 @pytest.mark.skipif(
@@ -134,4 +134,4 @@ async def test_python_clients_are_unchanged_and_joined(stack: Stack, client: str
 )
 @pytest.mark.parametrize("client", NODE_CLIENTS)
 async def test_node_clients_are_unchanged_and_joined(stack: Stack, client: str) -> None:
-    await check_client(stack, BINARIES / "node", CLIENTS / "node" / f"{client}.mjs")
+    await check_client(stack, CLIENT_BINARIES / "node", CLIENTS / "node" / f"{client}.mjs")

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.serving.supervisor import listening
 from proxy.keeper.keeper import keeping
 from proxy.policies.policy_file import PolicyFile, serving_of

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import aiohttp
 
 from benchmarks.chaos.trainer.place import Place
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 
 AT_ONCE: Final = 2
 PAUSE_S: Final = 0.1

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from benchmarks.chaos.trainer.cast import BASE
 from benchmarks.chaos.trainer.forks import Zygote
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 
 LIST_S: Final = 10.0

@@ -17,7 +17,7 @@ from benchmarks.chaos.trainer.database import Database
 from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.place import Place
 from benchmarks.repeating import repeating
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 
 READ_S: Final = 0.5
 NOT_FOUND: Final = 404

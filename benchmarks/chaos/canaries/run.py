@@ -28,7 +28,7 @@ from benchmarks.chaos.stand import Part as ProxyPart
 from benchmarks.chaos.trainer.cast import BASE
 from benchmarks.chaos.trainer.forks import Zygote, zygote
 from benchmarks.chaos.trainer.place import Place
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from store.connection.engine import make_engine
 
 # Each as often as its place in the list.

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from benchmarks.proxy.peers.install import (
 )
 from benchmarks.proxy.peers.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from store.embedded.server import EmbeddedPostgres
 
 PATH = "/v1/chat/completions"

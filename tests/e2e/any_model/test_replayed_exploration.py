@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY, ShowNats

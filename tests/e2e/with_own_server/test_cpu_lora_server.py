@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import torch
 
-from benchmarks.vllm_server import vllm_server
+from benchmarks.stack import vllm_server
 from pawl.stack.vllm import vllm_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ def adapter_dir(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def server_url(shallow_dir: str) -> Iterator[str]:
+def server_url(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with room for two adapters, our plugin in place."""
     arguments = ["--model", shallow_dir, "--served-model-name", BASE]
     arguments += ["--dtype", "float32", "--max-model-len", "1024"]
@@ -52,7 +52,7 @@ def server_url(shallow_dir: str) -> Iterator[str]:
     arguments += ["--no-enable-prefix-caching"]
     # As the stack starts it: one process, which does not burn a core while it waits for another.
     environment = vllm_environment(2) | {"VLLM_PLUGINS": "pawl_cpu_lora"}
-    with vllm_server(arguments, environment) as url:
+    with vllm_server(tmp_path_factory.mktemp("vllm"), arguments, environment) as url:
         yield url
 
 

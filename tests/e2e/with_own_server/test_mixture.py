@@ -13,7 +13,7 @@ import pytest_asyncio
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from benchmarks.small_stack import small_plan
+from benchmarks.stack import small_plan
 from pawl.stack.stack import Stack, running_stack
 from store.connection.engine import make_engine
 from store.version_queries import list_versions

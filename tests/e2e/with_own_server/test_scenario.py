@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.rollout.agents.warm import SHARING
 from pawl.scenarios.places import EXAMPLES
 from pawl.scenarios.run import RunOptions, run_scenario

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.export import Selection, export
 from pawl.stack.process import Process
 from store.version_states import ensure_base

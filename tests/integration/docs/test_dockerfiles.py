@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from tests.support.waiting import until
 from tests.unit.deploy.test_compose import image_environment, instructions, last_stage
 

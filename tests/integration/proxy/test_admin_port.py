@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from proxy.admin_port import listen_on
 
 HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"

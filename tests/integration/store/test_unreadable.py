@@ -12,7 +12,7 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.export import Selection, export
 from pawl.judging.answers import Judge
 from pawl.judging.model import JudgingModel, RubricJudge

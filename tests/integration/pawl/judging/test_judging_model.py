@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.judging.errors import Away
 from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.run import Judging

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.rollout.agents.warm import Function, WarmAgent
 from pawl.rollout.command import run_rollout
 from pawl.rollout.errors import RolloutError

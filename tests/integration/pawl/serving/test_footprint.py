@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
 from tests.support.servers.fake_upstream import FakeUpstream
@@ -100,7 +100,6 @@ async def test_a_call_is_answered_and_recorded(
 async def test_a_first_chunk_is_passed_on_at_once(
     process: tuple[psutil.Process, str], upstream: FakeUpstream
 ) -> None:
-    """Order, not speed: the figure itself is `python -m benchmarks.first_chunk`."""
     arrived = asyncio.Event()
 
     async def held_back(request: web.Request) -> web.StreamResponse:

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.policies.events import events_of
 from pawl.policies.moving import promote_by_hand, roll_back_by_hand
 from pawl.settings import StewardSettings

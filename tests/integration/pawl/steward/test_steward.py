@@ -12,7 +12,7 @@ import psutil
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import POLL_S, assert_has, publish, retire, server, stewarding
 from tests.support.waiting import PATIENCE_S, eventually, until

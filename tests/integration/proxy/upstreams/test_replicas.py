@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams.upstream import Upstream
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream

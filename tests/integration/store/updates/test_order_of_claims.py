@@ -1,23 +1,66 @@
 """Whom a claim takes first: the latest rewards, whichever version sampled the episodes."""
 
+from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.durations.load import Episode
-from benchmarks.durations.waiting import Waiting, latest_minute_first
 from store.records import SpoolRecord
+from store.updates.choice import chosen_groups
 from store.updates.ready import ClaimRule, _ready_of, _singles_of
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed
-from tests.support.records import START, call, reward
+from tests.support.records import call, reward
 
 PATIENT = 1e9
 RULE: dict[str, Any] = {"policy": "m", "smallest_group": 2, "max_age_s": PATIENT}
+
+
+class Episode(NamedTuple):
+    """A scored episode; `scored` in seconds after the first."""
+
+    number: int
+    task: int
+    scored: float
+    reward: float
+    version: int
+
+
+class Waiting(NamedTuple):
+    """A whole group, as `chosen_groups` looks at it."""
+
+    members: Sequence[Episode]
+    has_signal: bool
+    age_s: float = 0.0
+
+
+def latest_first(episodes: Sequence[Episode]) -> tuple[float, int, float, int]:
+    """The order of groups: by the minute of the latest reward, then newest version, then age."""
+    minute = max(one.scored for one in episodes) // 60
+    newest = max(one.version for one in episodes)
+    return -minute, -newest, min(one.scored for one in episodes), episodes[0].task
+
+
+def expected_claim(episodes: Sequence[Episode], rule: ClaimRule) -> set[str]:
+    """The keys of the episodes that the next update takes, computed without a database."""
+    by_task: dict[int, list[Episode]] = {}
+    for one in episodes:
+        by_task.setdefault(one.task, []).append(one)
+    whole = [group for group in by_task.values() if len(group) >= rule.group_size]
+    ready = []
+    for group in sorted(whole, key=latest_first):
+        members = sorted(
+            group, key=lambda one: (-(one.scored // 60), -one.version, one.scored, one.number)
+        )[: rule.group_size]
+        ready.append(Waiting(members, len({one.reward for one in group}) > 1))
+    for has_signal in (True, False):
+        for beyond in [one for one in ready if one.has_signal == has_signal][rule.groups :]:
+            ready.remove(beyond)
+    return {f"e{one.number}" for group in chosen_groups(ready, rule) for one in group.members}
 
 
 async def store(engine: AsyncEngine, episodes: list[Episode]) -> None:
@@ -31,17 +74,11 @@ async def store(engine: AsyncEngine, episodes: list[Episode]) -> None:
         await ingest(connection, records)
 
 
-def made(number: int, task: int, scored: float, reward: float, version: int) -> Episode:
-    one = Episode(number, task, 0.0, 0.0, scored, reward)
-    one.version = version
-    return one
-
-
 async def test_an_episode_of_half_an_hour_is_not_left_over_for_its_version(
     engine: AsyncEngine,
 ) -> None:
-    long = [made(0, 0, 700.0, 0.0, 0), made(1, 0, 700.0, 1.0, 0)]
-    short = [made(2, 1, 600.0, 0.0, 9), made(3, 1, 600.0, 1.0, 9)]
+    long = [Episode(0, 0, 700.0, 0.0, 0), Episode(1, 0, 700.0, 1.0, 0)]
+    short = [Episode(2, 1, 600.0, 0.0, 9), Episode(3, 1, 600.0, 1.0, 9)]
     await store(engine, [*long, *short])
     claim = await claimed(engine, ClaimRule(**RULE, group_size=2, groups=1), parent=9)
     assert claim is not None
@@ -50,13 +87,12 @@ async def test_an_episode_of_half_an_hour_is_not_left_over_for_its_version(
 
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_simulated_order_is_that_of_the_store(
+async def test_claim_takes_the_latest_groups_first(
     engine: AsyncEngine, seed: int, group_size: int
 ) -> None:
-    """`benchmarks.durations` says in Python what `store.updates.ready` says in SQL."""
     chance = Random(seed)
     episodes = [
-        made(
+        Episode(
             number,
             number if group_size == 1 else chance.randrange(12),
             float(chance.randrange(600)),
@@ -67,18 +103,14 @@ async def test_the_simulated_order_is_that_of_the_store(
     ]
     await store(engine, episodes)
     rule = ClaimRule(**RULE, group_size=group_size, groups=4, needs_spread=group_size > 1)
-    waiting = Waiting(rule, latest_minute_first)
-    for one in episodes:
-        waiting.add(one)
     claim = await claimed(engine, rule, parent=5)
     assert claim is not None
     held = {one.key for group in claim.groups for one in group.episodes}
-    taken = waiting.claim(START.timestamp(), 0, whole=False)
-    assert held == {f"e{one.number}" for _, group in taken for one in group}
+    assert held == expected_claim(episodes, rule)
 
 
 async def test_groups_of_one_are_found_without_sorting_what_waits(engine: AsyncEngine) -> None:
-    await store(engine, [made(n, n, float(n), 1.0, 0) for n in range(3)])
+    await store(engine, [Episode(n, n, float(n), 1.0, 0) for n in range(3)])
     rule = ClaimRule(**RULE, group_size=1, groups=2)
     ready, values = _ready_of(rule, "")
     async with engine.begin() as connection:

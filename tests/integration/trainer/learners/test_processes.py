@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.learners.learner import Learner
 

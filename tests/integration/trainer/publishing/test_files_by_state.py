@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from store.updates import claims
 from store.version_queries import list_versions, numbered_version, unasked_versions, version_before
 from store.version_states import ensure_base

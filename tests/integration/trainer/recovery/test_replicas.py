@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, bench, run_once
 from trainer.errors import UpstreamAway

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.commands.local import example
 
 

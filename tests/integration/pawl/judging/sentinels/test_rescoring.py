@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from benchmarks.vllm_server import free_port
+from benchmarks.stack import free_port
 from pawl.judging.errors import Away, JudgeError
 from pawl.judging.run import Judging, JudgingPlan
 from store.connection.engine import make_engine

@@ -1,1 +1,0 @@
-"""Compare what several seeds and learners of a scenario learned."""

@@ -1,1 +1,0 @@
-"""Simulate a day of long episodes that are scored late: who is trained, and what is loaded."""

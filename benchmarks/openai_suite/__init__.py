@@ -1,1 +1,0 @@
-"""Run openai-python's own test-suite, direct and through `pawl proxy`."""

@@ -1,1 +1,0 @@
-"""Run `python -m benchmarks.overtraining`: does learning go on without undoing what was learned?"""

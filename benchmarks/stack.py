@@ -1,0 +1,280 @@
+"""Start what is measured: processes, a `pawl proxy`, a bare vLLM, a whole stack, and clients."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from pathlib import Path
+from random import SystemRandom
+from typing import Any, Final, NamedTuple
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from pawl.scenarios.places import packaged_template
+from pawl.stack.stack import StackPlan
+from pawl.stack.vllm import VllmOptions
+from store.embedded.server import EmbeddedPostgres
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CLIENT_BINARIES: Final = ROOT / ".venv-clients" / "bin"
+# The packaged chat template writes tool calls as this parser of vLLM's reads them.
+TOOL_PARSER: Final = "pythonic"
+READY_S: Final = 120.0
+VLLM_READY_S: Final = 300.0
+STOP_S: Final = 30.0
+POLL_S: Final = 0.1
+
+
+class NotUp(Exception):
+    """Report that a process did not come up; the message ends with its log's last lines."""
+
+
+class ClientFailed(Exception):
+    """Report that a client cannot be run, ended with an error, or did not end in time."""
+
+
+def _ports() -> Iterator[int]:
+    """Yield ports in random order, none twice before all.
+
+    They lie below those that Linux gives to outgoing connections, one of which might take what is
+    free now. Each worker of the tests has its own: another would take what is not bound yet.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = list(range(20_000 + worker, 32_768, workers))
+    # Hypothesis gives `random` the same seed in each process.
+    SystemRandom().shuffle(ports)
+    return cycle(ports)
+
+
+PORTS: Final = _ports()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, and that was not returned before."""
+    for port in PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the cycle of ports has ended")
+
+
+@contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Run what is started inside the block, and its children, on this core alone (None: on any)."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before if core is None else {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    core: int | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process in a group of its own, output in `log`; end the group after the block."""
+    with log.open("ab") as output, on_core(core):
+        process = subprocess.Popen(
+            [*map(str, command)],
+            env={**os.environ, **(environment or {})},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(
+    ready: Callable[[], bool],
+    process: subprocess.Popen[bytes],
+    log: Path,
+    within_s: float = READY_S,
+) -> None:
+    """Wait until `ready`.
+
+    Raises:
+        NotUp: the process has ended, or time is up.
+    """
+    deadline = time.monotonic() + within_s
+    while not ready():
+        if process.poll() is not None or time.monotonic() > deadline:
+            last_lines = log.read_text(errors="replace").splitlines()[-30:]
+            raise NotUp("\n".join(["a process did not come up:", *last_lines]))
+        time.sleep(POLL_S)
+
+
+def fetched(url: str, body: object | None = None) -> Any:
+    """Return the JSON at `url`, or that a POST of `body` gives."""
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
+        return json.load(response)
+
+
+def answers(url: str) -> bool:
+    """Return whether a GET of it is a 200."""
+    with suppress(URLError, OSError, ValueError), urlopen(url, timeout=2) as response:
+        return bool(response.status == 200)
+    return False
+
+
+class Proxy(NamedTuple):
+    """Name the ports, the supervisor's process, the database and its server of a `pawl proxy`."""
+
+    port: int
+    admin: int
+    process: subprocess.Popen[bytes]
+    database_url: str
+    postgres_pid: int
+
+
+@contextmanager
+def running_proxy(
+    folder: Path, upstream_port: int, checkout: Path = ROOT, core: int | None = None
+) -> Iterator[Proxy]:
+    """Run the `pawl proxy` of a checkout on an embedded PostgreSQL of its own, until it has both.
+
+    Raises:
+        NotUp: it did not come up.
+    """
+    port, admin, log, postgres = free_port(), free_port(), folder / "pawl.log", None
+    with on_core(core):
+        postgres = EmbeddedPostgres(folder)
+        database_url = postgres.ensure_running()
+    environment = {
+        "PYTHONPATH": str(checkout),
+        # The working directory is not looked in, which `python -m` would do first.
+        "PYTHONSAFEPATH": "1",
+        "DATABASE_URL": database_url,
+        "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+        "PAWL_LISTEN": f"127.0.0.1:{port}",
+        "PAWL_ADMIN_LISTEN": f"127.0.0.1:{admin}",
+        "PAWL_SPOOL_DIR": str(folder / "spool"),
+    }
+
+    def has_database() -> bool:
+        with suppress(URLError, OSError):
+            return bool(fetched(f"http://127.0.0.1:{admin}/readyz")["database"] == "up")
+        return False
+
+    try:
+        command = [sys.executable, "-m", "pawl.cli", "proxy"]
+        with running(command, log, environment, core) as process:
+            wait_for(has_database, process, log)
+            assert postgres.pid is not None
+            yield Proxy(port, admin, process, database_url, postgres.pid)
+    finally:
+        postgres.stop()
+
+
+@contextmanager
+def vllm_server(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Run a bare vLLM, and yield its root URL once it answers.
+
+    Raises:
+        NotUp: it did not come up.
+    """
+    port, log = free_port(), folder / "vllm.log"
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "pawl.stack.vllm_server", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    url = f"http://127.0.0.1:{port}"
+    with running(command, log, {**quiet, **environment}) as process:
+        wait_for(lambda: answers(f"{url}/health"), process, log, VLLM_READY_S)
+        yield url
+
+
+def small_plan(
+    folder: Path, model: str, policy: str, recipe: str, *, tool_parser: str = TOOL_PARSER
+) -> StackPlan:
+    """Plan PostgreSQL, vLLM, proxy, trainer and steward on free ports.
+
+    `folder` holds all that they write, `model` is the packaged model's folder, and `recipe` a
+    recipe's name or file.
+    """
+    return StackPlan(
+        vllm=VllmOptions(
+            model=model,
+            served_name=policy,
+            port=free_port(),
+            dtype="float32",
+            max_model_len=1024,
+            max_lora_rank=16,
+            tool_parser=tool_parser,
+            chat_template=packaged_template("smollm2_tools"),
+        ),
+        database_url=None,
+        upstream_url=None,
+        listen=f"127.0.0.1:{free_port()}",
+        admin_listen=f"127.0.0.1:{free_port()}",
+        trainer_listen=f"127.0.0.1:{free_port()}",
+        steward_listen=f"127.0.0.1:{free_port()}",
+        data_dir=folder,
+        spool_dir=folder / "spool",
+        adapter_dir=folder / "adapters",
+        log_dir=folder / "logs",
+        recipe=recipe,
+        policy=policy,
+        model=model,
+    )
+
+
+async def run_client(base_url: str, *command: str | Path, within_s: float | None = None) -> str:
+    """Run a client in the clients' environment to its end; return the last line that it printed.
+
+    It is given nothing but the server's address.
+
+    Raises:
+        ClientFailed: the clients are not installed, or this one ended with an error (the message
+            ends with what it printed), or not in time; no process is left behind.
+    """
+    if not CLIENT_BINARIES.is_dir():
+        raise ClientFailed("no clients here: `make test` or scripts/install_clients.py gets them")
+    process = await asyncio.create_subprocess_exec(
+        *map(str, command),
+        env={
+            "PATH": f"{CLIENT_BINARIES}{os.pathsep}{os.environ['PATH']}",
+            "HOME": os.environ.get("HOME", "/"),
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": "unused",
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "unused",
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(), within_s)
+    except TimeoutError as error:
+        raise ClientFailed(f"did not end in {within_s:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise ClientFailed(errors.decode()[-4000:])
+    return out.decode().splitlines()[-1]
