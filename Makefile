@@ -41,9 +41,8 @@ format: install  ## format the code
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
-docs: install  ## generate docs/reference/ and the dashboard from the code
+docs: install  ## generate docs/reference/ from the code
 	@$(BIN)/python -m scripts.reference
-	@$(BIN)/python -m scripts.dashboard
 
 lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
