@@ -9,9 +9,8 @@ from time import perf_counter, time
 import msgspec
 
 from proxy.door.routes import Route
-from proxy.formats.base import ModelRequest, Turns, WireFormat
-from proxy.formats.conversation import Conversation
-from proxy.formats.requests import read_request
+from proxy.formats.base import ModelRequest, WireFormat, read_request
+from proxy.formats.conversation import Conversation, Turns
 from proxy.http.exchange import Exchange
 from proxy.identity.identify import DEFAULT_AGENT, Identity, identify, split_outside
 from proxy.identity.stitch import CallMemory

@@ -70,7 +70,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     tool_grammars: bool = True
     # What exploration changed of the request, as `proxy.exploring.requests` makes it.
     explored: Mapping[str, float | None] | None = None
-    # The syntax of that grammar (`proxy.formats.tool_parsers`), where it is known.
+    # The syntax of that grammar (`proxy.formats.sampling`), where it is known.
     tool_tag: str | None = None
     arm: Arm | None = None
     # The id of the API key that let it in.

@@ -10,7 +10,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from proxy.formats.base import Sampled, SamplingRules
+from proxy.formats.base import Sampled
+from proxy.formats.sampling import SamplingRules
 from store.records import CallStatus
 from store.values.distribution import distribution_of
 from store.values.grammars import GRAMMAR

@@ -15,8 +15,7 @@ from proxy.door.redirects import check_redirect
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
-from proxy.formats.base import ModelRequest
-from proxy.formats.requests import read_request
+from proxy.formats.base import ModelRequest, read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream

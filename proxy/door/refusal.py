@@ -3,8 +3,7 @@
 from typing import Final
 
 from proxy.errors import ProxyError, Unexpected
-from proxy.formats.base import ErrorShape
-from proxy.formats.errors import OPENAI
+from proxy.formats.errors import OPENAI, ErrorShape
 from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers

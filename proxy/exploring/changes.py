@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 from proxy.calls.trainable import STRICT_TOOLS, UNREADABLE, why_not_replayed
 from proxy.exploring.choice import Exploring
 from proxy.exploring.requests import STRICT, Changes, with_explored
-from proxy.formats.base import ModelRequest, SamplingRules, WireFormat
+from proxy.formats.base import ModelRequest, WireFormat
+from proxy.formats.sampling import SamplingRules
 from proxy.keeper.sampling import sampling_settings
 from store.policy_table import Explore
 from store.values.distribution import distribution_of

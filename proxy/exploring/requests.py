@@ -5,8 +5,8 @@ from typing import Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, Object
-from proxy.formats.requests import parse_object, readable_value
+from proxy.formats.base import ModelRequest
+from proxy.formats.raw_json import Object, parse_object, readable_value
 
 Changes = Mapping[str, float | None]
 

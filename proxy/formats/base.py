@@ -1,19 +1,19 @@
-"""Define what a wire format's room offers, and the values that pass through it (pure).
+"""Define what a wire format offers, and the values that pass through it (pure).
 
-Adding a format is a room that keeps `WireFormat`, and a line in `proxy.formats.registry`. Nothing
+Adding a format is a module with a `WireFormat`, and a line in `proxy.formats.registry`. Nothing
 outside this package knows any format by its name.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from proxy.formats.conversation import Conversation
-from store.records import Record, ToolCall
-
-# The top level of a JSON object; its values stay bytes until somebody needs them.
-Object = dict[str, msgspec.Raw]
+from proxy.formats.conversation import Turns
+from proxy.formats.errors import ErrorShape
+from proxy.formats.raw_json import Object, parse_object, readable_value
+from proxy.formats.sampling import SamplingRules
+from store.records import ToolCall
+from store.values.json_limits import nests_too_deep
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
@@ -82,19 +82,6 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class ToolResult(Record, frozen=True, kw_only=True):
-    """Give the result of one tool call; `is_error` is None if the client did not state it.
-
-    `texts` are the texts among the tool call's arguments, as far as the request shows it.
-    """
-
-    tool_id: str
-    name: str | None
-    text: str
-    is_error: bool | None = None
-    texts: tuple[str, ...] = ()
-
-
 class Transcript(Protocol):
     """Follow one reply in a worker: pass on what the client is to see, and note what it says."""
 
@@ -131,109 +118,6 @@ class ReplyReader(Transcript, Protocol):
 
     def facts(self) -> ReplyFacts:
         """Return the reply's facts, whole or not."""
-
-
-class ErrorShape(Protocol):
-    """State an error in the form of an API."""
-
-    @property
-    def api(self) -> str:
-        """Return whose form it is, as the reference names it: `OpenAI` or `Anthropic`."""
-
-    def body(
-        self,
-        message: str,
-        kind: str = "server_error",
-        param: str | None = None,
-        code: str | None = None,
-        *,
-        status: int | None = None,
-    ) -> bytes:
-        """Return the body of an error reply, to be sent with `status`."""
-
-    def event(
-        self,
-        message: str,
-        kind: str = "server_error",
-        *,
-        sequence_number: int = 0,
-        status: int | None = None,
-    ) -> bytes:
-        """Return the event that ends a stream with an error.
-
-        `sequence_number` counts a response's events; no other API has one. `status` is what the
-        error would have had before the stream began, where that is known.
-        """
-
-
-class Turns(Protocol):
-    """Read the conversation that a format's requests hold; `proxy.formats.turns` has most of it."""
-
-    @property
-    def states_errors(self) -> bool:
-        """Return whether a tool result without a mark of failure states that the tool succeeded."""
-
-    @property
-    def continued_by_id(self) -> bool:
-        """Return whether a later request may name this reply by its id, and go on from it."""
-
-    def continues(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the id of the reply that a request goes on from, if it names one."""
-
-    def shows_all(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether a request shows its conversation from the beginning."""
-
-    def read(self, fields: Mapping[str, Any]) -> Conversation:
-        """Return the conversation that a request shows."""
-
-    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
-        """Return what users say in a request, message by message, each a content unparsed.
-
-        Nothing if no user speaks, or if the format does not tell users from instructions.
-
-        Raises:
-            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
-                while the messages are iterated over.
-        """
-
-    def only_text(self, parsed: Object) -> bool:
-        """Return whether all that a request shows and asks for is text: no image, sound or file."""
-
-    def results(self, parsed: Object | None) -> list[ToolResult]:
-        """Return the tool results that answer the assistant's last turn, one for each tool call."""
-
-
-class SamplingRules(Protocol):
-    """Tell the request fields of a format that say how it was sampled from those that do not.
-
-    What a model server understands in every format is known to `proxy.keeper.sampling`.
-    """
-
-    @property
-    def settings(self) -> frozenset[str]:
-        """Return the format's own names of settings, which are recorded."""
-
-    @property
-    def objects(self) -> tuple[str, ...]:
-        """Return those of the settings that must be objects to be understood."""
-
-    @property
-    def harmless(self) -> frozenset[str]:
-        """Return the fields that change no distribution; any other makes a call untrainable."""
-
-    def reshapes(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a setting of this format's changes the distribution."""
-
-    def constrains(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a setting of this format's lets some tokens never be sampled."""
-
-    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar that a request's fields hold its reply to, as it is recorded.
-
-        None if there is none, or if it is not certain what a server makes of the fields. Only
-        asked where something may hold the reply. `tag` is the syntax that the server holds calls
-        of tools to (`proxy.formats.tool_parsers`), if that is known.
-        """
 
 
 class WireFormat(Protocol):
@@ -295,3 +179,52 @@ class WireFormat(Protocol):
 
     def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
         """Return a reader for a recorded reply of server-sent events."""
+
+
+def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
+    """Parse a request as the client sent it.
+
+    A body that is not a JSON object is kept as it is: the upstream says what is wrong with it. So
+    is one that nests too deep to be parsed.
+
+    Args:
+        body: the request's body.
+        checked: the body is known not to nest too deep.
+    """
+    return request_of(body, parse_object(body) if checked or not nests_too_deep(body) else None)
+
+
+def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
+    """Return the request with this body, of which `parsed` holds the fields that are to be read."""
+    if parsed is None:
+        return ModelRequest(body=body)
+    fields = {name: readable_value(raw) for name, raw in parsed.items()}
+    model = fields.get("model")
+    return ModelRequest(
+        body=body,
+        parsed=parsed,
+        fields=fields,
+        model=model if isinstance(model, str) else None,
+        stream=fields.get("stream") is True,
+    )
+
+
+def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
+    """Return `request` under the version's name and with `added` fields, all else byte for byte."""
+    if request.parsed is None:
+        return request
+    changes: Object = {}
+    if served_name is not None and served_name != request.model:
+        changes["model"] = msgspec.Raw(msgspec.json.encode(served_name))
+    changes |= added
+    if not changes:
+        return request
+    body = msgspec.json.encode(request.parsed | changes)
+    return msgspec.structs.replace(request, body=body, injected=frozenset(added))
+
+
+def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | None:
+    """Return the model's name to put back into a reply, or None if it was not changed."""
+    if served_name is None or request.model is None or served_name == request.model:
+        return None
+    return msgspec.Raw(msgspec.json.encode(request.model))

@@ -1,21 +1,26 @@
-"""Bring a conversation into one form, in whichever of many ways a client sends it back (pure).
+"""Read the conversation that a request shows: its fingerprints, tool results and media (pure).
 
-Clients rebuild what a server said: content as null, "" or a list of parts, arguments encoded anew,
-reasoning left out or repeated, marks added, system prompts changed. What they keep is who said
-what. So a conversation is read as three kinds of pieces: what the assistant said (a run of its
+`Conversation` brings a conversation into one form, in whichever of many ways a client sends it
+back. Clients rebuild what a server answered: content as null, "" or a list of parts, arguments
+encoded anew, reasoning left out or repeated, marks added, system prompts changed. They keep who
+said what. So a conversation is read as three kinds of pieces: what the assistant said (a run of its
 messages is one piece), what it heard, and the results of tools. System prompts are left out. A tool
 call whose id is unique is represented by that id alone: its arguments and result add nothing to it.
 The pieces are hashed as a chain, so that the digests of all prefixes of a thread cost one pass.
+
+`Turns` walks over a request's messages. Each wire format has a subclass that says where they lie
+and how they are written.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from proxy.formats.contents import blocks_of, objects
+from proxy.formats.raw_json import NULL, UNREADABLE, Object, value_of
+from store.records import Record
 
 SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
@@ -55,38 +60,43 @@ class Conversation:
         self._texts: list[str] = []
         self._calls: list[bytes] = []
 
-    def asked(self, content: Any) -> None:
-        """Add what a user said: text, or a list of parts; nothing if it is empty."""
-        piece = heard_bytes(content)
+    def add_user(self, content: Any) -> None:
+        """Add a user's text or list of parts; nothing if it is empty."""
+        piece = _heard_bytes(content)
         if piece:
-            self.heard(b"u", piece)
+            self._hear(b"u", piece)
 
-    def heard(self, kind: bytes, piece: bytes) -> None:
-        """Add `piece`, which somebody other than the assistant said; `kind` tells who."""
-        self._close()
-        if len(piece) < _LONG:
-            self._state = _digest(self._state + kind + piece)
-        else:
-            self._state = _digest_of_long(self._state + kind, piece)
+    def add_user_turn(self, content: Any) -> None:
+        """Add a user's turn: the tool results among its blocks, and then the rest."""
+        if not isinstance(content, list):
+            self.add_user(content)
+            return
+        others = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "tool_result":
+                self.add_tool_result(part.get("tool_use_id"), part.get("content"))
+            else:
+                others.append(part)
+        self.add_user(others)
 
-    def result(self, tool_id: Any, content: Any) -> None:
+    def add_tool_result(self, tool_id: Any, content: Any) -> None:
         """Add a tool's result."""
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
-            self.heard(b"t", _encoded(name))
+            self._hear(b"t", _encoded(name))
         else:
-            self.heard(b"t" + _encoded(name) + b"\0", heard_bytes(content))
+            self._hear(b"t" + _encoded(name) + b"\0", _heard_bytes(content))
         self.results.append(name)
 
-    def said(self, content: Any) -> None:
-        """Add what the assistant said: text or a list of parts, of which only texts count."""
-        for text in texts(content):
+    def add_assistant(self, content: Any) -> None:
+        """Add the assistant's text or list of parts, of which only texts count."""
+        for text in texts_of(content):
             spoken = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
             if spoken := spoken.strip():
                 self._texts.append(spoken)
 
-    def called(self, tool_id: Any, name: Any, arguments: Any) -> None:
+    def add_tool_call(self, tool_id: Any, name: Any, arguments: Any) -> None:
         """Add a tool call of the assistant."""
         identifier = tool_id if isinstance(tool_id, str) else ""
         if is_unique(identifier):
@@ -96,23 +106,10 @@ class Conversation:
             label = _encoded(f"{identifier}\0{name}\0")
             self._calls.append(label + canonical_arguments(arguments))
 
-    def called_in(self, content: Any) -> None:
-        """Add the tool calls among the blocks of what the assistant said."""
+    def add_tool_use_blocks(self, content: Any) -> None:
+        """Add the tool calls among the blocks of the assistant's content."""
         for block in blocks_of(content, "tool_use"):
-            self.called(block.get("id"), block.get("name"), block.get("input"))
-
-    def took_turn(self, content: Any) -> None:
-        """Add a user's turn: the tool results among its blocks, and then the rest."""
-        if not isinstance(content, list):
-            self.asked(content)
-            return
-        others = []
-        for part in content:
-            if isinstance(part, dict) and part.get("type") == "tool_result":
-                self.result(part.get("tool_use_id"), part.get("content"))
-            else:
-                others.append(part)
-        self.asked(others)
+            self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
         """Return the prefix that ends with the assistant's last words, if nothing followed them.
@@ -127,42 +124,40 @@ class Conversation:
         run = b"".join([self._state, b"a", lengths.encode(), b":", *pieces])
         return _digest(run), self._unique
 
-    def _close(self) -> None:
+    def _hear(self, kind: bytes, piece: bytes) -> None:
+        """Add a piece that somebody other than the assistant said; `kind` tells who."""
         reply = self.open_reply()
         if reply is not None:
             self._state = reply[0]
             self.replies.append(reply)
             self.results = []
             self._texts, self._calls = [], []
+        if len(piece) < _LONG:
+            self._state = _digest(self._state + kind + piece)
+        else:
+            # Without a copy of the piece, and without the GIL.
+            state = blake2b(self._state + kind, digest_size=SIZE)
+            state.update(piece)
+            self._state = state.digest()
 
 
-def is_text(part: dict[str, Any]) -> bool:
-    """Return whether a part of a content is a text."""
-    return part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the members of a list that are objects; nothing if the value is not a list."""
+    for member in value if isinstance(value, list) else ():
+        if isinstance(member, dict):
+            yield member
 
 
-def texts(content: Any) -> Iterable[str]:
+def blocks_of(content: Any, kind: str) -> Iterator[dict[str, Any]]:
+    """Return the blocks of one type in a content, as Anthropic's API and some clients write it."""
+    return (block for block in objects(content) if block.get("type") == kind)
+
+
+def texts_of(content: Any) -> Iterable[str]:
     """Return the texts of a content, which is a string or a list of parts."""
     if isinstance(content, str):
         return (content,)
-    return (part["text"] for part in objects(content) if is_text(part))
-
-
-def heard_bytes(content: Any) -> bytes:
-    """Return a user's or a tool's content as bytes: text as it is, anything else as sorted JSON."""
-    if isinstance(content, str):
-        return _encoded(content)
-    if not isinstance(content, list):
-        return b"" if content is None else b"\0" + _sorted_json(content)
-    return b"".join([_part_bytes(part) for part in content])
-
-
-def _part_bytes(part: Any) -> bytes:
-    if isinstance(part, dict):
-        if is_text(part):
-            return _encoded(part["text"])
-        part = {name: value for name, value in part.items() if name != "cache_control"}
-    return b"\0" + _sorted_json(part)
+    return (part["text"] for part in objects(content) if _is_text_part(part))
 
 
 def canonical_arguments(arguments: Any) -> bytes:
@@ -187,6 +182,27 @@ def _number(literal: str) -> float | int:
 _ARGUMENTS: Final = msgspec.json.Decoder(float_hook=_number)
 
 
+def _is_text_part(part: dict[str, Any]) -> bool:
+    return part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
+
+
+def _heard_bytes(content: Any) -> bytes:
+    """Return a user's or a tool's content as bytes: text as it is, anything else as sorted JSON."""
+    if isinstance(content, str):
+        return _encoded(content)
+    if not isinstance(content, list):
+        return b"" if content is None else b"\0" + _sorted_json(content)
+    return b"".join([_part_bytes(part) for part in content])
+
+
+def _part_bytes(part: Any) -> bytes:
+    if isinstance(part, dict):
+        if _is_text_part(part):
+            return _encoded(part["text"])
+        part = {name: value for name, value in part.items() if name != "cache_control"}
+    return b"\0" + _sorted_json(part)
+
+
 def _sorted_json(value: Any) -> bytes:
     return msgspec.json.encode(value, order="sorted")
 
@@ -202,8 +218,251 @@ def _digest(data: bytes) -> bytes:
     return state.digest()
 
 
-def _digest_of_long(begin: bytes, data: bytes) -> bytes:
-    """Return the digest of `begin` and `data` without a copy of either, and without the GIL."""
-    state = blake2b(begin, digest_size=SIZE)
-    state.update(data)
-    return state.digest()
+MAX_TEXT: Final = 1024
+UNHEARD_ROLES: Final = ("system", "developer")
+TOOL_ROLES: Final = ("tool", "function")
+# Parts that become text in the prompt, in all APIs; clients mix their words. A part without a type
+# is a text in vLLM, unless one of `MEDIA_FIELDS` says otherwise.
+TEXT_PARTS: Final = frozenset(
+    {
+        *(None, "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
+        *("reasoning", "reasoning_text", "summary_text", "tool_use", "tool_result"),
+        *("tool_reference", "search_result", "server_tool_use", "web_search_tool_result"),
+        *("web_search_result", "mcp_tool_use", "mcp_tool_result", "compaction"),
+    }
+)
+# vLLM reads a part with a `uuid` by these, whatever its type (`vllm/renderers/chat_utils.py`).
+MEDIA_FIELDS: Final = frozenset(
+    {
+        *("image_url", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds", "file"),
+    }
+)
+STRUCTURES: Final = b"[{"
+# What parsing a text raises that is no JSON, or that holds half a surrogate pair.
+_NO_JSON: Final = (*UNREADABLE, UnicodeEncodeError)
+_members: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_member: Final = msgspec.json.Decoder(dict[str, Any])
+_objects: Final = msgspec.json.Decoder(list[Object])
+
+
+class ToolResult(Record, frozen=True, kw_only=True):
+    """Give the result of one tool call; `is_error` is None if the client did not state it.
+
+    `texts` are the texts among the tool call's arguments, as far as the request shows it.
+    """
+
+    tool_id: str
+    name: str | None
+    text: str
+    is_error: bool | None = None
+    texts: tuple[str, ...] = ()
+
+
+class ToolCallShown(NamedTuple):
+    """Hold a tool call as a request shows it: id, tool and arguments, each as it was sent."""
+
+    tool_id: Any
+    name: Any
+    arguments: Any
+
+
+# The tool calls of the assistant's turn, by their ids.
+Calls = Mapping[str, ToolCallShown]
+
+
+class Turns:
+    """Read a request that repeats the conversation in a list of members, its field `field`.
+
+    As it stands it is for a format without turns: it finds nothing in any request. A format's
+    subclass overrides the methods that begin with an underscore.
+
+    Only tool results that answer the assistant's last turn are read: every later request of the
+    thread repeats them. The prompt's token ids hold an image, a sound or a file as a placeholder at
+    most, and what the model saw cannot be computed again from them: so `only_text` tells whether
+    there is any. A part of a type that nobody knows may be anything.
+    """
+
+    field: str = ""
+    # Whether a tool result without a mark of failure states that the tool succeeded.
+    states_errors: bool = False
+    # Whether a later request may name this reply by its id, and go on from it.
+    continued_by_id: bool = False
+
+    def continues(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the id of the reply that a request goes on from, if it names one."""
+        return None
+
+    def shows_all(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a request shows its conversation from the beginning."""
+        return True
+
+    def read(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that a request shows."""
+        conversation = Conversation()
+        for member in objects(fields.get(self.field)):
+            self._add(conversation, member)
+        return conversation
+
+    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return what users say in a request, message by message, each a content unparsed.
+
+        Nothing if no user speaks, or if the format does not tell users from instructions.
+
+        Raises:
+            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
+                while the messages are iterated over.
+        """
+        contents = map(self._user_content, members_of(parsed.get(self.field)) or ())
+        return (content for content in contents if content is not None)
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether all that a request shows and asks for is text: no image, sound or file."""
+        members = members_of(parsed.get(self.field))
+        return members is not None and all(map(self._is_text, members))
+
+    def results(self, parsed: Object | None) -> list[ToolResult]:
+        """Return the tool results that answer the assistant's last turn, one for each tool call."""
+        raw = (parsed or {}).get(self.field)
+        if raw is None:
+            return []
+        try:
+            members = _members.decode(raw)
+        except UNREADABLE:
+            # It is not a list, but a question without any earlier turn.
+            return []
+        after_turn, calls = self._last_turn(members)
+        by_tool_id: dict[str, ToolResult] = {}
+        for member in reversed(after_turn):
+            for result in self._results_in(member, calls):
+                by_tool_id[result.tool_id] = result
+        return list(by_tool_id.values())
+
+    def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
+        """Return what follows the assistant's last turn, newest first, and its tool calls."""
+        after_turn: list[dict[str, Any]] = []
+        calls: dict[str, ToolCallShown] = {}
+        answering = False
+        for member in _backwards(members):
+            is_assistants = self._is_assistants(member)
+            if is_assistants and after_turn:
+                for call in self._called(member):
+                    if isinstance(call.tool_id, str):
+                        calls[call.tool_id] = call
+                answering = True
+            elif answering:
+                break
+            elif not is_assistants:
+                after_turn.append(member)
+        return after_turn, calls
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        """Add one member of the conversation to `conversation`."""
+
+    def _user_content(self, member: Object) -> msgspec.Raw | None:
+        """Return a user's content; None if the member is somebody else's."""
+        return member.get("content", NULL) if value_of(member.get("role")) == "user" else None
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether one member of the conversation is all text."""
+        return is_only_text(member.get("content"))
+
+    def _is_assistants(self, member: dict[str, Any]) -> bool:
+        """Return whether a member is the model's."""
+        return member.get("role") == "assistant"
+
+    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+        """Return the tool calls that a member of the model's makes."""
+        return ()
+
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
+        """Return the tool results in a member; `calls` are the tool calls by their ids."""
+        return ()
+
+
+def tool_result(
+    tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
+) -> Iterable[ToolResult]:
+    """Return the result if it names its tool call; without an id it cannot be matched to any."""
+    if not isinstance(tool_id, str) or not tool_id or not _is_storable(tool_id):
+        return ()
+    call = calls.get(tool_id)
+    name = call.name if call is not None else None
+    return (
+        ToolResult(
+            tool_id=tool_id,
+            name=name if isinstance(name, str) and _is_storable(name) else None,
+            text="\n".join(texts_of(content)),
+            is_error=is_error,
+            texts=_texts_in(call.arguments) if call is not None else (),
+        ),
+    )
+
+
+def _texts_in(arguments: Any) -> tuple[str, ...]:
+    """Return the texts among a tool call's arguments: an object's members, or the whole of it."""
+    given = arguments
+    if isinstance(arguments, str):
+        try:
+            given = msgspec.json.decode(arguments)
+        except _NO_JSON:
+            # Custom tools take a text as it is.
+            return (arguments,)
+    members = given.values() if isinstance(given, dict) else ()
+    return tuple(value for value in members if isinstance(value, str))
+
+
+def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
+    """Yield the members from last to first, each parsed only when it is reached."""
+    for raw in reversed(members):
+        try:
+            yield _member.decode(raw)
+        except UNREADABLE:
+            # It is not an object, or Python cannot represent one of its values.
+            continue
+
+
+def _is_storable(text: str) -> bool:
+    """Return whether a text keeps the limits that feedback has: its length, and no U+0000."""
+    return len(text) <= MAX_TEXT and "\x00" not in text
+
+
+def members_of(raw: msgspec.Raw | None) -> list[Object] | None:
+    """Return a list's members with their values unparsed, or None if it is no list of objects."""
+    if not _has_parts(raw):
+        return []
+    try:
+        return _objects.decode(raw or b"")
+    except UNREADABLE:
+        return None
+
+
+def is_only_text(content: msgspec.Raw | None) -> bool:
+    """Return whether a content, which is a text, a part or a list of parts, is all text."""
+    if not _has_parts(content):
+        return True
+    try:
+        return is_text(msgspec.json.decode(content or b""))
+    except UNREADABLE:
+        return False
+
+
+def is_text(content: Any) -> bool:
+    """Return whether a parsed content is all text; a tool's result has a content of its own."""
+    if isinstance(content, list):
+        return all(map(is_text, content))
+    if not isinstance(content, dict):
+        return True
+    kind = content.get("type")
+    known = isinstance(kind, str | None) and kind in TEXT_PARTS
+    return known and MEDIA_FIELDS.isdisjoint(content) and is_text(content.get("content"))
+
+
+def is_given(raw: msgspec.Raw | None) -> bool:
+    """Return whether a field has a value other than null."""
+    return raw is not None and raw != NULL
+
+
+def _has_parts(raw: msgspec.Raw | None) -> bool:
+    # Without a copy: it may be all of a conversation.
+    return raw is not None and memoryview(raw)[0] in STRUCTURES

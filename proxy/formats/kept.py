@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from proxy.formats.base import ModelRequest
-from proxy.formats.turns import MEDIA_FIELDS
+from proxy.formats.conversation import MEDIA_FIELDS
 
 # A text or a list of texts under one of these is an id.
 IDS: Final = frozenset(

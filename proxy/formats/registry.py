@@ -3,10 +3,10 @@
 from typing import Final
 
 from proxy.formats.base import WireFormat
-from proxy.formats.chat.chat import CHAT
-from proxy.formats.completions.completions import COMPLETIONS
-from proxy.formats.messages.messages import MESSAGES
-from proxy.formats.responses.responses import RESPONSES
+from proxy.formats.chat import CHAT
+from proxy.formats.completions import COMPLETIONS
+from proxy.formats.messages import MESSAGES
+from proxy.formats.responses import RESPONSES
 
 _ALL: Final[tuple[WireFormat, ...]] = (
     CHAT,

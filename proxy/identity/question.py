@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from proxy.formats.raw_json import UNREADABLE, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import UNREADABLE, parse_object
 from store.records import CallRecord
 
 _RESULT: Final = "tool_result"

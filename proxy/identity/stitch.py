@@ -23,8 +23,8 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.formats.base import ReplySummary, Turns
-from proxy.formats.conversation import SIZE, Conversation, is_unique
+from proxy.formats.base import ReplySummary
+from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
@@ -260,9 +260,9 @@ def provided_fingerprints(
         provides.append(response_fingerprint(summary.response_id))
     if (summary.text or summary.tool_calls) and turns.shows_all(fields):
         history = conversation or turns.read(fields)
-        history.said(summary.text)
+        history.add_assistant(summary.text)
         for call in summary.tool_calls:
-            history.called(call.id, call.name, call.arguments)
+            history.add_tool_call(call.id, call.name, call.arguments)
         reply = history.open_reply()
         if reply is not None:
             provides.append(_prefix(reply))

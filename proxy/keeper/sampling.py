@@ -24,9 +24,10 @@ from proxy.calls.trainable import (
     Judged,
     why_not_replayed,
 )
-from proxy.formats.base import ModelRequest, Object, SamplingRules
+from proxy.formats.base import ModelRequest
+from proxy.formats.raw_json import Object, readable_value
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import readable_value
+from proxy.formats.sampling import SamplingRules
 from store.values.distribution import REPLAYED
 from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of, used_temperature

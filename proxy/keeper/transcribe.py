@@ -17,16 +17,17 @@ from proxy.exploring.requests import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
-    Object,
     ReplyFacts,
     ReplyReader,
     ReplySummary,
     Sampled,
     Transcript,
     WireFormat,
+    read_request,
+    request_of,
 )
+from proxy.formats.raw_json import Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import parse_object, read_request, request_of
 from proxy.keeper.sampling import judged_settings
 from proxy.spool.segments import Piece, decode_payload
 from proxy.tools.quotes import text_digest

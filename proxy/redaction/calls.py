@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from proxy.calls.trainable import Reason
+from proxy.formats.base import read_request
 from proxy.formats.repeated import repeated_name
-from proxy.formats.requests import read_request
 from proxy.identity.stitch import PREFIXES
 from proxy.redaction.fields import with_field, without_ids
 from proxy.redaction.texts import Patterns

@@ -7,7 +7,8 @@ where it does not, some APIs mean that the tool succeeded. The ledger keeps the 
 
 from uuid import UUID, uuid5
 
-from proxy.formats.base import Object, ToolResult, Turns
+from proxy.formats.conversation import ToolResult, Turns
+from proxy.formats.raw_json import Object
 from proxy.tools.quotes import quoted_digests
 from proxy.tools.result_readers import ResultReaders
 from store.records import ToolEvent, ToolSource, ToolStatus

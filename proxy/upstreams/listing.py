@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.formats.requests import UNREADABLE
+from proxy.formats.raw_json import UNREADABLE
 from proxy.http.client import NoReply, NotSent, Pool, Torn, ask_bodyless
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import CREDENTIALS

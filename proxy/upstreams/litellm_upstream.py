@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.errors import BadUpstreams, UpstreamSilent
-from proxy.formats.choices.replies import DONE
+from proxy.formats.choices import DONE
 from proxy.http.client import Torn
 from proxy.http.wire import JSON, Headers
 from proxy.upstreams.file import UpstreamSpec

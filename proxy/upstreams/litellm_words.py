@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from proxy.errors import BadRequest
+from proxy.formats.base import read_request
 from proxy.formats.errors import OPENAI
-from proxy.formats.requests import read_request
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"

@@ -10,7 +10,7 @@ import structlog
 from dotenv import dotenv_values
 
 from proxy.errors import NoUpstream, ProxyError, UpstreamUnreachable
-from proxy.formats.tool_parsers import has_grammars, tag_model
+from proxy.formats.sampling import has_grammars, tag_model
 from proxy.http.wire import Headers
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.formats.requests import UNREADABLE
+from proxy.formats.raw_json import UNREADABLE
 from proxy.http.client import (
     NoReply,
     NotSent,

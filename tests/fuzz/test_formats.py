@@ -6,9 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, Transcript
+from proxy.formats.base import ModelRequest, Transcript, read_request
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from tests.fuzz import calls

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from proxy.door.routes import Route, find_route
 from proxy.errors import NotAllowed
-from proxy.formats.base import ReplySummary
-from proxy.formats.requests import read_request
+from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
 from proxy.identity.identify import identify

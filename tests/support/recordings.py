@@ -7,9 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from proxy.formats.base import ModelRequest, ReplyFacts
+from proxy.formats.base import ModelRequest, ReplyFacts, read_request
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
 
 FOLDER = Path(__file__).parent / "recorded"
 SERVED = "calculator"

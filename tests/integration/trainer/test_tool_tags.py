@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from proxy.formats.tool_parsers import TAGS
+from proxy.formats.sampling import TAGS
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
 from store.values.tool_tags import Choice, OfferedTool, ToolTag, text_of

@@ -9,9 +9,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from proxy.calls.trainable import why_not_trainable
-from proxy.formats.base import Sampled
+from proxy.formats.base import Sampled, read_request
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
 from proxy.keeper.sampling import sampling_settings
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar

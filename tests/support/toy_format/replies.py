@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, Object, ReplyFacts, ReplySummary, Sampled
-from proxy.formats.requests import own_name, parse_object, value_of
+from proxy.formats.base import ModelRequest, ReplyFacts, ReplySummary, Sampled, own_name
+from proxy.formats.raw_json import Object, parse_object, value_of
 from proxy.formats.sse import EventStream, Unread, is_done
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules
+from proxy.formats.sampling import EVERYWHERE, SamplingRules
 
 
-class ToySampling(BaseSamplingRules):
+class ToySampling(SamplingRules):
     """Leave the model free, unless there is a list of words."""
 
     settings = frozenset({"only"})

@@ -4,16 +4,10 @@ from typing import Final
 
 import msgspec
 
-from proxy.formats.base import (
-    ErrorShape,
-    ModelRequest,
-    ReplyReader,
-    SamplingRules,
-    StreamTranscript,
-    Transcript,
-    Turns,
-)
-from proxy.formats.requests import with_changes
+from proxy.formats.base import ModelRequest, ReplyReader, StreamTranscript, Transcript, with_changes
+from proxy.formats.conversation import Turns
+from proxy.formats.errors import ErrorShape
+from proxy.formats.sampling import SamplingRules
 from tests.support.toy_format.errors import ToyErrors
 from tests.support.toy_format.replies import ToyReader, ToyReply, ToyStream, ToyStreamReader
 from tests.support.toy_format.sampling import ToySampling

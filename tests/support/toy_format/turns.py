@@ -5,13 +5,18 @@ from typing import Any
 
 import msgspec
 
-from proxy.formats.base import Object, ToolResult
-from proxy.formats.conversation import Conversation
-from proxy.formats.requests import value_of
-from proxy.formats.turns import BaseTurns, Calls, Named, tool_result
+from proxy.formats.conversation import (
+    Calls,
+    Conversation,
+    ToolCallShown,
+    ToolResult,
+    Turns,
+    tool_result,
+)
+from proxy.formats.raw_json import Object, value_of
 
 
-class ToyTurns(BaseTurns):
+class ToyTurns(Turns):
     """Read `said`, a list of `{"by": "me" | "toy" | "tool", "words": …}`."""
 
     field = "said"
@@ -20,15 +25,15 @@ class ToyTurns(BaseTurns):
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         match member.get("by"):
             case "toy":
-                conversation.said(member.get("words"))
+                conversation.add_assistant(member.get("words"))
                 if "tool" in member:
-                    conversation.called(member.get("call"), member["tool"], None)
+                    conversation.add_tool_call(member.get("call"), member["tool"], None)
             case "tool":
-                conversation.result(member.get("call"), member.get("words"))
+                conversation.add_tool_result(member.get("call"), member.get("words"))
             case _:
-                conversation.asked(member.get("words"))
+                conversation.add_user(member.get("words"))
 
-    def _said_by_user(self, member: Object) -> msgspec.Raw | None:
+    def _user_content(self, member: Object) -> msgspec.Raw | None:
         return member.get("words") if value_of(member.get("by")) == "me" else None
 
     def _is_text(self, member: Object) -> bool:
@@ -37,8 +42,8 @@ class ToyTurns(BaseTurns):
     def _is_assistants(self, member: dict[str, Any]) -> bool:
         return member.get("by") == "toy"
 
-    def _called(self, member: dict[str, Any]) -> Iterable[Named]:
-        return ((member.get("call"), member.get("tool"), None),)
+    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+        return (ToolCallShown(member.get("call"), member.get("tool"), None),)
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         failed = True if member.get("failed") is True else None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
 from proxy.keeper.transcribe import transcribe
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.records import CallRecord

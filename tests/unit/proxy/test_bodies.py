@@ -7,7 +7,7 @@ import pytest
 
 from proxy.door.bodies import check_call, check_forwarded, check_query
 from proxy.errors import BadRequest, NotKept, NotServed
-from proxy.formats.requests import read_request
+from proxy.formats.base import read_request
 from proxy.http.wire import Headers
 from proxy.policies.owners import Owners
 from store.policy_table import parse_policies

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from proxy.calls.capture import CapturedCall
 from proxy.calls.trainable import Judged, why_not_replayed
+from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request
 from proxy.keeper import sampling
 from proxy.keeper.sampling import judged_settings, sampling_settings
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.formats.messages.as_chat import chat_request
+from proxy.formats.messages import chat_request
 from proxy.formats.registry import FORMATS
 from store.values.distribution import distribution_of
 from tests.support.proxy.grammars import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.formats.tool_parsers import WITHOUT_GRAMMARS, has_grammars
+from proxy.formats.sampling import WITHOUT_GRAMMARS, has_grammars
 from store.values.distribution import distribution_of
 from tests.support.proxy.grammars import (
     CHAT,

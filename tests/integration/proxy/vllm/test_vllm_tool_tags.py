@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.formats.messages.as_chat import chat_request
-from proxy.formats.tool_parsers import TAGS, has_grammars, tag_model
+from proxy.formats.messages import chat_request
+from proxy.formats.sampling import TAGS, has_grammars, tag_model
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
 from tests.support.proxy.grammars import (

@@ -12,8 +12,9 @@ from proxy.calls.trainable import why_not_replayed
 from proxy.exploring.changes import explored, header_of
 from proxy.exploring.choice import Exploring
 from proxy.exploring.requests import with_explored
+from proxy.formats.base import read_request
+from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import parse_object, read_request
 from proxy.keeper.sampling import sampling_settings
 from proxy.keeper.transcribe import transcribe
 from proxy.upstreams.members import SamplingDefaults

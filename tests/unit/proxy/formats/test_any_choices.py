@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.chat.chat import CHAT
-from proxy.formats.choices.readers import StreamReader
-from proxy.formats.completions.completions import COMPLETIONS
-from proxy.formats.requests import read_request
+from proxy.formats.base import read_request
+from proxy.formats.chat import CHAT
+from proxy.formats.choices import StreamReader
+from proxy.formats.completions import COMPLETIONS
 from tests.unit.proxy.formats.test_choices import asked, event
 
 JSON = st.recursive(

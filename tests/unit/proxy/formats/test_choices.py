@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.chat.chat import CHAT
-from proxy.formats.choices.readers import StreamReader, WholeReader
-from proxy.formats.choices.replies import StreamedReply, WholeReply
-from proxy.formats.completions.completions import COMPLETIONS
-from proxy.formats.requests import read_request
+from proxy.formats.base import read_request
+from proxy.formats.chat import CHAT
+from proxy.formats.choices import StreamedReply, StreamReader, WholeReader, WholeReply
+from proxy.formats.completions import COMPLETIONS
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from proxy.door.bodies import check_call
 from proxy.errors import BadRequest, NotKept
-from proxy.formats.base import ModelRequest
+from proxy.formats.base import ModelRequest, read_request
 from proxy.formats.kept import FREE, all_fields, kept_name, refers
-from proxy.formats.requests import read_request
 from proxy.policies.owners import Owners
 from store.tenants import DEFAULT
 

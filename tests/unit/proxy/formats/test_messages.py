@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest
-from proxy.formats.messages.as_chat import SAME, chat_request
-from proxy.formats.messages.messages import CHAT_PATH, MESSAGES
-from proxy.formats.requests import read_request
+from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.messages import CHAT_PATH, MESSAGES, SAME, chat_request
 
 HI: dict[str, Any] = {
     "model": "agent",

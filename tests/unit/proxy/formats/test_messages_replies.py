@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.messages.messages import MESSAGES
-from proxy.formats.messages.readers import StreamedMessageReader, WholeMessageReader
+from proxy.formats.message_replies import StreamedMessageReader, WholeMessageReader
+from proxy.formats.messages import MESSAGES
 from tests.unit.proxy.formats.test_messages import rewritten
 
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, WireFormat
-from proxy.formats.chat.chat import CHAT
-from proxy.formats.completions.completions import COMPLETIONS
-from proxy.formats.messages.messages import MESSAGES
-from proxy.formats.requests import read_request
-from proxy.formats.responses.responses import RESPONSES
+from proxy.formats.base import ModelRequest, WireFormat, read_request
+from proxy.formats.chat import CHAT
+from proxy.formats.completions import COMPLETIONS
+from proxy.formats.messages import MESSAGES
+from proxy.formats.responses import RESPONSES
 
 ID = b"987654321"
 ASKED = {

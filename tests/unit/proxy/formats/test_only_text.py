@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import parse_object
 from proxy.keeper.transcribe import transcribe
 from tests.support.records import captured
 

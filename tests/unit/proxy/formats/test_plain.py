@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import WireFormat
-from proxy.formats.messages.messages import MESSAGES
-from proxy.formats.requests import read_request
-from proxy.formats.responses.responses import RESPONSES
+from proxy.formats.base import WireFormat, read_request
+from proxy.formats.messages import MESSAGES
+from proxy.formats.responses import RESPONSES
 
 
 def sse(*events: dict[str, Any]) -> bytes:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.formats.base import read_request
 from proxy.formats.repeated import repeated_name
-from proxy.formats.requests import read_request
 
 TWICE: list[tuple[bytes, str]] = [
     (b'{"model": "a", "model": "b"}', "model"),

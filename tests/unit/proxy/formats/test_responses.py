@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest
-from proxy.formats.requests import read_request
-from proxy.formats.responses.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
+from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
 from proxy.keeper.transcribe import transcribe
 from store.values.tokens import unpack_ids
 from tests.support.records import captured

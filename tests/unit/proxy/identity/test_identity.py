@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ModelRequest, ReplySummary
-from proxy.formats.chat.chat import CHAT
+from proxy.formats.chat import CHAT
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory, provided_fingerprints
 from store.records import ToolCall

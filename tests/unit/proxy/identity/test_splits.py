@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route, find_route
 from proxy.formats.base import ModelRequest
-from proxy.formats.chat.chat import CHAT
+from proxy.formats.chat import CHAT
 from proxy.identity.identify import Identity, identify, split_outside
 from proxy.identity.names import EVAL_TASKS
 from proxy.identity.stitch import CallMemory

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ToolResult
+from proxy.formats.conversation import ToolResult
+from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import parse_object
 from proxy.keeper.transcribe import transcribe
 from proxy.tools import tool_results
 from proxy.tools.result_readers import ResultReaders, parse_readers

@@ -1,13 +1,44 @@
-"""Translate a request to Anthropic's Messages API into one to chat completions (pure).
+"""Speak `/v1/messages`, answered through chat completions where vLLM serves the model (pure).
 
-The translation is vLLM's own (`vllm/entrypoints/anthropic/serving.py`), so that a chat template
-renders the same prompt whichever way a request came. A request that it cannot express whole
-(documents, server tools, unknown fields) is not translated in part, but forwarded as it is.
+vLLM gives ids with its chat completions and none with its messages, which it makes of chat
+completions anyway. So the request is sent there, and the reply is turned into a message. A request
+that chat completions cannot express, and one to any other server, is forwarded as it is. So is one
+that chat completions refuses as malformed: the refusal is then the API's own.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
+
+import msgspec
+
+from proxy.formats.base import ModelRequest, ReplyReader, StreamTranscript, Transcript, with_changes
+from proxy.formats.chat import CHAT, grammar_of_chat
+from proxy.formats.conversation import (
+    UNHEARD_ROLES,
+    Calls,
+    Conversation,
+    ToolCallShown,
+    ToolResult,
+    Turns,
+    blocks_of,
+    is_only_text,
+    tool_result,
+)
+from proxy.formats.errors import ANTHROPIC, ErrorShape
+from proxy.formats.message_replies import (
+    PlainReader,
+    PlainReply,
+    PlainStream,
+    PlainStreamReader,
+    Renaming,
+    StreamedMessage,
+    StreamedMessageReader,
+    WholeMessage,
+    WholeMessageReader,
+)
+from proxy.formats.raw_json import Object
+from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form_within, limits_thinking
 
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
@@ -300,3 +331,125 @@ def _tool(value: object) -> Message:
     }
     flags = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
     return {"type": "function", "function": function | flags}
+
+
+class MessagesTurns(Turns):
+    """Read the messages of Anthropic's API."""
+
+    field = "messages"
+    states_errors = True
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the system's text and the messages are all text."""
+        return is_only_text(parsed.get("system")) and super().only_text(parsed)
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        role, content = member.get("role"), member.get("content")
+        if role == "assistant":
+            conversation.add_assistant(content)
+            conversation.add_tool_use_blocks(content)
+        elif isinstance(role, str) and role not in UNHEARD_ROLES:
+            conversation.add_user_turn(content)
+
+    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+        for block in blocks_of(member.get("content"), "tool_use"):
+            yield ToolCallShown(block.get("id"), block.get("name"), block.get("input"))
+
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
+        for block in blocks_of(member.get("content"), "tool_result"):
+            stated = block.get("is_error")
+            yield from tool_result(
+                block.get("tool_use_id"),
+                block.get("content"),
+                calls,
+                stated if isinstance(stated, bool) else None,
+            )
+
+
+class MessagesSampling(SamplingRules):
+    """Read the settings of messages."""
+
+    settings = frozenset({"stop_sequences", "output_config", "thinking"})
+    objects = ("output_config", "thinking")
+    harmless = EVERYWHERE | {
+        *("messages", "system", "service_tier", "inference_geo", "cache_control", "container"),
+        *("context_management", "compaction", "mcp_servers", "betas", "diagnostics"),
+        *("user_profile_id", "workspace_id", "speed", "billing_policy", "thread"),
+    }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a budget ends the thinking."""
+        return limits_thinking(settings)
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a tool or a form of the reply is imposed."""
+        return super().constrains(settings) or not free_form_within(settings.get("output_config"))
+
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+        """Return the grammar of the chat request that such a message is sent as."""
+        as_chat = chat_request(fields)
+        return None if as_chat is None else grammar_of_chat(as_chat, tag)
+
+
+CHAT_PATH: Final = CHAT.path
+ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
+
+
+class MessagesFormat(msgspec.Struct, frozen=True):
+    """Speak Anthropic's API, through chat completions if token ids are wanted."""
+
+    name: str = "messages"
+    title: str = "Anthropic messages"
+    path: str = "/v1/messages"
+    forwarded: tuple[str, ...] = ("/v1/messages/count_tokens",)
+    errors: ErrorShape = ANTHROPIC
+    turns: Turns = MessagesTurns()
+    sampling: SamplingRules = MessagesSampling()
+    unread: tuple[str, ...] = ()
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """Return the request in chat completions' form if ids are wanted and it has such a form."""
+        chat = chat_request(request.fields) if want_ids else None
+        if chat is None:
+            return with_changes(request, served_name, {})
+        if served_name is not None:
+            chat["model"] = served_name
+        return msgspec.structs.replace(
+            request,
+            body=msgspec.json.encode(chat | ASKED_FOR),
+            injected=frozenset(ASKED_FOR),
+            path=CHAT_PATH,
+        )
+
+    def whole(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> Transcript:
+        """Return a transcript that translates the reply, or passes it on if the request was."""
+        if request.path is None:
+            return PlainReply(Renaming(request, served_name))
+        return WholeMessage(request, served_name, status=status)
+
+    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
+        """Return a transcript that translates the events, or forwards them with the request."""
+        if request.path is None:
+            return PlainStream(Renaming(request, served_name))
+        return StreamedMessage(request, served_name)
+
+    def whole_reader(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> ReplyReader:
+        """Return a reader of a reply that was translated, or passed on if the request was."""
+        if request.path is None:
+            return PlainReader(Renaming(request, served_name))
+        return WholeMessageReader(request, served_name, status=status)
+
+    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
+        """Return a reader of events that were translated, or forwarded with the request."""
+        if request.path is None:
+            return PlainStreamReader(Renaming(request, served_name))
+        return StreamedMessageReader(request, served_name)
+
+
+MESSAGES: Final = MessagesFormat()

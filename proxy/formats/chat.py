@@ -1,0 +1,142 @@
+"""Speak `/v1/chat/completions` (pure)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat
+from proxy.formats.conversation import (
+    TOOL_ROLES,
+    UNHEARD_ROLES,
+    Calls,
+    Conversation,
+    ToolCallShown,
+    ToolResult,
+    Turns,
+    is_given,
+    objects,
+    tool_result,
+)
+from proxy.formats.raw_json import Object, readable_value
+from proxy.formats.sampling import (
+    EVERYWHERE,
+    SamplingRules,
+    forced_by,
+    free_choice,
+    free_form,
+    functions_of,
+    limits_thinking,
+    of_form,
+    the_grammar,
+)
+
+# What may be asked for besides nothing.
+TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
+
+
+class ChatTurns(Turns):
+    """Read the messages of a chat."""
+
+    field = "messages"
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the messages are all text, and text is all that is asked for."""
+        asked = parsed.get("modalities")
+        alone = asked is None or readable_value(asked) in TEXT_ALONE
+        return alone and super().only_text(parsed)
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether a message is all text; an assistant's may name what it said aloud."""
+        return not is_given(member.get("audio")) and super()._is_text(member)
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        role = member.get("role")
+        if role == "assistant":
+            conversation.add_assistant(member.get("content"))
+            for call in objects(member.get("tool_calls")):
+                function = call.get("function")
+                function = function if isinstance(function, dict) else {}
+                conversation.add_tool_call(
+                    call.get("id"), function.get("name"), function.get("arguments")
+                )
+            conversation.add_tool_use_blocks(member.get("content"))
+        elif role in TOOL_ROLES:
+            conversation.add_tool_result(member.get("tool_call_id"), member.get("content"))
+        elif isinstance(role, str) and role not in UNHEARD_ROLES:
+            conversation.add_user_turn(member.get("content"))
+
+    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+        for call in objects(member.get("tool_calls")):
+            is_custom = call.get("type") == "custom"
+            of_kind = call.get("custom" if is_custom else "function")
+            given = of_kind if isinstance(of_kind, dict) else {}
+            arguments = given.get("input" if is_custom else "arguments")
+            yield ToolCallShown(call.get("id"), given.get("name"), arguments)
+
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
+        if member.get("role") != "tool":
+            return ()
+        return tool_result(member.get("tool_call_id"), member.get("content"), calls)
+
+
+class ChatSampling(SamplingRules):
+    """Read the settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
+
+    settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
+    objects = ("thinking",)
+    harmless = EVERYWHERE | {
+        *("messages", "logprobs", "top_logprobs", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
+        *("reasoning_effort", "reasoning", "verbosity", "modalities", "audio", "prediction"),
+        *("web_search_options", "add_generation_prompt", "continue_final_message", "echo"),
+        *("return_prompt_text", "functions"),
+    }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a budget ends the thinking."""
+        return limits_thinking(settings)
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a tool or a form of the reply is imposed."""
+        if not free_choice(settings.get("function_call")):
+            return True
+        return super().constrains(settings) or not free_form(settings.get("response_format"))
+
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+        """Return the grammar of the form that is asked for, or of calls of tools."""
+        return grammar_of_chat(fields, tag) if free_choice(fields.get("function_call")) else None
+
+
+def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+    """Return the grammar of a chat request, if it has one that can be read."""
+    choice, forced = fields.get("tool_choice"), None
+    if not free_choice(choice):
+        forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
+    functions = functions_of(list(map(_function, _tools(fields))))
+    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions, tag)
+
+
+def _tools(fields: Mapping[str, Any]) -> list[Any]:
+    tools = fields.get("tools")
+    return tools if isinstance(tools, list) else []
+
+
+def _function(tool: Any) -> Any:
+    is_function = isinstance(tool, dict) and tool.get("type", "function") == "function"
+    return tool.get("function") if is_function else None
+
+
+CHAT: Final = ChoicesFormat(
+    name="chat",
+    title="OpenAI chat completions",
+    path="/v1/chat/completions",
+    reply_object="chat.completion",
+    turns=ChatTurns(),
+    sampling=ChatSampling(),
+    unread=("messages",),
+    wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
+    # vLLM refuses these two without the client's own `logprobs`.
+    spoiling=("top_logprobs", "logprob_token_ids"),
+    spared_by=LOGPROBS,
+)

@@ -1,1 +1,0 @@
-"""Share what chat completions and text completions have alike: both answer in `choices`."""

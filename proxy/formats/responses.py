@@ -1,0 +1,610 @@
+"""Speak `/v1/responses`: ids by `enable_response_messages`, log-probabilities by `include`.
+
+vLLM's additional values stand in `input_messages`, `output_messages`, `top_logprobs` and in each
+text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by what vLLM
+sends to clients that did not ask: `null`, and `[]` in a text's deltas.
+
+vLLM gives log-probabilities for texts only. A whole reply with any text has those of all its
+tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
+and of the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
+itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
+recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
+mask of a grammar if one held the reply (061-grammars-without-log-probabilities.md).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from proxy.formats.base import (
+    ModelRequest,
+    ReplyFacts,
+    ReplyReader,
+    ReplySummary,
+    Sampled,
+    StreamTranscript,
+    Transcript,
+    own_name,
+    with_changes,
+)
+from proxy.formats.conversation import (
+    TOOL_ROLES,
+    UNHEARD_ROLES,
+    Calls,
+    Conversation,
+    ToolCallShown,
+    ToolResult,
+    Turns,
+    is_only_text,
+    is_text,
+    tool_result,
+)
+from proxy.formats.errors import ErrorShape, ResponsesErrors
+from proxy.formats.raw_json import (
+    NULL,
+    NUMBER,
+    ODD_SHAPE,
+    Member,
+    Object,
+    decoded_object,
+    parse_object,
+    readable_value,
+    value_of,
+    without,
+)
+from proxy.formats.sampling import (
+    EVERYWHERE,
+    SamplingRules,
+    forced_by,
+    free_choice,
+    free_form_within,
+    functions_of,
+    of_text_form,
+    the_grammar,
+)
+from proxy.formats.sse import EventStream, Unread
+from store.records import ToolCall
+
+IDS: Final = "enable_response_messages"
+INCLUDE: Final = "include"
+TOP: Final = "top_logprobs"
+# Any other item means that the server took turns of its own: several prompts, several samples.
+OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+THOUGHT: Final = "reasoning"
+# With a false one, vLLM leaves thoughts out of the reply.
+SHOWS_THOUGHTS: Final = "include_reasoning"
+# vLLM's type of messages with token ids; those in gpt-oss's own form have none.
+RAW_TOKENS: Final = "raw_message_tokens"
+EMPTY: Final = msgspec.Raw(b"[]")
+DELTA: Final = b"response.output_text.delta"
+UNTOLD: Final = (NULL, EMPTY)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class ResponseFilter:
+    """Restore a response or its events, and gather the token data that this removes."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin with what `request` was given beside the client's own fields."""
+        self._model = own_name(request, served_name)
+        self._hide_ids = IDS in request.injected
+        self._hide_logprobs = INCLUDE in request.injected
+        self._thinks = request.fields.get(SHOWS_THOUGHTS) not in (None, True)
+        self._prompts: list[list[int]] | None = None
+        self._ids: list[list[int]] | None = None
+        self._logprobs: list[float] = []
+        self._one_sample = True
+        self._members = self._added_members(served_name)
+
+    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
+        members: dict[bytes, Member] = {}
+        if self._hide_ids:
+            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=b"["))
+        if self._hide_logprobs:
+            members[TOP.encode()] = Member(opens=NUMBER)
+            members[b"logprobs"] = Member(opens=b"[", unless_empty=True)
+        if self._model is not None:
+            served = msgspec.json.encode(served_name)
+            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+        return members
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return a payload that cannot be parsed with the values of added members replaced."""
+        members = self._members
+        if b"logprobs" in members and DELTA in payload:
+            members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
+        return without(payload, members)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Return whether a reply goes through unchanged."""
+        return not (self._hide_ids or self._hide_logprobs or self._model)
+
+    def response(self, response: Object) -> None:
+        """Restore a response in place; its token data replaces that of an earlier event."""
+        if self._model is not None and "model" in response:
+            response["model"] = self._model
+        self._prompts = _tokens(response.get("input_messages"))
+        self._ids = _tokens(response.get("output_messages"))
+        for name in ("input_messages", "output_messages"):
+            if self._hide_ids and name in response:
+                response[name] = NULL
+        if self._hide_logprobs and TOP in response:
+            response[TOP] = NULL
+        self._logprobs = []
+        items = objects_of(response.get("output"))
+        if items:
+            for item in items:
+                kind = value_of(item.get("type"))
+                self._one_sample &= kind in OWN_ITEMS
+                self._thinks |= kind == THOUGHT
+                self._logprobs += self.item(item)
+            response["output"] = msgspec.Raw(msgspec.json.encode(items))
+
+    def item(self, item: Object) -> list[float]:
+        """Restore an output item in place, and return its log-probabilities."""
+        logprobs: list[float] = []
+        parts = objects_of(item.get("content"))
+        if parts:
+            for part in parts:
+                logprobs += self.text(part, NULL)
+            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
+        return logprobs
+
+    def text(self, holder: Object, untold: msgspec.Raw) -> list[float]:
+        """Restore a text, or a piece of one, in place, and return its log-probabilities.
+
+        `untold` is the value of `logprobs` in a text for which none were asked.
+        """
+        logprobs = holder.get("logprobs")
+        if logprobs is None or logprobs in UNTOLD:
+            return []
+        if self._hide_logprobs:
+            holder["logprobs"] = untold
+        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
+
+    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
+        """Return the token data; the ids only if there was one prompt and all else was sampled.
+
+        vLLM gives log-probabilities of texts only. They count if they are as many as the ids: of
+        fewer it cannot be told whose they are.
+        """
+        prompts, replies = self._prompts or [], self._ids or []
+        exact = self._one_sample and len(prompts) == 1
+        ids = tuple(replies[0]) if exact and len(replies) == 1 else None
+        complete = ids is not None and len(self._logprobs) == len(ids)
+        return Sampled(
+            prompt_ids=tuple(prompts[0]) if exact else None,
+            sampled_ids=ids,
+            sampled_logprobs=tuple(self._logprobs) if complete else None,
+            choices=1,
+            completion_tokens=(usage or {}).get("output_tokens"),
+            thoughtless=not self._thinks and _thinking_tokens(usage) == 0,
+        )
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _RawMessage(msgspec.Struct):
+    type: str
+    tokens: list[TokenId] | None = None
+
+
+def _thinking_tokens(usage: dict[str, Any] | None) -> Any:
+    """Return how many tokens of thoughts were counted, or None if it is not told."""
+    details = (usage or {}).get("output_tokens_details")
+    return details.get("reasoning_tokens") if isinstance(details, dict) else None
+
+
+def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
+    """Return the ids of each message, or None if there are none."""
+    if raw is None or raw in UNTOLD:
+        return None
+    messages = msgspec.json.decode(raw, type=list[_RawMessage])
+    if any(message.type != RAW_TOKENS or message.tokens is None for message in messages):
+        return None
+    return [message.tokens or [] for message in messages]
+
+
+def objects_of(raw: msgspec.Raw | None) -> list[Object]:
+    """Return a list's members with values unparsed; nothing if the value is not a list."""
+    if raw is None or bytes(raw)[:1] != b"[":
+        return []
+    return msgspec.json.decode(raw, type=list[Object])
+
+
+LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+
+class WholeResponse:
+    """Follow a response in one piece."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin the reply to `request`."""
+        self._filter = ResponseFilter(request, served_name)
+        self._pieces: list[bytes] = []
+        self._response: dict[str, Any] | None = None
+        self._whole = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Keep the bytes until the reply's end, and return none."""
+        self._pieces.append(chunk)
+        return b""
+
+    def finish(self) -> bytes:
+        """Return the restored reply, byte for byte the upstream's if nothing was added."""
+        out = self._restored(b"".join(self._pieces))
+        self._response, self._whole = decoded_object(out), True
+        return out
+
+    def _restored(self, body: bytes) -> bytes:
+        parsed = parse_object(body)
+        if parsed is None or parsed.keys().isdisjoint(("model", "output")):
+            return self._filter.hide(body)
+        try:
+            self._filter.response(parsed)
+        except ODD_SHAPE:
+            return self._filter.hide(body)
+        return body if self._filter.changes_nothing else msgspec.json.encode(parsed)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the reply's end has come."""
+        return self._whole
+
+    def summary(self) -> ReplySummary:
+        """Return the response's id, text and tool calls."""
+        return _summary(self._response or {}, text_of(self._response or {}))
+
+
+class StreamedResponse:
+    """Follow a response's events; the first and the last carry the response itself."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin the reply to `request`."""
+        self._filter = ResponseFilter(request, served_name)
+        self._events = EventStream(self._data, self._filter.hide, _is_end)
+        self._response: dict[str, Any] | None = None
+        self._deltas: list[str] = []
+        self._unread = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the restored lines that `chunk` completes, up to the event that ends the reply."""
+        return self._events.feed(chunk)
+
+    @property
+    def at_end(self) -> bool:
+        """Return whether the event that ends the reply has come whole."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """Return the held back end of the stream."""
+        return self._events.release()
+
+    def finish(self) -> bytes:
+        """Return the held back end of the stream, with any unfinished line."""
+        return self._events.finish()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the last event came and all events were readable."""
+        return self._events.ended and not (self._unread or self._events.unread)
+
+    def summary(self) -> ReplySummary:
+        """Return the id, text and tool calls so far; tool calls only once the last event came."""
+        return _summary(self._response or {}, "".join(self._deltas))
+
+    def _data(self, payload: bytes) -> bytes:
+        event = parse_object(payload)
+        if event is None:
+            raise Unread
+        try:
+            changed = self._read(event)
+        except ODD_SHAPE:
+            self._unread = True
+            return self._filter.hide(payload)
+        if not changed or self._filter.changes_nothing:
+            return payload
+        return msgspec.json.encode(event)
+
+    def _read(self, event: Object) -> bool:
+        """Restore an event in place; return whether it is of a type that may change."""
+        kind = value_of(event.get("type"))
+        if "response" in event:
+            response = msgspec.json.decode(event["response"], type=Object)
+            self._filter.response(response)
+            event["response"] = msgspec.Raw(msgspec.json.encode(response))
+            self._response = decoded_object(event["response"])
+        elif kind == "response.output_text.delta":
+            self._deltas.append(msgspec.json.decode(event["delta"], type=str))
+            self._filter.text(event, EMPTY)
+        elif kind == "response.content_part.done":
+            part = msgspec.json.decode(event["part"], type=Object)
+            self._filter.text(part, NULL)
+            event["part"] = msgspec.Raw(msgspec.json.encode(part))
+        elif kind == "response.output_item.done":
+            item = msgspec.json.decode(event["item"], type=Object)
+            self._filter.item(item)
+            event["item"] = msgspec.Raw(msgspec.json.encode(item))
+        else:
+            return False
+        return True
+
+
+def _is_end(line: bytes) -> bool:
+    name, _, value = line.partition(b":")
+    return name == b"event" and value.strip().decode(errors="replace") in LAST_EVENTS
+
+
+def _summary(response: dict[str, Any], text: str) -> ReplySummary:
+    calls = tool_calls_of(response)
+    return ReplySummary(response_id=string_of(response.get("id")), text=text, tool_calls=calls)
+
+
+def string_of(value: object) -> str | None:
+    """Return `value` if it is a string, else None."""
+    return value if isinstance(value, str) else None
+
+
+def _members(holder: dict[str, Any], field: str, kind: str) -> list[dict[str, Any]]:
+    value = holder.get(field)
+    members = value if isinstance(value, list) else []
+    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
+
+
+def text_of(response: dict[str, Any]) -> str:
+    """Return what a response says, its items' texts one after another."""
+    messages = _members(response, "output", "message")
+    parts = (part for item in messages for part in _members(item, "content", "output_text"))
+    return "".join(string_of(part.get("text")) or "" for part in parts)
+
+
+def tool_calls_of(response: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """Return the tool executions that a response asks for."""
+    return tuple(
+        ToolCall(
+            id=str(item.get("call_id")),
+            name=str(item.get("name")),
+            arguments=str(item.get("arguments")),
+        )
+        for item in _members(response, "output", "function_call")
+    )
+
+
+class WholeResponseReader(WholeResponse):
+    """Read a response in one piece."""
+
+    def read(self, raw: bytes) -> None:
+        """Take the reply's bytes."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """Return the response's facts."""
+        return _facts(self._response, self._filter, whole=self._whole)
+
+
+class StreamedResponseReader(StreamedResponse):
+    """Read a response's events."""
+
+    def read(self, raw: bytes) -> None:
+        """Take the reply's bytes."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """Return the facts of the response in the newest event that carries it."""
+        return _facts(self._response, self._filter, whole=self.ended)
+
+
+def _facts(response: dict[str, Any] | None, filtered: ResponseFilter, *, whole: bool) -> ReplyFacts:
+    if response is None:
+        return ReplyFacts(None, None, None, None, (), filtered.sampled(None), whole)
+    usage = response.get("usage") if isinstance(response.get("usage"), dict) else None
+    return ReplyFacts(
+        reply=msgspec.json.encode(response),
+        response_id=string_of(response.get("id")),
+        finish=string_of(response.get("status")),
+        usage=usage,
+        tool_calls=tool_calls_of(response),
+        sampled=filtered.sampled(usage),
+        whole=whole,
+        text=text_of(response),
+    )
+
+
+QUOTE: Final = b'"'
+PREVIOUS: Final = "previous_response_id"
+# With either of these the server keeps the conversation, and a request shows only what is new.
+KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
+RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
+# The type of an item that the client adds, beside messages, ends so.
+HEARD_SUFFIXES: Final = ("_output", "_response")
+# Items without a role that are text; one of another type may be anything (a screen, a picture).
+TEXT_ITEMS: Final = frozenset(
+    {
+        *("message", "reasoning", "function_call", "custom_tool_call", *RESULT_TYPES),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("web_search_call", "file_search_call", "compaction"),
+    }
+)
+
+
+class ResponsesTurns(Turns):
+    """Read a response's input, which may go on from an earlier one that the server keeps."""
+
+    field = "input"
+    continued_by_id = True
+
+    def continues(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the id of the response that a request goes on from, if it names one."""
+        previous = fields.get(PREVIOUS)
+        return previous if isinstance(previous, str) and previous else None
+
+    def shows_all(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a request shows its conversation from the beginning."""
+        return not any(fields.get(name) for name in KEPT_BY_SERVER)
+
+    def read(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that a request shows; its input may be one text."""
+        given = fields.get(self.field)
+        if not isinstance(given, str):
+            return super().read(fields)
+        conversation = Conversation()
+        conversation.add_user(given)
+        return conversation
+
+    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return what users say, message by message; an input that is one text is a user's."""
+        given = parsed.get(self.field, NULL)
+        is_one_text = memoryview(given)[0] in QUOTE
+        return [given] if is_one_text else super().said_by_users(parsed)
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the input is all text, as far as the request shows it.
+
+        So must be what is filled into a prompt that the server keeps.
+        """
+        prompt = readable_value(parsed.get("prompt", NULL))
+        filled = prompt.get("variables") if isinstance(prompt, dict) else None
+        values = filled.values() if isinstance(filled, dict) else ()
+        return all(map(is_text, values)) and super().only_text(parsed)
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether an item is text, with all of its content or of a tool's output."""
+        kind = readable_value(member.get("type", NULL))
+        known = "role" in member or (isinstance(kind, str) and kind in TEXT_ITEMS)
+        return known and is_only_text(member.get("output")) and super()._is_text(member)
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        kind, role = member.get("type"), member.get("role")
+        if role == "assistant":
+            conversation.add_assistant(member.get("content"))
+        elif role in TOOL_ROLES:
+            conversation.add_tool_result(member.get("tool_call_id"), member.get("content"))
+        elif isinstance(role, str):
+            if role not in UNHEARD_ROLES:
+                conversation.add_user(member.get("content"))
+        elif kind == "function_call":
+            conversation.add_tool_call(
+                member.get("call_id"), member.get("name"), member.get("arguments")
+            )
+        elif isinstance(kind, str) and kind.endswith("_output"):
+            conversation.add_tool_result(member.get("call_id"), member.get("output"))
+
+    def _is_assistants(self, member: dict[str, Any]) -> bool:
+        """Return whether a member is the model's: a message of its role, or an item of another.
+
+        Items of the model's have no role, and the client's own end in one of `HEARD_SUFFIXES`.
+        """
+        role, kind = member.get("role"), member.get("type")
+        if isinstance(role, str):
+            return role == "assistant"
+        return isinstance(kind, str) and not kind.endswith(HEARD_SUFFIXES)
+
+    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+        is_custom = member.get("type") == "custom_tool_call"
+        arguments = member.get("input" if is_custom else "arguments")
+        return (ToolCallShown(member.get("call_id"), member.get("name"), arguments),)
+
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
+        if member.get("type") not in RESULT_TYPES:
+            return ()
+        return tool_result(member.get("call_id"), member.get("output"), calls)
+
+
+# vLLM takes these for responses too, and does not apply them; another server might.
+NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
+
+
+class ResponsesSampling(SamplingRules):
+    """Read the settings of responses."""
+
+    settings = frozenset({"max_output_tokens", "text"})
+    objects = ("text",)
+    harmless = EVERYWHERE | {
+        *("input", "instructions", "previous_response_id", "conversation", "prompt", "store"),
+        *("background", "include", "max_tool_calls", "reasoning", "service_tier", "truncation"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
+        *("safety_identifier", "top_logprobs", "context_management", "access_programs"),
+        *("enable_response_messages", "previous_input_messages", "image"),
+    }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a setting is named of which it is open whether the server applies it."""
+        return any(settings.get(name) for name in NOT_APPLIED)
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a tool or a form of the text is imposed."""
+        return super().constrains(settings) or not free_form_within(settings.get("text"))
+
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+        """Return the grammar of the text that is asked for, or of calls of tools."""
+        text, choice, tools = fields.get("text"), fields.get("tool_choice"), fields.get("tools")
+        form = text.get("format") if isinstance(text, dict) else None
+        forced = None if free_choice(choice) else forced_by(choice, choice)
+        listed = tools if isinstance(tools, list) else []
+        plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
+        functions = functions_of(listed) if plain else None
+        return the_grammar(fields, form, of_text_form, forced, functions, tag)
+
+
+LOGPROBS: Final = "message.output_text.logprobs"
+
+
+class ResponsesFormat(msgspec.Struct, frozen=True):
+    """Speak OpenAI's Responses API."""
+
+    name: str = "responses"
+    title: str = "OpenAI responses"
+    path: str = "/v1/responses"
+    forwarded: tuple[str, ...] = ()
+    errors: ErrorShape = ResponsesErrors()
+    turns: Turns = ResponsesTurns()
+    sampling: SamplingRules = ResponsesSampling()
+    unread: tuple[str, ...] = ()
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """Return the request with the version's name and the fields that give ids.
+
+        Nothing is added to a background request, which is answered before anything is sampled.
+        """
+        fields = request.fields
+        included = fields.get(INCLUDE)
+        added: Object = {}
+        if want_ids and isinstance(included, list | None) and fields.get("background") is not True:
+            if fields.get(IDS) is None or fields[IDS] is False:
+                added[IDS] = msgspec.Raw(b"true")
+            if LOGPROBS not in (included or ()):
+                added[INCLUDE] = msgspec.Raw(msgspec.json.encode([*(included or ()), LOGPROBS]))
+                # Without `include` the number of alternatives is ignored; with it, too large a
+                # number would fail the call.
+                if isinstance(fields.get(TOP), int) and fields[TOP] > 0:
+                    added[TOP] = msgspec.Raw(b"0")
+        return with_changes(request, served_name, added)
+
+    def whole(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> Transcript:
+        """Return a transcript of a response in one piece."""
+        return WholeResponse(request, served_name)
+
+    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
+        """Return a transcript of a response's events."""
+        return StreamedResponse(request, served_name)
+
+    def whole_reader(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> ReplyReader:
+        """Return a reader of a response in one piece."""
+        return WholeResponseReader(request, served_name)
+
+    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
+        """Return a reader of a response's events."""
+        return StreamedResponseReader(request, served_name)
+
+
+RESPONSES: Final = ResponsesFormat()

@@ -1,1 +1,0 @@
-"""Speak OpenAI's Responses API."""
