@@ -22,7 +22,6 @@ from pawl.commands.processes import proxy, steward, trainer
 from pawl.commands.rebuilding import rebuild
 from pawl.commands.records import migrate, spool
 from pawl.commands.rollout import rollout
-from pawl.commands.sentinels import app as sentinels
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
 from store.errors import StoreError
@@ -72,12 +71,11 @@ def wrap_to_the_terminal(commands: Iterable[CommandInfo]) -> None:
         one.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
 
 
-for group in (app, episodes, policies, keys, sentinels):
+for group in (app, episodes, policies, keys):
     wrap_to_the_terminal(group.registered_commands)
 app.add_typer(episodes, name="episodes")
 app.add_typer(policies, name="policies")
 app.add_typer(keys, name="keys")
-app.add_typer(sentinels, name="sentinels")
 
 
 def main() -> None:

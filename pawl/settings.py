@@ -76,19 +76,6 @@ class JudgeSettings(StoreSettings):
     judge_concurrency: int = Field(
         default=4, ge=1, description="number of episodes judged at the same time"
     )
-    judge_sentinels_s: float = Field(
-        default=3600.0,
-        ge=0,
-        description="seconds from the end of a scoring of its sentinels until a running judge "
-        "scores them again; 0: never",
-    )
-    judge_drift_evidence: float = Field(
-        default=10_000.0,
-        gt=1,
-        le=1e100,
-        description="evidence from which on a judge counts as drifted: one that has not changed "
-        "reaches it in at most one of so many scorings of its sentinels",
-    )
 
 
 class ClientSettings(BaseSettings):

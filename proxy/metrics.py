@@ -238,51 +238,7 @@ EVAL_REWARD = Gauge(
     ["policy", "version", "figure"],
     multiprocess_mode="livemostrecent",
 )
-SENTINELS = Gauge(
-    "pawl_sentinels",
-    "Sentinels of a judge: episodes that it scores again and again.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
-SENTINEL_DIFFERENCE = Gauge(
-    "pawl_sentinel_difference",
-    "Difference of a judge's scores of its sentinels from their references, in its last round.",
-    ["tenant", "judge", "figure"],
-    multiprocess_mode="livemostrecent",
-)
-SENTINEL_UNSCORED = Gauge(
-    "pawl_sentinel_unscored_share",
-    "Share of a judge's sentinels without a score in its last round: it could not score them, or "
-    "was not asked, as they had changed.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
-SENTINEL_EVIDENCE = Gauge(
-    "pawl_sentinel_evidence",
-    "Evidence that a judge has drifted: one that has not reaches c in at most one round of c.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
-JUDGE_DRIFTED = Gauge(
-    "pawl_judge_drifted",
-    "1 while a judge has drifted, by its last round of sentinels that could show it; no value: "
-    "none could since the references were taken.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
-SENTINEL_ROUND = Gauge(
-    "pawl_sentinel_round_begun",
-    "Time at which the last round of a judge's sentinels that ended was begun, in seconds of Unix.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
-SENTINEL_UNFINISHED = Gauge(
-    "pawl_sentinel_unfinished_round_begun",
-    "Time at which the round of a judge's sentinels was begun that has not ended, in seconds of "
-    "Unix; no value: all have.",
-    ["tenant", "judge"],
-    multiprocess_mode="livemostrecent",
-)
+
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WAITED_FOR_ADAPTER = Counter(
     "pawl_waited_for_adapter_total",

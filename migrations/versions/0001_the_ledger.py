@@ -210,22 +210,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("policy", "metric", name="pk_reward_terms"),
     )
     op.create_table(
-        "sentinel_rounds",
-        sa.Column("judge", sa.Text(), nullable=False),
-        sa.Column("round", sa.Integer(), nullable=False),
-        sa.Column("begun_at", TIME, server_default=NOW, nullable=False),
-        sa.Column("ended_at", TIME),
-        sa.Column("scored", sa.Integer()),
-        sa.Column("unscored", sa.Integer()),
-        sa.Column("changed", sa.Integer()),
-        sa.Column("compared", sa.Integer()),
-        sa.Column("mean", sa.Double()),
-        sa.Column("mean_absolute", sa.Double()),
-        sa.Column("evidence", sa.Double()),
-        sa.Column("drifted", sa.Boolean()),
-        sa.PrimaryKeyConstraint("judge", "round", name="pk_sentinel_rounds"),
-    )
-    op.create_table(
         "transitions",
         sa.Column("id", sa.Uuid(), nullable=False),
         sa.Column("method", sa.Text(), nullable=False),
@@ -545,19 +529,6 @@ def upgrade() -> None:
         postgresql_where=sa.text("state = 'serving'"),
     )
     op.create_table(
-        "sentinels",
-        sa.Column("judge", sa.Text(), nullable=False),
-        sa.Column("episode_id", sa.Uuid(), nullable=False),
-        sa.Column("metric", sa.Text(), nullable=False),
-        sa.Column("digest", sa.Uuid(), nullable=False),
-        sa.Column("draws", sa.Integer(), nullable=False),
-        sa.Column("since_round", sa.Integer(), nullable=False),
-        sa.Column("at", TIME, server_default=NOW, nullable=False),
-        sa.ForeignKeyConstraint(["episode_id"], ["episodes.id"], name="fk_sentinels_episode_id"),
-        sa.PrimaryKeyConstraint("judge", "episode_id", name="pk_sentinels"),
-    )
-    op.create_index("ix_sentinels_episode_id", "sentinels", ["episode_id"])
-    op.create_table(
         "tool_events",
         sa.Column("id", sa.Uuid(), nullable=False),
         sa.Column("episode_id", sa.Uuid()),
@@ -643,31 +614,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_policy_events"),
     )
     op.create_index("ix_policy_events_version", "policy_events", ["name", "version", "id"])
-    op.create_table(
-        "sentinel_scores",
-        sa.Column("judge", sa.Text(), nullable=False),
-        sa.Column("episode_id", sa.Uuid(), nullable=False),
-        sa.Column("round", sa.Integer(), nullable=False),
-        sa.Column("outcome", sa.Text(), nullable=False),
-        sa.Column("score", sa.Double()),
-        sa.Column("reason", sa.Text()),
-        sa.Column("at", TIME, server_default=NOW, nullable=False),
-        sa.CheckConstraint(
-            "(score IS NULL) = (outcome <> 'scored')",
-            name=op.f("ck_sentinel_scores_score_if_scored"),
-        ),
-        sa.CheckConstraint(
-            "outcome IN ('scored', 'cannot_tell', 'failed', 'changed')",
-            name=op.f("ck_sentinel_scores_outcome_known"),
-        ),
-        sa.ForeignKeyConstraint(
-            ["judge", "episode_id"],
-            ["sentinels.judge", "sentinels.episode_id"],
-            name="fk_sentinel_scores_judge",
-            ondelete="CASCADE",
-        ),
-        sa.PrimaryKeyConstraint("judge", "episode_id", "round", name="pk_sentinel_scores"),
-    )
     for column in BULK:
         op.execute(f"ALTER TABLE transitions ALTER {column} SET STORAGE EXTERNAL")
     op.execute(
@@ -692,18 +638,15 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Drop all tables, with everything in them."""
     for table in (
-        "sentinel_scores",
         "policy_events",
         "consumptions",
         "tool_events",
-        "sentinels",
         "policies",
         "judgements",
         "feedback",
         "episode_policies",
         "updates",
         "transitions",
-        "sentinel_rounds",
         "reward_terms",
         "provided_fingerprints",
         "outdated_days",

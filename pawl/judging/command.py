@@ -4,31 +4,27 @@ import asyncio
 import os
 import shlex
 import signal
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 from pydantic import HttpUrl
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection
 from pawl.judging.answers import Judge
-from pawl.judging.desk import FeedbackDesk
+from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import JudgeError
 from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
-from pawl.judging.sentinels.rescoring import Rescoring, SentinelPlan
 from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
 from pawl.stack.database import open_engine
 from proxy.settings import ProxySettings
 from store.judge.judgements import forget_unjudged
-from store.judge.rounds import Round
 from store.keys import tenant_of_key
 from store.records import Record
 from store.settings import address
@@ -56,18 +52,6 @@ class JudgeOptions(Record, frozen=True, kw_only=True):
     again: bool = False
     selection: Selection = Selection()
     feedback_url: str | None = None
-    sentinels_every_s: float | None = None
-    drift_evidence: float | None = None
-
-
-class _Opened(NamedTuple):
-    """Hold what a judge works with, and whose it is."""
-
-    session: aiohttp.ClientSession
-    engine: AsyncEngine
-    judge: Judge
-    settings: JudgeSettings
-    tenant: str
 
 
 async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
@@ -80,57 +64,24 @@ async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
         JudgeError: the judge cannot run with these options.
         Away: with `once`, a server does not answer.
     """
-    async with _opened(options) as own:
-        url = options.feedback_url or feedback_url(read_settings(ProxySettings).listen)
-        key = read_settings(ClientSettings).headers
-        desk = FeedbackDesk(own.session, _url("--feedback-url", url), key=key)
-        if options.again:
-            async with own.engine.begin() as connection:
-                await forget_unjudged(connection, own.judge.name, own.tenant)
-        plan = _plan(options, own.settings, own.tenant)
-        sentinels = None if options.once else _rescoring(options, own)
-        judging = Judging(own.engine, own.judge, desk, plan, sentinels)
-        await _run_until_stopped(judging, once=options.once)
-        return _counts(judging.tally)
-
-
-async def score_sentinels(options: JudgeOptions) -> Round:
-    """Have the judge score its sentinels once, and return what that came to.
-
-    Raises:
-        JudgeError: the judge cannot run with these options, or has no sentinels, or another process
-            scores them now.
-        Away: a server does not answer; the round goes on when it is scored the next time.
-    """
-    async with _opened(options) as own:
-        return await _rescoring(options, own).now()
-
-
-@asynccontextmanager
-async def _opened(options: JudgeOptions) -> AsyncIterator[_Opened]:
-    """Open the database, and make the judge of the options."""
-    settings = read_settings(JudgeSettings)
+    settings, proxy = read_settings(JudgeSettings), read_settings(ProxySettings)
+    client = read_settings(ClientSettings)
     # No limit of the client's: each judge and each post has a time limit of its own.
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
         open_engine(read_settings(StackSettings)) as engine,
     ):
-        judge = _judge(options, settings, read_settings(ProxySettings), session)
+        judge = _judge(options, settings, proxy, session)
+        url = options.feedback_url or feedback_url(proxy.listen)
+        feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
         async with engine.begin() as connection:
-            tenant = await tenant_of_key(connection, read_settings(ClientSettings).key)
-        yield _Opened(session, engine, judge, settings, tenant)
-
-
-def _rescoring(options: JudgeOptions, own: _Opened) -> Rescoring:
-    settings, every_s = own.settings, options.sentinels_every_s
-    plan = SentinelPlan(
-        tenant=own.tenant,
-        concurrency=options.concurrency or settings.judge_concurrency,
-        every_s=settings.judge_sentinels_s if every_s is None else every_s,
-        evidence=options.drift_evidence or settings.judge_drift_evidence,
-    )
-    return Rescoring(own.engine, own.judge, plan)
+            tenant = await tenant_of_key(connection, client.key)
+            if options.again:
+                await forget_unjudged(connection, judge.name, tenant)
+        judging = Judging(engine, judge, feedback, _plan(options, settings, tenant))
+        await _run_until_stopped(judging, once=options.once)
+        return {outcome: judging.tally[outcome] for outcome in OUTCOMES}
 
 
 def _plan(options: JudgeOptions, settings: JudgeSettings, tenant: str) -> JudgingPlan:
@@ -231,10 +182,6 @@ def is_proxy(base_url: str, listen: str) -> bool:
     url, (host, port) = urlsplit(base_url), address(listen)
     same_host = url.hostname == host or (url.hostname in HERE and host in HERE)
     return same_host and (url.port or {"http": 80, "https": 443}.get(url.scheme)) == port
-
-
-def _counts(tally: Mapping[str, int]) -> dict[str, int]:
-    return {outcome: tally.get(outcome, 0) for outcome in OUTCOMES}
 
 
 async def _run_until_stopped(judging: Judging, *, once: bool) -> None:

@@ -21,7 +21,7 @@ ONE_POST_S: Final = 10.0
 SHOWN: Final = 300
 
 
-class FeedbackDesk:
+class FeedbackClient:
     """Post to the proxy's `/feedback`, and retry for a while if there is no answer."""
 
     def __init__(

@@ -19,9 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection
 from pawl.judging.answers import Judge, Statement, idempotency_key
-from pawl.judging.desk import FeedbackDesk
+from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import Away, JudgeError, JudgeFailed, reason_of
-from pawl.judging.sentinels.rescoring import Rescoring
 from store.connection.availability import is_unavailable
 from store.errors import Damaged
 from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
@@ -75,16 +74,10 @@ class Judging:
         self,
         engine: AsyncEngine,
         judge: Judge,
-        desk: FeedbackDesk,
+        desk: FeedbackClient,
         plan: JudgingPlan,
-        sentinels: Rescoring | None = None,
     ) -> None:
-        """Store the judge, where its answers are posted, its rules, and who scores its sentinels.
-
-        They and episodes take turns, so that both keep to one limit of concurrency, and neither
-        waits long for the other.
-        """
-        self._sentinels = sentinels
+        """Store the judge, where its answers are posted, and its rules."""
         self.tally: Counter[str] = Counter()
         self._engine = engine
         self._judge = judge
@@ -115,14 +108,13 @@ class Judging:
             log.info("judge_up", judge=self._judge.name)
             pause_s = 0.0
             while True:
-                more = self._sentinels is not None and await self._sentinels.when_due()
                 episodes = await self._round()
                 if self._away is not None:
                     if once:
                         raise self._away
                     pause_s = min(LONGEST_PAUSE_S, max(self._plan.poll_s, 2 * pause_s))
                     log.warning("judge_waits", reason=str(self._away), seconds=pause_s)
-                elif episodes or more:
+                elif episodes:
                     pause_s = 0.0
                 elif once:
                     return self.tally

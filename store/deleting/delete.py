@@ -56,11 +56,7 @@ _REWRITE: Final = """
         prompt_prefix = NULL, request = $2, prompt_ids = $3 WHERE id = $1
 """
 # Tables beside the calls' own of which an episode's rows are deleted.
-BY_EPISODE: Final = (
-    *("judgements", "provided_fingerprints", "needed_fingerprints"),
-    # With what they were scored, by their foreign key.
-    "sentinels",
-)
+BY_EPISODE: Final = ("judgements", "provided_fingerprints", "needed_fingerprints")
 # Parameters: ids of episodes, and what they have in place of their keys.
 STRIP: Final = """
     UPDATE episodes e SET key = s.key, task = NULL, task_named = false, task_from = NULL,

@@ -5,7 +5,7 @@ neither a restart nor an answer without a score makes Pawl ask about an episode 
 that could not be judged waits again once it has a later call.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from typing import Literal
@@ -108,7 +108,12 @@ async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
     """Store a judgement, in place of the judge's earlier one; nothing of a deleted episode."""
-    if not await hold_episode(connection, judgement.episode_id):
+    # Whoever deletes an episode locks its row before looking for what is about it
+    # (`store.deleting.delete`).
+    alive = select(episodes.c.id).where(
+        episodes.c.id == judgement.episode_id, episodes.c.deleted_at.is_(None)
+    )
+    if await connection.scalar(alive.with_for_update(read=True)) is None:
         return
     values = {name: getattr(judgement, name) for name in judgement.__struct_fields__}
     await connection.execute(
@@ -118,28 +123,6 @@ async def note(connection: AsyncConnection, judgement: Judgement) -> None:
             index_elements=["episode_id", "judge"], set_=values | {"at": func.now()}
         )
     )
-
-
-async def hold_episode(connection: AsyncConnection, episode_id: UUID) -> bool:
-    """Return whether an episode is there, and keep it until the transaction ends.
-
-    Whoever deletes it locks its row before looking for what is about it (`store.deleting.delete`).
-    """
-    return bool(await hold_episodes(connection, [episode_id]))
-
-
-async def hold_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> set[UUID]:
-    """Return which episodes are there, and keep them until the transaction ends.
-
-    They are locked in the order in which all do who lock several: that of their keys.
-    """
-    there = (
-        select(episodes.c.id)
-        .where(episodes.c.id.in_(ids), episodes.c.deleted_at.is_(None))
-        .order_by(episodes.c.key)
-        .with_for_update(read=True)
-    )
-    return set((await connection.execute(there)).scalars())
 
 
 async def forget_unjudged(connection: AsyncConnection, judge: str, tenant: str) -> int:
@@ -155,17 +138,16 @@ async def forget_unjudged(connection: AsyncConnection, judge: str, tenant: str) 
     return (await connection.execute(query)).rowcount
 
 
-Work = Literal["judge", "sentinels"]
 _LOCK = "hashtextextended(:what, 0)"
 
 
 @asynccontextmanager
-async def holding(engine: AsyncEngine, judge: str, work: Work = "judge") -> AsyncIterator[bool]:
-    """Hold the lock of a judge's work, so that one process does it; yield False if another has.
+async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
+    """Hold the lock of a judge, so that one process runs it; yield False if another has.
 
     The judge's name is as it is kept (`store.tenants`): two tenants may have judges of one name.
     """
-    what = {"what": f"pawl {work} {judge}"}
+    what = {"what": f"pawl judge {judge}"}
     async with engine.connect() as connection:
         query = text(f"SELECT pg_try_advisory_lock({_LOCK})")
         held = bool((await connection.execute(query, what)).scalar_one())

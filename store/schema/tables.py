@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from store.schema import base, claimable, keys, recorded, sentinels, stated, trained
+from store.schema import base, claimable, keys, recorded, stated, trained
 
 # Importing a module adds its tables to the metadata.
-MODULES: Final = (recorded, claimable, stated, trained, keys, sentinels)
+MODULES: Final = (recorded, claimable, stated, trained, keys)
 metadata: Final = base.metadata

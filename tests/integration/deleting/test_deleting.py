@@ -15,7 +15,6 @@ from store.deleting.delete import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.judge.judgements import Judgement, note
-from store.judge.sentinels import Rescored, Sentinel, add_sentinels, note_score
 from store.read.stats import totals
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.updates import claims
@@ -97,14 +96,9 @@ async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngi
             reason=CANARY,
         )
         await note(connection, judged)
-        sentinel = Sentinel(episode_id=whole, digest=whole)
-        assert await add_sentinels(connection, "j", [sentinel], 1) == 1
-        failed = Rescored(outcome="failed", reason=CANARY)
-        await note_score(connection, "j", 1, whole, failed)
     before = await exported(engine)
     tables = {name.partition(".")[0] for name in await places_with(engine, CANARY)}
     assert tables >= {"episodes", "transitions", "tool_events", "feedback", "judgements"}
-    assert "sentinel_scores" in tables
     assert "transitions.reply_raw" in await places_with(engine, CANARY)
     receipt = await deleted(engine, f"gone {CANARY}")
     assert await places_with(engine, CANARY) == []
@@ -118,7 +112,6 @@ async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngi
         "judgements": 1,
         "provided_fingerprints": 1,
         "needed_fingerprints": 1,
-        "sentinels": 1,
     }
     assert (receipt.state, receipt.keys) == ("deleted", (f"gone {CANARY}",))
     # A judge that was still thinking.

@@ -2,16 +2,10 @@
 
 from typing import Any, Final
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pawl.judging.errors import Away
-from store.judge.sentinels import remove_sentinels
-from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
-from tests.support.ledger.sentinels import Mood, make_sentinels, score
-from tests.support.records import call
-from tests.support.waiting import awaited, eventually
+from tests.support.waiting import awaited
 from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selectors
 
 # The trainer's metrics, once it trains, and the steward's; they are checked against their
@@ -64,8 +58,6 @@ async def work(proxy: Proxy) -> None:
 
 async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> None:
     await work(proxy)
-    await make_sentinels(proxy.engine, [f"e-{one}" for one in range(16)], draws=1)
-    await score(proxy.engine, Mood(), times=2)
     asked = {
         selector
         for query in dashboard_queries()
@@ -87,58 +79,3 @@ async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> N
     async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     assert any(line.startswith('pawl_reward_count{policy="m",version="0"}') for line in lines)
-
-
-async def test_a_judge_that_drifts_is_seen_until_it_has_no_sentinels(proxy: Proxy) -> None:
-    await make_sentinels(proxy.engine, [f"e-{one}" for one in range(12)])
-    judge = Mood()
-    await score(proxy.engine, judge, times=3)
-    judge.mood = 0.3
-    await score(proxy.engine, judge, times=2)
-    labels = '{judge="mood",tenant="default"}'
-    assert await eventually(lambda: says(proxy, f"pawl_judge_drifted{labels} 1.0"))
-    assert await says(proxy, f"pawl_sentinels{labels} 12.0")
-    async with proxy.engine.begin() as connection:
-        await remove_sentinels(connection, "mood")
-    assert await eventually(lambda: shows_not(proxy, 'judge="mood"'))
-    # Of others nothing is known yet.
-    await make_sentinels(proxy.engine, ["f-1"])
-    assert await eventually(lambda: says(proxy, f"pawl_sentinels{labels} 1.0"))
-    assert not await says(proxy, f"pawl_judge_drifted{labels} 1.0")
-
-
-async def test_a_share_that_has_no_score_and_a_round_that_does_not_end_are_seen(
-    proxy: Proxy,
-) -> None:
-    await make_sentinels(proxy.engine, ["e-1", "e-2", "e-3", "e-4"])
-    judge = Mood()
-    await Ingester().store(proxy.engine, [call(f"e-{one}") for one in (2, 3, 4)])
-    judge.fails = {"e-1"}
-    await score(proxy.engine, judge)
-    labels = '{judge="mood",tenant="default"}'
-    assert await eventually(lambda: says(proxy, f"pawl_sentinel_unscored_share{labels} 1.0"))
-    judge.away_after = 0
-    with pytest.raises(Away):
-        await score(proxy.engine, judge)
-    series = f"pawl_sentinel_unfinished_round_begun{labels}"
-    assert await eventually(lambda: shows(proxy, series))
-    judge.away_after = None
-    await score(proxy.engine, judge)
-    assert await eventually(lambda: shows_not(proxy, series))
-
-
-async def shows_not(proxy: Proxy, series: str) -> bool:
-    """Whether no line of a proxy's metrics has this."""
-    return not await shows(proxy, series)
-
-
-async def shows(proxy: Proxy, series: str) -> bool:
-    """Whether a line of a proxy's metrics has this."""
-    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
-        return series in await reply.text()
-
-
-async def says(proxy: Proxy, line: str) -> bool:
-    """Whether a proxy's metrics have this line."""
-    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
-        return line in (await reply.text()).splitlines()

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.export import Selection, export
 from pawl.judging.answers import Statement, idempotency_key
-from pawl.judging.desk import FeedbackDesk
+from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import Away
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
@@ -84,7 +84,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield found
 
 
-class Desk(FeedbackDesk):
+class Desk(FeedbackClient):
     """Keeps what is posted."""
 
     def __init__(self) -> None:
@@ -106,15 +106,10 @@ class Opinion:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.at_once = 0
-        self.most_at_once = 0
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
         self.asked.append(episode)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.01)
-        self.at_once -= 1
         return [{"value": 1, "episode": episode}]
 
 
@@ -145,7 +140,7 @@ async def test_a_programs_answers_become_feedback(proxy: Proxy, bench: Bench) ->
     for name in names:
         await proxy.chat(headers={"x-pawl-episode": name})
     await proxy.episodes(len(names))
-    desk = FeedbackDesk(proxy.session, f"{proxy.url}/feedback")
+    desk = FeedbackClient(proxy.session, f"{proxy.url}/feedback")
     tally = await Judging(proxy.engine, bench.judge, desk, PLAN).run(once=True)
     assert tally == {"judged": 2, "cannot_tell": 1, "failed": 3}
 
@@ -170,7 +165,7 @@ async def test_a_programs_answers_become_feedback(proxy: Proxy, bench: Bench) ->
 
 async def test_a_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
     await proxy.chat(headers={"x-pawl-episode": "e"})
-    desk = FeedbackDesk(proxy.session, f"{proxy.url}/feedback")
+    desk = FeedbackClient(proxy.session, f"{proxy.url}/feedback")
     key = idempotency_key("j", "e")
     for value in (0.5, 0.5, 0.9):
         await desk.post([{"value": value, "episode": "e"}], key)

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.export import Selection
 from pawl.judging.answers import Statement
-from pawl.judging.desk import FeedbackDesk
+from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging
@@ -83,20 +83,22 @@ async def test_what_a_judge_leaves_running_does_not_hold_up_its_verdict(
 async def test_a_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
     await store(engine, *(call(f"e{number}") for number in range(30)))
     judge, desk, three = Opinion(), Desk(), asyncio.Event()
-    asked = judge.judge
+    under_way: list[int] = [0]
 
     async def together(episode: str, line: bytes) -> list[Statement]:
-        answering = asyncio.create_task(asked(episode, line))
-        await asyncio.sleep(0)
-        if judge.at_once == 3:
+        under_way.append(under_way[-1] + 1)
+        if under_way[-1] == 3:
             three.set()
         await three.wait()
-        return await answering
+        # Those that could begin wrongly beside these have time to.
+        await asyncio.sleep(0.01)
+        under_way.append(under_way[-1] - 1)
+        return [{"value": 1, "episode": episode}]
 
     judge.judge = together  # type: ignore[method-assign]
     plan = msgspec.structs.replace(PLAN, concurrency=3)
     assert await Judging(engine, judge, desk, plan).run(once=True) == {"judged": 30}
-    assert judge.most_at_once == 3
+    assert max(under_way) == 3
     assert len(desk.posted) == 30
 
 
@@ -193,7 +195,7 @@ async def test_a_desk_that_is_closed_costs_no_episode_and_no_second_judgement(
 async def test_a_proxy_that_is_away_is_asked_again_for_a_while(
     session: aiohttp.ClientSession,
 ) -> None:
-    desk = FeedbackDesk(session, f"http://127.0.0.1:{free_port()}/feedback", patience_s=0.6)
+    desk = FeedbackClient(session, f"http://127.0.0.1:{free_port()}/feedback", patience_s=0.6)
     with pytest.raises(Away, match="does not answer"):
         await desk.post([{"value": 1, "episode": "e"}], "k")
 

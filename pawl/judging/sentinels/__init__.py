@@ -1,1 +1,0 @@
-"""Have a judge score a fixed set of episodes again and again, and tell whether it has drifted."""

@@ -1,1 +1,0 @@
-"""Judges: programs and models that score finished episodes."""
