@@ -1,6 +1,6 @@
 """Run one update after the other: claim, credit, train, write, record, publish.
 
-Each episode is trained exactly once (docs/decisions/004-once.md and 024-exactly-once.md). A
+Each episode is trained exactly once (docs/decisions/024-exactly-once.md and 024-exactly-once.md). A
 claim lives in the database; a version exists from the moment its folder is renamed into
 place; its episodes are consumed in the transaction that records it. What a kill leaves
 unfinished is finished or undone by `trainer.updates.recovery`.

@@ -37,7 +37,7 @@ class Episodes(Record, frozen=True, kw_only=True):
     """Count what the ledger says of the episodes, and of the calls that clients saw answered.
 
     Of those with several versions some `had_to_leave` theirs, because it was retired before their
-    next call (docs/decisions/062-episodes-that-change-their-version.md); the others `changed`.
+    next call (docs/decisions/041-several-policies.md); the others `changed`.
     `unstored` calls are not there, and `misnamed` ones have another version than their header.
     """
 

@@ -3,7 +3,7 @@
 An episode is outdated once the last call of all its parts was made before the first day that is
 kept of its tenant's. Episodes go first, some at a time, each time in one transaction; then whole
 days of calls, of which only those of episodes that go on are left
-(docs/decisions/071-keeping-for-days.md). Of a tenant whose days are fewer than another's the calls
+(docs/decisions/070-deleting-episodes.md). Of a tenant whose days are fewer than another's the calls
 go row by row instead. One keeper does this at a time.
 
 What batches of records wait for is short: once a day is noted, no call of it is stored any more, so

@@ -1,6 +1,6 @@
 """Define what all tables share: their metadata, the names of constraints, and types.
 
-The schema is decided in docs/decisions/001-ledger.md and 010-storage.md.
+The schema is decided in docs/decisions/001-order-free-ledger.md and 001-order-free-ledger.md.
 """
 
 from sqlalchemy import (

@@ -59,7 +59,7 @@ episode_policies = Table(
     # The lowest and the highest version that served a call under the episode's own key (null: only
     # calls of its parts), then those that served a call of the whole episode. The lowest is what
     # staleness is about, the highest is what the episode goes on with
-    # (docs/decisions/062-episodes-that-change-their-version.md).
+    # (docs/decisions/041-several-policies.md).
     Column("own_version", Integer),
     Column("own_latest", Integer),
     Column("version", Integer, nullable=False),

@@ -3,7 +3,7 @@
 Storing is idempotent and independent of order: every row has the id that its record was made
 with, an episode's fields are merged by rules that commute, and a reference to something that
 is not stored yet (feedback, a call that repeats another's reply) is resolved whenever its
-target arrives (docs/decisions/001-ledger.md).
+target arrives (docs/decisions/001-order-free-ledger.md).
 
 The first transaction writes a batch's rows. Only the second (`store.link.settle`) reads what other
 drainers wrote. By then both sides of a reference are committed, so the later of two drainers
