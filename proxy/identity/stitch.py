@@ -4,7 +4,7 @@ A call provides fingerprints of what a later call may repeat of it, and needs th
 repeats itself: 16 bytes, of which the first is the kind. Those that each call provides are
 remembered with its episode. A call that needs one joins that episode, if only one call can have
 provided it. If two episodes did, the call is in doubt and joins none: a join is never guessed
-(docs/decisions/008-stitching.md). Mere words may occur in many conversations, also at other
+(docs/decisions/012-identity.md). Mere words may occur in many conversations, also at other
 proxies: they join nothing here, and the ledger decides. A request that an SDK sends again after a
 failure joins the attempt that failed.
 
