@@ -3,7 +3,7 @@
 A lapse is such a time of one worker. An episode may have lost a call in it if it had one before its
 end and one after its beginning; its first or last call may be the one that is lost, so the time is
 taken longer by `SLACK` at both ends. Any worker of any proxy may have stored the others of its
-calls, so that nothing but the time tells (docs/decisions/032-unreadable-records-and-failing-disks.md).
+calls, so that nothing but the time tells (docs/decisions/032-bad-disks.md).
 
 Times of episodes and lapses only grow, and the mark follows from what is stored of both. So the
 order of arrival changes nothing, nor does a repetition.
