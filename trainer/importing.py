@@ -22,16 +22,15 @@ from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policy_lock import base_model, lock_policy
 from trainer.publishing import adapters
-from trainer.publishing.adapters import NewVersion, sha256_of
+from trainer.publishing.adapters import PROGRESS, NewVersion, read_base, sha256_of
 from trainer.publishing.foreign import (
     WEIGHTS,
     read_config,
     why_another_base,
     why_not_plain,
 )
-from trainer.publishing.progress import PROGRESS, read_base
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import Recording

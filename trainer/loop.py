@@ -26,7 +26,7 @@ from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_hold
 from trainer.publishing.adapters import NewVersion, version_folder
 from trainer.publishing.pacing import Pacing
-from trainer.publishing.publish import Publisher
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.claiming import Claiming
@@ -166,7 +166,7 @@ class Loop:
         Versions that have waited for others to go live with go live. Once a replica is back, the
         trainer holds until it is tried: its base model may be another one.
         """
-        await self._publisher.keep_loaded()
+        await self._publisher.reconcile()
         if self._publisher.servers.returns != self._holding.tried_at:
             self._holding.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()

@@ -5,7 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.updates import claims
 from trainer.chosen import Chosen
 from trainer.errors import TrainerError, UpstreamAway
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.settings import TrainerSettings
 
 

@@ -27,8 +27,8 @@ from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
 from trainer.metrics import show_hold
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.rounds import Rounds
 from trainer.settings import TrainerSettings

@@ -5,9 +5,8 @@ from typing import Final, NamedTuple
 
 from benchmarks.gate.runs import Tell, seeded
 from benchmarks.gate.worlds import Random
-from pawl.steward.gate.lead import Lead
 from pawl.steward.gate.records import BASE, CANARY, SERVING, Arm, Episode, GateOptions
-from pawl.steward.gate.reference import Reference, joined
+from pawl.steward.gate.trial import Lead, Reference, joined
 from pawl.steward.gate.watch import Watch
 from store.records import Record
 

@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gate.worlds import Bools, Drawn, Flags, Floats
-from pawl.steward.gate.blocks import block_size
-from pawl.steward.gate.centres import PRIOR
-from pawl.steward.gate.guards import MARGIN, Slowness, all_guards
+from pawl.steward.gate.betting import ABOVE, BELOW, MOST_BET, PRIOR, STAKES, Side, block_size
 from pawl.steward.gate.records import GateOptions
-from pawl.steward.gate.trial import Trial
-from pawl.steward.gate.wealth import ABOVE, BELOW, MOST_BET, STAKES, Side
+from pawl.steward.gate.trial import MARGIN, Slowness, Trial, all_guards
 
 STAKE: Final = np.array(STAKES)
 PROMOTED, RETIRED = 1, -1

@@ -7,8 +7,7 @@ from benchmarks.gate.falls import BASE_MEAN, SWING, SWINGS
 from benchmarks.gate.runs import Tell, seeded
 from benchmarks.gate.worlds import Random
 from pawl.steward.gate.records import BASE, SERVING, Episode, GateOptions
-from pawl.steward.gate.succession import Succession
-from pawl.steward.gate.watch import Watched
+from pawl.steward.gate.watch import Succession, Watched
 from store.records import Record
 
 # Each version is better than the one before by so much, up to this far above the base.

@@ -10,8 +10,8 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pawl.steward.gate.guards import MARGIN
 from pawl.steward.gate.records import CANARY, SERVING, Episode
+from pawl.steward.gate.trial import MARGIN
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from trainer.publishing.probing.probe import ProbeRow
+from trainer.publishing.probe import ProbeRow
 
 # One after the other in turn: a version must answer otherwise than the one before it.
 ADAPTERS: Final = 2

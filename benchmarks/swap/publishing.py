@@ -29,9 +29,9 @@ from store.updates.claims import IMPORTED_FROM
 from trainer.policy_lock import lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import Pacing
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.updates.recording import Recording
 from trainer.updates.recovery import Recovery
@@ -138,7 +138,7 @@ class Publishing:
     async def look(self) -> None:
         """Bring the model server up to date, as a trainer does, and wait until the next look."""
         began = time.monotonic()
-        await self._publisher.keep_loaded()
+        await self._publisher.reconcile()
         await self._publisher.go_live()
         await self._publisher.retire_idle()
         await self._see()

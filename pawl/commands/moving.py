@@ -10,7 +10,7 @@ from pawl.settings import StewardSettings, read_settings
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pawl.steward.again import Loaded
+    from pawl.steward.rollback import Loaded
     from store.versions import PolicyVersion
 
 VersionName = Annotated[
@@ -34,7 +34,7 @@ def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None
     Status 2: there is no such version, or it cannot serve.
     """
     from pawl.policies.moving import promote_by_hand
-    from trainer.publishing.replicas import Replicas
+    from trainer.publishing.model_server import Replicas
 
     async def work(engine: "AsyncEngine") -> "PolicyVersion":
         settings = read_settings(StewardSettings)
@@ -58,7 +58,7 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
     Status 2: there is no such version, or it has no new episodes.
     """
     from pawl.policies.moving import roll_back_by_hand
-    from trainer.publishing.replicas import Replicas
+    from trainer.publishing.model_server import Replicas
 
     async def work(
         engine: "AsyncEngine",

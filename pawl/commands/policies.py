@@ -151,7 +151,7 @@ def export_version(
     """
     from pawl.policies.lookup import chosen_version, policy_versions
     from trainer.errors import TrainerError
-    from trainer.publishing.exported import export_adapter
+    from trainer.publishing.adapters import export_adapter
 
     async def look() -> "PolicyVersion":
         from pawl.stack.database import open_engine

@@ -11,9 +11,7 @@ from store.records import Record
 from store.version_queries import versions_with_files
 from store.versions import PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread
-from trainer.publishing.adapters import MANIFEST
-from trainer.publishing.altered import why_altered
-from trainer.publishing.reading import reading
+from trainer.publishing.adapters import MANIFEST, reading, why_altered
 
 
 class Fault(Record, frozen=True, kw_only=True):

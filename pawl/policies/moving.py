@@ -6,15 +6,21 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.policies.lookup import policy_versions
-from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.evidence import OnTrial
-from pawl.steward.room import make_room
+from pawl.steward.rollback import (
+    Loaded,
+    RollbackTarget,
+    call_back,
+    load_again,
+    make_room,
+    roll_back_to,
+)
 from store.errors import NotGated, StateChanged, UnknownPolicy
 from store.read.standing import gated
 from store.version_queries import numbered_version, was_called_back
 from store.version_states import freeze, lock_policies, promote, roll_back
 from store.versions import Actor, PolicyState, PolicyVersion
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 OPERATOR: Final[Actor] = "operator"
 # The states of versions that every model server has loaded, and that do not serve.
@@ -54,7 +60,7 @@ async def promote_by_hand(
         called_back = await was_called_back(connection, chosen)
     if called_back:
         await make_room(engine, replicas, chosen, OPERATOR)
-        await _load_first(replicas, Before(version=chosen, base=_numbered(versions, 0)))
+        await _load_first(replicas, RollbackTarget(version=chosen, base=_numbered(versions, 0)))
     async with engine.begin() as connection:
         evidence = await _trial_so_far(connection, chosen)
         await lock_policies(connection, [name])
@@ -97,7 +103,7 @@ def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
         )
 
 
-async def _load_first(replicas: Replicas, before: Before) -> None:
+async def _load_first(replicas: Replicas, before: RollbackTarget) -> None:
     """Load a version that was called back on every replica that answers.
 
     Raises:

@@ -18,8 +18,7 @@ from store.read.evaluations import evaluations
 from store.records import Record
 from store.versions import PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread
-from trainer.publishing.altered import why_altered
-from trainer.publishing.reading import reading
+from trainer.publishing.adapters import reading, why_altered
 
 TEXTS = ("version", "state")
 

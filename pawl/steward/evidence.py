@@ -14,14 +14,12 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.steward.gate.lead import Lead
 from pawl.steward.gate.records import Decision, Episode, GateOptions
-from pawl.steward.gate.reference import Reference
-from pawl.steward.gate.trial import Trial
+from pawl.steward.gate.trial import Lead, Reference, Trial
 from store.read.arms import MOST, ArmEpisode, arm_episodes
 from store.read.standing import Gated, Standing
 from store.records import Arm
-from trainer.publishing.publish import PROXY_REFRESH_S
+from trainer.publishing.publisher import PROXY_REFRESH_S
 
 # Episodes are read in parts of this length, so that none is too large for memory.
 PART: Final = timedelta(hours=1)

@@ -14,17 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import Judge
 from pawl.stack.database import open_engine
-from pawl.steward.again import Before, Loaded, load_again
-from pawl.steward.candidates import STEWARD
-from pawl.steward.looks import one_look
 from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
-from pawl.steward.policy_gate import PolicyGate
-from pawl.steward.replay.replays import Replays
-from pawl.steward.room import make_room
+from pawl.steward.policy_gate import STEWARD, PolicyGate, one_look
+from pawl.steward.replay.replaying import Replays
+from pawl.steward.rollback import Loaded, RollbackTarget, load_again, make_room
 from store.connection.availability import is_unavailable
 from store.read.standing import gated_policies, unruled_policies
 from store.settings import StoreSettings
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 log = structlog.get_logger()
 
@@ -133,7 +130,7 @@ class Gating:
             loaded = await _loaded(self._replicas, policy.before)
 
 
-async def _loaded(replicas: Replicas, before: Before) -> Loaded:
+async def _loaded(replicas: Replicas, before: RollbackTarget) -> Loaded:
     """Load what is to serve again, and log why it could not be loaded."""
     loaded = await load_again(replicas, before)
     if loaded.why_not is not None:

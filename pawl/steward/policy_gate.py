@@ -1,33 +1,222 @@
 """Judge the versions of one policy: what is to change in a look, within its transaction."""
 
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Literal, TypeVar
+
 import msgspec
 import structlog
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.steward.again import Before, Loaded, call_back, roll_back_to
-from pawl.steward.candidates import STEWARD, Moved, admission, admit, is_told
-from pawl.steward.clipping import Clipping
-from pawl.steward.evidence import OnTrial, key_of
-from pawl.steward.gate.records import Decision
+from pawl.steward.evidence import OnTrial, key_of, rule_of
+from pawl.steward.gate.records import MOST_CLIPPED, ArmFigures, Decision
 from pawl.steward.gate.watch import Watched
-from pawl.steward.looks import reads_until
 from pawl.steward.metrics import (
     GATE_BOUND,
+    GATE_CLIPPED,
     GATE_EPISODES,
     GATE_FAILED,
     GATE_FROZEN,
     GATE_WATCHED,
 )
-from pawl.steward.replay.replays import Replays
+from pawl.steward.replay.replaying import Replays
+from pawl.steward.replay.verdict import Replayed, evidence_of, replay_rule_of
+from pawl.steward.rollback import Loaded, RollbackTarget, call_back, roll_back_to
 from pawl.steward.watching import READ_AGAIN, Watching
+from store.read.events import is_why_it_stays
 from store.read.standing import Gated, Standing, gated, newest_promoted
-from store.records import ARMS
+from store.records import ARMS, Record
 from store.version_queries import numbered_version
-from store.version_states import change_state, hold_gate, lock_policies, promote, roll_back
-from store.versions import PolicyState, PolicyVersion
+from store.version_states import (
+    add_event,
+    begin_canary,
+    change_state,
+    hold_gate,
+    lock_policies,
+    promote,
+    reject,
+    roll_back,
+)
+from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.metrics import VERSION
 
 log = structlog.get_logger()
+
+# A look that takes longer is given up, and begun again: episodes that were read count.
+LOOK_S: Final = 60.0
+# It reads on for so long, and leaves the rest to the next looks: other policies wait for it.
+READ_S: Final = 5.0
+
+T = TypeVar("T")
+
+
+class LookTooLong(Exception):
+    """Say that a look was given up, as it took too long; the database had let it begin."""
+
+
+def reads_until() -> float:
+    """Return the time of the event loop at which a look that reads now is to leave off."""
+    return asyncio.get_running_loop().time() + READ_S
+
+
+async def one_look(engine: AsyncEngine, judge: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+    """Judge in one transaction, and return what came of it.
+
+    Raises:
+        LookTooLong: it is not done in time; the next goes on with the episodes that it had read.
+        TimeoutError: the database did not even let it begin.
+    """
+    has_begun = False
+    try:
+        async with asyncio.timeout(LOOK_S), engine.begin() as connection:
+            has_begun = True
+            return await judge(connection)
+    except TimeoutError as error:
+        if not has_begun:
+            raise
+        raise LookTooLong(
+            f"a look was given up after {LOOK_S:g} s, though the database had let it begin: what it"
+            " had read counts, and the next goes on from there; if this stays so, the database is"
+            " too slow for as many episodes"
+        ) from error
+
+
+STEWARD: Final[Actor] = "steward"
+Moved = list[tuple[PolicyVersion, PolicyState, str]]
+
+
+class Admission(Record, frozen=True, kw_only=True):
+    """Say what is to be done about a candidate; `replayed` is what its replay came to, if any.
+
+    `evidence` is that with the rule, as JSON.
+    """
+
+    candidate: Standing
+    replayed: Replayed | None = None
+    evidence: Mapping[str, Any] | None = None
+
+    @property
+    def why_waits(self) -> str | None:
+        """Return why it waits on, though its replay has ended; None if it does not."""
+        return None if self.replayed is None else self.replayed.why_waits
+
+
+def admission(stands: Gated, replays: Replays) -> Admission | None:
+    """Return what is to be done about a policy's candidate; None: nothing, it waits.
+
+    It waits for the end of another's trial, and then of its replay. None as well if there is none.
+
+    Raises:
+        msgspec.ValidationError: the candidate's rule cannot be read.
+    """
+    candidate = stands.candidate
+    if candidate is None or stands.canary is not None:
+        replays.forget(stands.serving.version.name)
+        return None
+    rule = replay_rule_of(candidate.gate or {})
+    if not rule.replay_states:
+        return Admission(candidate=candidate)
+    replayed = replays.verdict(candidate, stands.serving, rule, stands.now)
+    if replayed is None:
+        return None
+    figures = evidence_of(replayed, rule)
+    return Admission(candidate=candidate, replayed=replayed, evidence=figures)
+
+
+async def is_told(connection: AsyncConnection, admitted: Admission) -> bool:
+    """Return whether an event says already why a candidate waits on.
+
+    Of several stewards each has its own reason, as servers may refuse each something else.
+    """
+    one, why = admitted.candidate.version, admitted.why_waits
+    return why is not None and await is_why_it_stays(connection, one.name, one.version, why)
+
+
+async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:
+    """Let a candidate be tried, reject it for its replay, or record why it waits on.
+
+    That is done in the caller's transaction.
+
+    Raises:
+        StateChanged: it is no candidate any more.
+    """
+    version, replayed = admitted.candidate.version, admitted.replayed
+    if replayed is not None and replayed.why_not is not None:
+        evidence = admitted.evidence or {}
+        await reject(connection, version, reason=replayed.why_not, actor=STEWARD, evidence=evidence)
+        return [(version, "rejected", replayed.why_not)]
+    if admitted.why_waits is not None:
+        await _waits(connection, version, admitted.why_waits, admitted.evidence)
+        return []
+    rule = rule_of(admitted.candidate.gate or {})
+    why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"
+    await begin_canary(
+        connection,
+        version,
+        rule.canary_share,
+        rule.base_share,
+        reason=why,
+        actor=STEWARD,
+        evidence=admitted.evidence,
+    )
+    return [(version, "canary", why)]
+
+
+async def _waits(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    why: str,
+    evidence: Mapping[str, Any] | None,
+) -> None:
+    await add_event(
+        connection,
+        version.name,
+        version.version,
+        "candidate",
+        before="candidate",
+        reason=why,
+        actor=STEWARD,
+        evidence=evidence,
+    )
+
+
+Judged = Literal["trial", "watch"]
+REMEDY = (
+    "they lie outside of gate.reward_range and count as its ends, so a version that is worse may"
+    " look as good: set it to your rewards' lowest and highest, for the versions to come"
+)
+
+
+class Clipping:
+    """Show it of the trial, or of the watch, of one policy."""
+
+    def __init__(self, policy: str, judged: Judged) -> None:
+        """Begin without having seen a reward."""
+        self._policy = policy
+        self._judged: Judged = judged
+        self._has_warned = False
+
+    def show(self, arms: Mapping[str, ArmFigures]) -> None:
+        """Show the shares of arms; log once if one is too large, until none is any more."""
+        shares = {arm: figures.clipped_share for arm, figures in arms.items()}
+        for arm, share in shares.items():
+            GATE_CLIPPED.labels(self._policy, self._judged, arm).set(share)
+        many = {arm: f"{share:.0%}" for arm, share in shares.items() if share > MOST_CLIPPED}
+        if many and not self._has_warned:
+            log.warning(
+                "rewards_clipped",
+                policy=self._policy,
+                judged=self._judged,
+                shares=many,
+                reason=REMEDY,
+            )
+        self._has_warned = bool(many)
+
+    def hide(self) -> None:
+        """Show nothing more: nothing is judged."""
+        self._has_warned = False
+        for arm in ARMS:
+            GATE_CLIPPED.remove(self._policy, self._judged, arm)
 
 
 class PolicyGate:
@@ -47,7 +236,7 @@ class PolicyGate:
         self._clipped_trial, self._clipped_watch = Clipping(name, "trial"), Clipping(name, "watch")
         self._why_unwatched: str | None = None
         self._failure: str | None = None
-        self.before: Before | None = None
+        self.before: RollbackTarget | None = None
 
     def failed(self, error: Exception | None) -> None:
         """Show whether the policy can be judged; log a failure once, however often it comes."""

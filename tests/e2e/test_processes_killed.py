@@ -26,7 +26,7 @@ from store.values.tokens import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import awaited
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer
 
 pytestmark = [
     pytest.mark.e2e,

@@ -13,9 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import AdapterError
-from trainer.publishing.adapters import SERVED
-from trainer.publishing.progress import read_base
-from trainer.publishing.reading import reading
+from trainer.publishing.adapters import SERVED, read_base, reading
 
 # How many values of each parameter count: models that were trained differ in nearly all.
 VALUES: Final = 64

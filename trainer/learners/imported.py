@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import AdapterError
+from trainer.publishing.adapters import PROGRESS, read_base
 from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
-from trainer.publishing.progress import PROGRESS, read_base
 
 
 def check_weights(model: PeftModel, base_hash: str, folder: Path) -> None:

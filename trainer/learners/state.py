@@ -18,9 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.errors import AdapterError, FilesUnread
-from trainer.publishing.adapters import STATE
-from trainer.publishing.progress import read_progress, write_progress
-from trainer.publishing.reading import reading
+from trainer.publishing.adapters import STATE, read_progress, reading, write_progress
 
 log = structlog.get_logger()
 

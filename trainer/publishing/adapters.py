@@ -1,18 +1,24 @@
-"""Write and read the files of a policy version: beside its place, synced, renamed into it.
+"""Write and read the files of a policy version: beside their place, synced, renamed into it.
 
     <adapter_dir>/<policy>/<version>/
         adapter_config.json  adapter_model.safetensors     what the model server reads
         manifest.json                                      update, parent, hashes, outcomes
+        progress.json                                      optimiser steps, hash of the base model
         trainer/                                           what resuming needs
 
-A version exists from the moment of the rename. Its manifest holds all that is needed to
-record and to probe it, so that a crash after the rename ends in the same rows and checks.
+A version exists from the moment of the rename. Its manifest holds all that is needed to record and
+to probe it, so that a crash after the rename ends in the same rows and checks. The manifest has the
+hash of each served file, and the database the manifest's, so that `check_files` finds files that
+were altered, exchanged, or replaced together with a manifest of their own.
 """
 
+import asyncio
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, Final
 from uuid import UUID
 
@@ -22,9 +28,9 @@ import structlog
 from store.files import whole_folder
 from store.records import Record
 from store.updates.claims import Outcome
-from trainer.errors import AdapterError, FileMissing
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.reading import reading
+from store.versions import PolicyVersion
+from trainer.errors import AdapterError, FileMissing, FilesAltered, FilesUnread
+from trainer.publishing.probe import ProbeRow
 
 log = structlog.get_logger()
 
@@ -213,3 +219,154 @@ def sha256_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Give an error of reading `path` within this block its meaning.
+
+    Raises:
+        FileMissing: it is not there.
+        AdapterError: it is no file.
+        FilesUnread: the disk refuses it for now.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileMissing(f"{path} is not there; restore it from a backup") from error
+    except IsADirectoryError as error:
+        raise AdapterError(f"{path} is no file; restore it from a backup") from error
+    except OSError as error:
+        raise FilesUnread(
+            f"{path} cannot be read ({error.strerror or error}), which may pass and is tried again;"
+            " check its disk, its mount and its permissions"
+        ) from error
+
+
+PROGRESS: Final = "progress.json"
+
+
+class Progress(Record, frozen=True, kw_only=True):
+    """Hold the content of `progress.json`: optimiser steps between the base and a version.
+
+    `base` is the hash of that base model (`trainer.learners.fit`), or None if whoever wrote the
+    file did not know it.
+    """
+
+    steps_taken: int
+    base: str | None = None
+
+
+def write_progress(folder: Path, steps_taken: int, base: str | None = None) -> None:
+    """Write the progress file into a version's folder.
+
+    Raises:
+        OSError: the disk refused the write.
+    """
+    progress = Progress(steps_taken=steps_taken, base=base)
+    (folder / PROGRESS).write_bytes(msgspec.json.encode(progress))
+
+
+def read_progress(folder: Path) -> int:
+    """Return the optimiser steps taken up to the version in `folder`.
+
+    Raises:
+        AdapterError: the file is missing or damaged.
+        FilesUnread: it cannot be read for now.
+    """
+    return _read(folder).steps_taken
+
+
+def read_base(folder: Path) -> str | None:
+    """Return the hash of the base model of the version in `folder`, or None if it is not known.
+
+    Raises:
+        AdapterError: the file is missing or damaged.
+        FilesUnread: it cannot be read for now.
+    """
+    return _read(folder).base
+
+
+def _read(folder: Path) -> Progress:
+    path = folder / PROGRESS
+    try:
+        with reading(path):
+            return msgspec.json.decode(path.read_bytes(), type=Progress)
+    except msgspec.DecodeError as error:
+        raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
+
+
+RESTORE: Final = "restore it from a backup"
+MOUNT: Final = (
+    "let this machine see the trainer's PAWL_ADAPTER_DIR under the same path, or, if it does, "
+    "restore the folder from a backup"
+)
+
+
+async def check_files(version: PolicyVersion) -> None:
+    """Check the files of a version that is about to be loaded; they are read in a thread.
+
+    Raises:
+        FilesAltered: they are not those that were written, or are not there.
+        FilesUnread: they cannot be read for now, which says nothing about the version.
+    """
+    why = await asyncio.to_thread(why_altered, version)
+    if why is not None:
+        raise FilesAltered(f"{version.served_name} is not loaded: {why}")
+
+
+def why_altered(version: PolicyVersion) -> str | None:
+    """Return why the files of a version are not those that its update wrote, or None if they are.
+
+    Files that are not there at all are not those either.
+
+    Raises:
+        FilesUnread: they cannot be read for now.
+    """
+    folder = Path(version.adapter_path or "")
+    try:
+        manifest = read_manifest(folder)
+        if manifest is None:
+            with reading(folder):
+                return f"{folder / MANIFEST} is not there; {RESTORE if folder.exists() else MOUNT}"
+        if version.manifest_sha256 not in (None, written_sha256(folder / MANIFEST)):
+            return f"{folder / MANIFEST} is not the one that its update wrote; {RESTORE}"
+    except AdapterError as error:
+        return str(error)
+    written_for = (manifest.policy, manifest.version, manifest.update_id)
+    if written_for != (version.name, version.version, version.update_id):
+        name = f"{manifest.policy}@{manifest.version}"
+        return f"{folder} has the files of {name}, of update {manifest.update_id}; {RESTORE}"
+    return None
+
+
+# The last one tells the base model by its hash, so that an import need not go by its name.
+EXPORTED: Final = (*SERVED, PROGRESS)
+
+
+def export_adapter(version: Path, directory: Path) -> None:
+    """Copy the adapter of the version in a folder to `directory`: whole, or not at all.
+
+    Raises:
+        AdapterError: the version's files are gone or were changed, or `directory` is not empty or
+            cannot be written.
+    """
+    if read_manifest(version) is None:
+        raise AdapterError(f"{version} has no version any more: restore it from a backup")
+    place = directory.resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise AdapterError(f"{directory} is there already and not empty: name a new folder")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f".{place.name}.partial")
+        with whole_folder(place, partial):
+            for name in EXPORTED:
+                if (version / name).exists():
+                    copyfile(version / name, partial / name)
+    except OSError as error:
+        if not version.exists():
+            raise AdapterError(f"{version} was deleted meanwhile: it was retired") from error
+        raise AdapterError(
+            f"{directory} cannot be written: {error.strerror}; name a folder on another disk, or"
+            " make room"
+        ) from error

@@ -19,9 +19,8 @@ from store import adapter_slots
 from store.adapter_slots import Live, due_in, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, NEXT_VERSION, SLOTS
-from trainer.publishing.publish import PROXY_REFRESH_S
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.publisher import PROXY_REFRESH_S
 from trainer.recipes.recipe import Recipe
 from trainer.settings import USUAL_SLOTS
 

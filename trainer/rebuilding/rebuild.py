@@ -27,8 +27,8 @@ from trainer.learners.protocol import LearnerProtocol
 from trainer.policy_lock import base_model, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.foreign import WEIGHTS
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.rebuilding.again import Again, Place
 from trainer.rebuilding.loading import Learners
 from trainer.rebuilding.resuming import furthest, needed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import structlog
 
-from trainer.publishing.progress import read_progress
+from trainer.publishing.adapters import read_progress
 from trainer.recipes.schedule import has_ended
 from trainer.recipes.training import OptimizerOptions
 

@@ -20,9 +20,8 @@ from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing import adapters
-from trainer.publishing.forgetting import is_too_far
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.publish import Publisher
+from trainer.publishing.probe import ProbeRow
+from trainer.publishing.publisher import Publisher, is_too_far
 from trainer.recipes.gate import GateOptions
 from trainer.updates.recording import Recording
 from trainer.updates.versions import Versions

@@ -20,7 +20,7 @@ from trainer.errors import AdapterError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
-from trainer.publishing.probing.probe import ProbeRow
+from trainer.publishing.probe import ProbeRow
 from trainer.updates.recomputed import (
     OTHER_BASE,
     VERSION_GONE,

@@ -18,9 +18,8 @@ from store.values.distribution import Distribution
 from trainer.batches.rows import Row, bare_row
 from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
-from trainer.publishing.probing.misfits import Compared, why_misfit
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.probe import Compared, why_misfit
 from trainer.recipes.recipe import Recipe
 from trainer.updates.threads import in_thread
 

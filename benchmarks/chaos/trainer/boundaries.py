@@ -21,8 +21,8 @@ from store.updates import claims
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.publish import Publisher
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer
+from trainer.publishing.publisher import Publisher
 from trainer.updates.planning import Planning
 
 Patch = Callable[[], None]

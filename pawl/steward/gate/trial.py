@@ -1,12 +1,26 @@
 """Try a canary against what serves: promote it, retire it, or wait for more episodes."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from math import floor, log
+from statistics import median
 from typing import Final
 
-from pawl.steward.gate.blocks import Block, Blocks, block_size
-from pawl.steward.gate.counts import ArmCount
-from pawl.steward.gate.guards import all_guards
-from pawl.steward.gate.interval import lower_bound, upper_bound
+import msgspec
+
+from pawl.steward.gate.betting import (
+    ABOVE,
+    BELOW,
+    MOST_WEALTH,
+    ArmCount,
+    Block,
+    Blocks,
+    Wealth,
+    block_size,
+    log_wealth,
+    lower_bound,
+    upper_bound,
+)
 from pawl.steward.gate.records import (
     BASE,
     CANARY,
@@ -16,9 +30,193 @@ from pawl.steward.gate.records import (
     Decision,
     Episode,
     GateOptions,
+    GuardFigures,
     Kind,
 )
-from pawl.steward.gate.wealth import ABOVE, BELOW, Wealth
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """Hold the logarithm of the wealth against "at most this far above the base", by cell.
+
+    Cell k is of differences from −1 + 2k/CELLS on; its entry is of its upper end, where the wealth
+    is the least of the cell, rounded down. JSON as it is: part of a promotion's evidence.
+    """
+
+    logs: list[float]
+
+    def __post_init__(self) -> None:
+        """Check that there is an entry for each cell."""
+        if len(self.logs) != CELLS:
+            raise ValueError(f"a reference has {CELLS} entries, and this one {len(self.logs)}")
+
+
+class Lead:
+    """Compare a canary with the base model, in the order of their episodes.
+
+    It does not end with the trial's verdict: episodes that began before the promotion, and count
+    only after it, are as good.
+    """
+
+    def __init__(self, options: GateOptions, *, base_serves: bool = False) -> None:
+        """Begin without episodes. If the base is what serves, it has no arm of its own."""
+        self._options = options
+        self._other = SERVING if base_serves else BASE
+        served = 1 - options.canary_share - options.base_share
+        other = served if base_serves else options.base_share
+        self._rewards = Blocks(block_size(options.canary_share, other))
+        self._blocks: list[Block] = []
+
+    def extend(self, episodes: Iterable[Episode]) -> None:
+        """Take in more episodes, in order of their first calls; other arms are passed over."""
+        for episode in episodes:
+            if episode.arm not in (CANARY, self._other):
+                continue
+            value = self._options.scaled(episode)
+            if value is None:
+                continue
+            block = self._rewards.add(episode.arm == CANARY, episode.family, value)
+            if block is not None:
+                self._blocks.append(block)
+
+    def reference(self) -> Reference:
+        """Return how far the canary was above the base, for the watch over it once it serves."""
+        return reference_of(self._blocks)
+
+
+# Differences of −1 to 1 are taken in cells of this width.
+CELLS: Final = 100
+
+
+
+
+def reference_of(blocks: Sequence[Block]) -> Reference:
+    """Return what blocks of canary and base say about their difference."""
+    ends = [cell_start(cell + 1) for cell in range(CELLS)]
+    return Reference([floor(100 * log_wealth(blocks, end, ABOVE)) / 100 for end in ends])
+
+
+def lead_of_base() -> Reference:
+    """Return what is known of how far the base model is above itself: neither more nor less."""
+    surely = floor(log(MOST_WEALTH))
+    return Reference([surely if cell_start(cell + 1) <= 0 else 0.0 for cell in range(CELLS)])
+
+
+def joined(one: Reference, other: Reference) -> Reference:
+    """Return what two sets of blocks say together that have no episode in common.
+
+    The product of two fair games in turn, the second begun anew with 1, is a fair game.
+    """
+    return Reference([a + b for a, b in zip(one.logs, other.logs, strict=True)])
+
+
+def cell_start(cell: int) -> float:
+    """Return the lower end of a cell."""
+    return -1 + 2 * cell / CELLS
+
+
+# The share of episodes by which a canary must be worse before it can be retired for it.
+MARGIN: Final = 0.05
+# An episode is slow if it takes this many times the median of what serves.
+SLOW: Final = 2.0
+# The median is of the newest TIMES episodes of what serves, and is first taken of FIRST_TIMES.
+TIMES: Final = 200
+FIRST_TIMES: Final = 50
+
+
+class Guard:
+    """Bet that the canary's episodes go wrong in one way more often, by more than MARGIN."""
+
+    def __init__(self, name: str, block_size: int, read: Callable[[Episode], bool | None]) -> None:
+        """Watch what `read` says of an episode; None where it does not apply."""
+        self._name = name
+        self._read = read
+        self._blocks = Blocks(block_size)
+        self._wealth = Wealth(MARGIN, ABOVE)
+        self._counts: dict[Arm, tuple[int, int]] = {}
+
+    def add(self, episode: Episode) -> bool:
+        """Count one more episode of the two arms, and return whether bets were settled with it."""
+        wrong = self._read(episode)
+        if wrong is None:
+            return False
+        bad, count = self._counts.get(episode.arm, (0, 0))
+        self._counts[episode.arm] = (bad + wrong, count + 1)
+        block = self._blocks.add(episode.arm == CANARY, episode.family, float(wrong))
+        if block is not None:
+            self._wealth.update(block)
+        return block is not None
+
+    def figures(self, needed: float) -> GuardFigures:
+        """Return how often it went wrong in each arm, and how much speaks against the canary."""
+        canary, serving = self._share(CANARY), self._share(SERVING)
+        return GuardFigures(self._name, canary, serving, self._wealth.value, needed)
+
+    @property
+    def name(self) -> str:
+        """Return what goes wrong, as a plural."""
+        return self._name
+
+    @property
+    def wealth(self) -> float:
+        """Return the wealth against "not worse by more than MARGIN"."""
+        return self._wealth.value
+
+    @property
+    def speaks_against(self) -> bool:
+        """Return whether the bets on it have won so far, though it may be by chance."""
+        return self._wealth.value > 1
+
+    def _share(self, arm: Arm) -> float | None:
+        bad, count = self._counts.get(arm, (0, 0))
+        return bad / count if count else None
+
+
+class Slowness:
+    """Tell slow episodes from others by the median of what serves.
+
+    The median that an episode is held against is of episodes before its block, so that no episode
+    moves its own bar.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        """Take the median anew for each block."""
+        self._times: deque[float] = deque(maxlen=TIMES)
+        self._bar: float | None = None
+        self._block_size = block_size
+        self._judged = 0
+
+    def is_slow(self, episode: Episode) -> bool | None:
+        """Return whether an episode is slow; None if its time, or the median, is not known."""
+        if episode.seconds is None:
+            return None
+        if self._judged % self._block_size == 0 and len(self._times) >= FIRST_TIMES:
+            self._bar = SLOW * median(self._times)
+        if episode.arm == SERVING:
+            self._times.append(episode.seconds)
+        if self._bar is None:
+            return None
+        self._judged += 1
+        return episode.seconds > self._bar
+
+
+def is_unscored(episode: Episode) -> bool:
+    """Return whether an episode has neither a reward nor, as one that failed, counts as the lowest.
+
+    Nor has one whose later calls are under way, or whose reward comes late: in both arms alike.
+    """
+    return episode.reward is None and not episode.failed
+
+
+def all_guards(block_size: int) -> list[Guard]:
+    """Return one guard for each way of going wrong."""
+    return [
+        Guard("failed requests", block_size, lambda episode: episode.failed),
+        Guard("malformed tool calls", block_size, lambda episode: episode.malformed),
+        Guard("failed tools", block_size, lambda episode: episode.tools_failed),
+        Guard("slow episodes", block_size, Slowness(block_size).is_slow),
+        Guard("unscored episodes", block_size, is_unscored),
+    ]
+
 
 # The bounds, which are for people, are taken anew once there are this many times the blocks.
 RENEWED: Final = 1.05

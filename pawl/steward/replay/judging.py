@@ -13,7 +13,7 @@ import structlog
 
 from pawl.judging.answers import Judge, Statement
 from pawl.judging.errors import JudgeFailed
-from pawl.steward.replay.asking import Said
+from pawl.steward.replay.replaying import Said
 from store.read.replayed import ReplayedCall, WholeEpisode
 from store.records import REWARD, Split
 from store.values.documents import compact

@@ -5,9 +5,12 @@ memory alone: a steward that is started again begins again, with the same calls 
 """
 
 import asyncio
+import json
 from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
@@ -16,16 +19,180 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
-from pawl.steward.replay.asking import Pair, Refused, answer
 from pawl.steward.replay.judging import rewards
 from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
+from store.connection.availability import is_unavailable
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
 from store.read.standing import Standing
+from store.records import Record
 from trainer.errors import PublishError, UpstreamAway
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import Completion, ModelServer, Replicas
 
 log = structlog.get_logger()
+
+
+# What a tool's arguments must be, by the tool's name: a JSON schema, or None for any object.
+Tools = Mapping[str, Mapping[str, Any] | None]
+
+
+class Refused(Exception):
+    """Say that the candidate was refused an answer, and what serves was not."""
+
+
+class Pair(Record, frozen=True, kw_only=True):
+    """Name what is compared, as the model server does, and how long an answer may be, in tokens."""
+
+    candidate: str
+    serving: str
+    tokens: int
+
+
+# What the candidate and what serves said, in this order, where a judge can tell which is better.
+Said = tuple[str, str]
+
+
+async def answer(
+    server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall, *, is_judged: bool = False
+) -> tuple[Answer, Said | None]:
+    """Return what the candidate answers to a call, compared with what serves, and what both said.
+
+    The latter only if it `is_judged`, the answer is all of an episode, and what serves came to its
+    end: one that was cut off would be compared by where it was.
+
+    Raises:
+        Refused: the server refuses it of the candidate, and not of what serves.
+        PublishError: it refuses it of both: the prompt may be too long.
+        UpstreamAway: the server does not answer, or has lost one of them.
+    """
+    tools = offered_tools(call.request)
+    is_judged = is_judged and not tools and None not in (call.episode, call.request)
+
+    async def complete(name: str) -> Completion:
+        seed = _seed(chosen.call)
+        return await server.complete(name, call.prompt_ids, pair.tokens, seed, marks=not is_judged)
+
+    try:
+        own = await complete(pair.candidate)
+    except PublishError as error:
+        await complete(pair.serving)
+        raise Refused(str(error)) from error
+    scored = await server.last_logprobs(pair.serving, call.prompt_ids + own.ids, len(own.ids))
+    malformed: tuple[bool | None, bool | None] = (None, None)
+    texts: Said | None = None
+    if tools or is_judged:
+        other = await complete(pair.serving)
+        malformed = (_judged(own, tools), _judged(other, tools))
+        texts = (own.text, other.text) if is_judged and other.is_whole else None
+    compared = Answer(
+        split=chosen.split,
+        own=own.logprobs,
+        serving=tuple(scored),
+        malformed=malformed,
+    )
+    return compared, texts
+
+
+def _judged(completion: Completion, tools: Tools) -> bool | None:
+    return is_malformed(completion.text, tools, is_whole=completion.is_whole)
+
+
+def _seed(call: UUID) -> int:
+    """Return the seed of a call's answers: both sides have the same, and so has whoever asks again.
+
+    The last bits of a UUIDv7 are random.
+    """
+    return call.int & 0x7FFFFFFF
+
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+# Keys under which a call has its arguments.
+_ARGUMENTS: Final = ("arguments", "parameters")
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+
+def offered_tools(request: bytes | None) -> Tools:
+    """Return the tools that a request of any wire format offers, by name."""
+    tools = _object(request or b"{}").get("tools")
+    schemas: dict[str, Mapping[str, Any] | None] = {}
+    for tool in tools if isinstance(tools, list) else []:
+        if not isinstance(tool, dict):
+            continue
+        function = tool.get("function")
+        own = function if isinstance(function, dict) else tool
+        schema = own.get("parameters", own.get("input_schema"))
+        if isinstance(own.get("name"), str):
+            schemas[own["name"]] = schema if isinstance(schema, dict) else None
+    return schemas
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; what is none, or is nested too deep, as an empty one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_malformed(text: str, tools: Tools, *, is_whole: bool) -> bool | None:
+    """Return whether a call in `text` cannot be executed; None: it has none that can be judged.
+
+    A call must be JSON, of a tool that was offered, with the arguments that it requires, of the
+    types that its schema names. What was cut off (not `is_whole`) in the middle of a call is not
+    judged for that.
+    """
+    calls = _calls(text, is_whole=is_whole)
+    if not tools or not calls:
+        return None
+    return not all(_fits(call, tools) for call in calls)
+
+
+def _calls(text: str, *, is_whole: bool) -> list[str]:
+    """Return the text of each call."""
+    if BEGIN in text:
+        _, *parts = text.split(BEGIN)
+        closed = [part.partition(END) for part in parts]
+        return [call for call, end, _ in closed if end or is_whole]
+    stripped = text.strip().removeprefix("<|python_tag|>")
+    looks_so = stripped.startswith("{") and '"name"' in stripped
+    return [stripped] if looks_so and is_whole else []
+
+
+def _fits(call: str, tools: Tools) -> bool:
+    fields = _object(call)
+    name = fields.get("name")
+    if not isinstance(name, str) or name not in tools:
+        return False
+    arguments: object = next((fields[key] for key in _ARGUMENTS if key in fields), {})
+    if not isinstance(arguments, dict):
+        return False
+    schema = tools[name] or {}
+    required = schema.get("required")
+    if isinstance(required, list) and not set(map(str, required)) <= arguments.keys():
+        return False
+    properties = schema.get("properties")
+    types = properties if isinstance(properties, dict) else {}
+    return all(_is_of(value, types.get(key)) for key, value in arguments.items())
+
+
+def _is_of(value: object, schema: object) -> bool:
+    """Return whether a value has the type that its schema names, if it names one that is known."""
+    named = schema.get("type") if isinstance(schema, dict) else None
+    kinds = _TYPES.get(named) if isinstance(named, str) else None
+    if kinds is None:
+        return True
+    return isinstance(value, kinds) and (named == "boolean" or not isinstance(value, bool))
+
 
 # Calls that are asked about at once.
 AT_ONCE: Final = 4
@@ -200,3 +367,76 @@ class Replay:
         self._left_out += 1
         self._why_left_out = min(self._why_left_out or why, why)
         return True
+
+
+class Replays:
+    """Keep the replays of candidates: of each policy one at a time."""
+
+    def __init__(self, replicas: Replicas, judge: Judge | None = None) -> None:
+        """Store the model servers, and who scores answers; begin without a replay."""
+        self._replicas = replicas
+        self._judge = judge
+        self._replays: dict[str, Replay] = {}
+        # Why the last step of a policy's replay came to nothing, so that it is logged once.
+        self._trouble: dict[str, str] = {}
+
+    def verdict(
+        self, candidate: Standing, serving: Standing, rule: ReplayRule, now: datetime
+    ) -> Replayed | None:
+        """Return what came of a candidate's replay beside what serves; None: it goes on.
+
+        If there is none of these two it begins, in place of that of another candidate; and again,
+        if the last could ask nothing some time before `now`.
+        """
+        name, key = candidate.version.name, key_of(candidate, serving)
+        replay = self._replays.get(name)
+        if replay is None or replay.key != key or replay.is_due_again(now):
+            replay = self._replays[name] = Replay(candidate, serving, rule, self._judge)
+        return replay.told(now)
+
+    def forget(self, name: str) -> None:
+        """Forget a policy's replay: it has no candidate any more, or that is tried."""
+        self._replays.pop(name, None)
+        self._trouble.pop(name, None)
+
+    async def go_on(self, engine: AsyncEngine) -> bool:
+        """Ask about the next few calls of each replay that goes on; return whether any came on.
+
+        What fails in one hinders no other.
+        """
+        came_on = False
+        for name, replay in list(self._replays.items()):
+            if replay.verdict is not None:
+                continue
+            try:
+                came_on |= await replay.step(engine, self._replicas)
+            except Exception as error:
+                self._note(name, error)
+                continue
+            self._trouble.pop(name, None)
+        return came_on
+
+    def _note(self, name: str, error: Exception) -> None:
+        """Log why a policy's replay does not come on, once for as long as it stays so."""
+        is_away = is_unavailable(error)
+        trouble = "replay_waits_for_database" if is_away else "replay_fails"
+        if self._trouble.get(name) != trouble:
+            tell = log.warning if is_away else log.exception
+            tell(trouble, policy=name, reason=f"{type(error).__name__}: {error}"[:200])
+        self._trouble[name] = trouble
+
+    @asynccontextmanager
+    async def going_on(self, engine: AsyncEngine, poll_s: float) -> AsyncIterator[None]:
+        """Go on with all replays until the context is left; pause only while none comes on."""
+
+        async def follow() -> None:
+            while True:
+                if not await self.go_on(engine):
+                    await asyncio.sleep(poll_s)
+
+        following = asyncio.create_task(follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)

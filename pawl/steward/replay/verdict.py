@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from pawl.steward.gate.blocks import Block
-from pawl.steward.gate.wealth import BELOW, Wealth
+from pawl.steward.gate.betting import BELOW, Block, Wealth
 from store.records import EVAL, Record, Split
 
 # Bounds of a difference of log-probabilities: a token that is likelier by e⁵⁰, or less likely by

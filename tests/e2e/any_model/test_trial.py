@@ -12,7 +12,7 @@ from pawl.stack.stack import Stack
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.recipes.adapter import LoraOptions, PublishOptions
 from trainer.recipes.recipe import Recipe
 from trainer.updates.trial import Trial

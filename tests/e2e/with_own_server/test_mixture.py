@@ -23,8 +23,7 @@ from tests.support.waiting import eventually
 from trainer.batches.rows import bare_row
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.recipes.adapter import LoraOptions
 from trainer.recipes.recipe import load_recipe
 from trainer.updates.trial import Trial

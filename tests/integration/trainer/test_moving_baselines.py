@@ -15,8 +15,8 @@ from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, run_once
 from trainer.errors import LearnerError
 from trainer.loop import Loop
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.recipe import Recipe

@@ -23,8 +23,8 @@ from tests.support.trainer.recovery import Bench, run_once
 from tests.support.training import ppo_recipe, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions

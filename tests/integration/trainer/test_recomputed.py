@@ -26,7 +26,7 @@ from trainer.batches.rows import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
-from trainer.publishing.progress import PROGRESS, write_progress
+from trainer.publishing.adapters import PROGRESS, write_progress
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import lost_in, plan_update
 

@@ -11,8 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.settings import StewardSettings
-from pawl.steward.known import Known
-from pawl.steward.replica import ReplicaKeeper
+from pawl.steward.replicas import ReplicaKeeper, ServableVersions
 from pawl.steward.run import app_of
 from store.schema.trained import MANIFEST_SHA256
 from store.updates.claims import begin_update, consume
@@ -21,8 +20,8 @@ from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import awaited
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer
+from trainer.publishing.probe import ProbeRow
 
 POLL_S = 0.05
 
@@ -72,10 +71,10 @@ async def retire(engine: AsyncEngine, number: int) -> None:
 
 
 @asynccontextmanager
-async def stewarding(database_url: str, *urls: str) -> AsyncIterator[Known]:
+async def stewarding(database_url: str, *urls: str) -> AsyncIterator[ServableVersions]:
     """Run a steward of these replicas, in this process."""
     settings = StewardSettings.model_validate({"database_url": database_url})
-    known = Known(settings, POLL_S)
+    known = ServableVersions(settings, POLL_S)
     async with AsyncExitStack() as exits:
         work = [known.follow()]
         for url in urls:
@@ -106,7 +105,7 @@ async def server() -> AsyncIterator[FakeModelServer]:
 
 
 @asynccontextmanager
-async def asked(known: Known) -> AsyncIterator[tuple[dict[str, Any], str]]:
+async def asked(known: ServableVersions) -> AsyncIterator[tuple[dict[str, Any], str]]:
     """Give what the steward's port says."""
     async with TestClient(TestServer(app_of(known))) as client:
         ready = await (await client.get("/readyz")).json()

@@ -22,7 +22,7 @@ from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, reward
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.recipes.gate import GateOptions
 
 RULE = GateOptions(

@@ -12,7 +12,7 @@ from store.schema.trained import consumptions
 from store.updates import claims
 from tests.support.trainer.recovery import Bench
 from trainer.loop import Loop
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.updates.holding import HoldReason
 
 # What the scripted learner says of any row, and so a server that fits.

@@ -21,8 +21,8 @@ from trainer.importing import import_adapter
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 

@@ -7,8 +7,8 @@ from prometheus_client import REGISTRY
 
 from tests.support.trainer.recovery import Bench
 from trainer.loop import Loop
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe

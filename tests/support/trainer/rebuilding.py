@@ -24,8 +24,8 @@ from tests.support.servers.computing_server import computing_server
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.rebuilding.rebuild import Result, Wish, rebuild_policy
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings

@@ -23,10 +23,9 @@ from trainer.batches.rows import Row, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.progress import write_progress
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.adapters import write_progress
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.gate import GateOptions

@@ -17,8 +17,8 @@ from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.batches.rows import Row, bare_row
 from trainer.loop import Loop
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe

@@ -4,7 +4,7 @@ import pytest
 
 from proxy.upstreams.upstream import Replica
 from store.settings import without_login
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer
 
 
 @pytest.mark.parametrize(

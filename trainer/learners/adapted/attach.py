@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.errors import LearnerError
 from trainer.learners.adapted.choice import Choice, ModelModule, choose, expert_holders
 from trainer.learners.kernels.lean import make_adapter_lean
-from trainer.publishing.reading import reading
+from trainer.publishing.adapters import reading
 from trainer.recipes.adapter import AUTO, LoraOptions
 
 TASK: Final = "CAUSAL_LM"

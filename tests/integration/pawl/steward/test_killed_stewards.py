@@ -27,7 +27,7 @@ from tests.fuzz.profile import is_long
 from tests.support.ledger.lineage import set_state
 from tests.support.steward.trials import RULE, live, pass_time, states, trained_on
 from tests.support.waiting import eventually
-from trainer.publishing.servable import is_servable
+from trainer.publishing.reconciler import is_servable
 
 # A steward lives so long at most, in seconds: it begins, and looks some times. On a slow machine
 # it comes to nothing in that time, so that the next ones have more, until one has moved something.

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.steward.again import Before, load_again
-from pawl.steward.known import Known
+from pawl.steward.replicas import ServableVersions
+from pawl.steward.rollback import RollbackTarget, load_again
 from store.version_queries import list_servable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import POLL_S, asked, assert_has, publish, stewarding
 from tests.support.waiting import until
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.probe import ProbeRow
 
 # What version 1 was trained to say, and what a server says that has another base model.
 TRAINED, OTHER = -2.0, -4.0
@@ -28,7 +28,7 @@ async def server() -> AsyncIterator[FakeModelServer]:
         yield made
 
 
-async def told(known: Known, server: FakeModelServer) -> str:
+async def told(known: ServableVersions, server: FakeModelServer) -> str:
     """What is said of version 1 on a server, once it is."""
     await until(lambda: "m@1" in known.misserved.get(server.url, {}))
     async with asked(known) as (ready, metrics):
@@ -109,7 +109,7 @@ async def test_what_is_misserved_does_not_serve_again_after_a_roll_back(
     async with engine.connect() as connection:
         base, version = await list_servable(connection, "m")
     async with Replicas([server.url]) as replicas:
-        loaded = await load_again(replicas, Before(version=version, base=base))
+        loaded = await load_again(replicas, RollbackTarget(version=version, base=base))
     assert loaded.refused
     assert loaded.why_not is not None
     assert "differ from the trainer's" in loaded.why_not

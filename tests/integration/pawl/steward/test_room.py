@@ -20,8 +20,7 @@ from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish
 from tests.support.steward.trials import states
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
 
 
 @pytest.fixture

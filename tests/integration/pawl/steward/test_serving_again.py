@@ -14,9 +14,9 @@ from benchmarks.stack import free_port
 from pawl.policies.events import events_of
 from pawl.policies.moving import promote_by_hand, roll_back_by_hand
 from pawl.settings import StewardSettings
-from pawl.steward.again import Loaded, load_again
-from pawl.steward.gate.reference import CELLS
+from pawl.steward.gate.trial import CELLS
 from pawl.steward.gating import Gating
+from pawl.steward.rollback import Loaded, load_again
 from store.errors import NotGated, StateChanged
 from store.version_queries import numbered_version
 from store.version_states import roll_back
@@ -25,7 +25,7 @@ from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.replicas import publish, retire
 from tests.support.steward.trials import RULE, command, live, pass_time, states
 from trainer.publishing.adapters import SERVED
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 BAD = {0: "published", 1: "published", 2: "rolled_back"}
 # What a lead of 0.6 over the base model, of which a promotion was sure, looks like.

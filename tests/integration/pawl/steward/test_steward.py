@@ -134,7 +134,7 @@ async def test_what_was_known_is_loaded_while_the_database_is_away(
             raise ConnectionRefusedError
 
         with monkeypatch.context() as patched:
-            patched.setattr("pawl.steward.known.list_servable", away)
+            patched.setattr("pawl.steward.replicas.list_servable", away)
             await refused.wait()
             server.loaded.clear()
             await assert_has(server, "m@1")
@@ -157,9 +157,9 @@ async def test_of_an_old_reading_only_what_served_is_loaded(
         async def away(_: object) -> None:
             raise ConnectionRefusedError
 
-        monkeypatch.setattr("pawl.steward.known.OLDEST_S", 0.3)
+        monkeypatch.setattr("pawl.steward.replicas.OLDEST_S", 0.3)
         with monkeypatch.context() as patched:
-            patched.setattr("pawl.steward.known.list_servable", away)
+            patched.setattr("pawl.steward.replicas.list_servable", away)
             [published] = [one for one in known.versions or [] if one.version == 1]
             await until(lambda: not known.may_load(published))
             server.loaded.clear()

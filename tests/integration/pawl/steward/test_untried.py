@@ -24,7 +24,7 @@ from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.steward.trials import changes, live, on_trial, pass_time, states, trained_on
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.recipes.gate import GateOptions
 
 RULE = GateOptions(base_share=0.4, margin=0.2, reward_delay_s=600.0)

@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward import watches
 from pawl.steward.evidence import KNOWN, STORED, PromotedOn
-from pawl.steward.gate.reference import CELLS, Reference
-from pawl.steward.watches import OnSuccession, OnWatch
+from pawl.steward.gate.trial import CELLS, Reference
+from pawl.steward.watching import OnSuccession, OnWatch
 from store.read import standing
 from store.read.arms import begin_of_newest
 from store.read.standing import Gated, Promotion, Standing, Term

@@ -26,7 +26,7 @@ from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.cleaning import Cleaning
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 VERSIONS = 10_000
 AT_ONCE = 100

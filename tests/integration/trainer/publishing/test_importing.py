@@ -20,9 +20,9 @@ from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, bench
 from tests.support.training import write_adapter
 from trainer.errors import AdapterError, PublishError
 from trainer.publishing import adapters
-from trainer.publishing.progress import read_base, read_progress
-from trainer.publishing.publish import Publisher
-from trainer.publishing.server import ModelServer
+from trainer.publishing.adapters import read_base, read_progress
+from trainer.publishing.model_server import ModelServer
+from trainer.publishing.publisher import Publisher
 
 __all__ = ["bench"]
 

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from trainer.errors import PublishError
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer
 
 IDS = [1, 2, 3]
 

@@ -13,8 +13,8 @@ from tests.integration.store.updates.test_slots import VERSION, add
 from tests.support.trainer.holding import OWN
 from tests.support.trainer.pacing import gauge, working
 from tests.support.trainer.recovery import Bench, bench
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
-from trainer.publishing.replicas import Replicas
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe
 

@@ -16,7 +16,7 @@ from tests.support.trainer.importing import NOWHERE, WEIGHTS, Bench, bench, with
 from tests.support.training import write_adapter, write_tiny_model
 from trainer.errors import AdapterError, TrainerError
 from trainer.importing import import_adapter
-from trainer.publishing.exported import export_adapter
+from trainer.publishing.adapters import export_adapter
 
 __all__ = ["bench"]
 

@@ -9,9 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.steward.replicas import publish, retire
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 
 

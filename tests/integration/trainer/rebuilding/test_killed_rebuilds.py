@@ -7,7 +7,7 @@ from store.updates import claims
 from tests.support.faults.killing import Killed, killing
 from tests.support.trainer.rebuilding import GATED, Stand, waves
 from trainer.publishing import adapters
-from trainer.publishing.publish import Publisher
+from trainer.publishing.publisher import Publisher
 
 STEPS = {
     "before the version exists": killing(adapters, "write_version", after=False),

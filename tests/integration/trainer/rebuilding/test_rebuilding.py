@@ -32,7 +32,7 @@ from tests.support.trainer.rebuilding import (
     without,
 )
 from trainer.errors import PublishError, TrainerError
-from trainer.publishing.publish import Publisher
+from trainer.publishing.publisher import Publisher
 
 DAY = datetime(2026, 11, 20, tzinfo=UTC)
 

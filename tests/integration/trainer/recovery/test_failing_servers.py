@@ -1,7 +1,7 @@
 """A server serves a version wrongly, refuses it or has lost it: the one before it serves on."""
 
 from tests.support.trainer.recovery import Bench, bench, run_once
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 __all__ = ["bench"]
 

@@ -22,10 +22,9 @@ from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.metrics import VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
-from trainer.publishing.probing.probe import ProbeRow
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.probe import ProbeRow
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.gate import GateOptions
 from trainer.updates.recording import Recording
 

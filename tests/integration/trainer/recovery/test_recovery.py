@@ -17,8 +17,8 @@ from tests.support.records import call
 from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, bench, run_once
 from trainer.errors import DriftOutOfBounds, FilesUnread
 from trainer.publishing import adapters
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.adapter import PublishOptions
 
 __all__ = ["bench"]

@@ -6,7 +6,7 @@ from benchmarks.stack import free_port
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, bench, run_once
 from trainer.errors import UpstreamAway
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 __all__ = ["bench"]
 

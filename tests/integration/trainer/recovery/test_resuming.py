@@ -17,7 +17,7 @@ from trainer.batches.rows import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
-from trainer.publishing.progress import PROGRESS, read_progress
+from trainer.publishing.adapters import PROGRESS, read_progress
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions

@@ -17,7 +17,7 @@ from tests.support.trainer.holding import (
 )
 from tests.support.trainer.recovery import STEPS, Bench, bench, run_once
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 __all__ = ["bench"]
 

@@ -15,7 +15,7 @@ from store.updates import claims
 from tests.support.trainer.recovery import Bench, FakeLearner, bench, run_once
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 from trainer.recipes.training import OptimizerOptions
 
 __all__ = ["bench"]

@@ -13,8 +13,8 @@ from store.version_queries import numbered_version
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once
-from trainer.publishing.publish import Publisher
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
 from trainer.recipes.gate import GateOptions
 
 BOUND = GateOptions(most_kl_to_base=0.2)

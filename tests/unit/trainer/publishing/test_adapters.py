@@ -17,7 +17,7 @@ from trainer.publishing.adapters import (
     version_folder,
     write_version,
 )
-from trainer.publishing.probing.probe import ProbeRow
+from trainer.publishing.probe import ProbeRow
 
 
 def save(folder: Path) -> None:

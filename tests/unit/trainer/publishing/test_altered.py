@@ -10,8 +10,15 @@ from store.ids import new_id
 from store.versions import PolicyVersion
 from tests.support.faults.unreadable import unreadable
 from trainer.errors import FilesAltered, FilesUnread
-from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
-from trainer.publishing.altered import check_files, why_altered
+from trainer.publishing.adapters import (
+    MANIFEST,
+    SERVED,
+    NewVersion,
+    check_files,
+    sha256_of,
+    why_altered,
+    write_version,
+)
 
 
 def save(folder: Path) -> None:

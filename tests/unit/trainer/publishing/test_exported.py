@@ -8,9 +8,7 @@ from store.ids import new_id
 from tests.unit.trainer.publishing.test_adapters import new_version, save
 from trainer.errors import AdapterError
 from trainer.publishing import exported
-from trainer.publishing.adapters import write_version
-from trainer.publishing.exported import export_adapter
-from trainer.publishing.progress import write_progress
+from trainer.publishing.adapters import export_adapter, write_progress, write_version
 
 
 def saved(folder: Path) -> None:

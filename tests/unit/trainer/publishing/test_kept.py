@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from store.version_queries import OnceServed, RollbackTargets
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.kept import (
+from trainer.publishing.cleaning import (
     SPARSE,
     kept_files,
     kept_states,

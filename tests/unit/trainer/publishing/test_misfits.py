@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from trainer.publishing.probing.misfits import Compared, why_misfit
+from trainer.publishing.probe import Compared, why_misfit
 
 FITS = Compared(
     served_base=(-1.0, -2.0),

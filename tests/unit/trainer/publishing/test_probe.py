@@ -1,6 +1,6 @@
 """The delivery probe: right, off, or the old version under a new name."""
 
-from trainer.publishing.probing.probe import compare, rejection_reason
+from trainer.publishing.probe import compare, rejection_reason
 
 TRAINED = [[-1.0, -2.0], [-3.0]]
 BEFORE = [[-1.5, -2.5], [-3.5]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.servable import belonging, is_servable, lacking, with_other_files
+from trainer.publishing.reconciler import belonging, is_servable, lacking, with_other_files
 
 BASES: Final = ("base", "other")
 STATES: Final = get_args(PolicyState)

@@ -15,7 +15,7 @@ from store.write.ingest import ingest
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, tokens
 from tests.support.steward.trials import RULE
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 REPLAYED = RULE.model_copy(
     update={"replay_states": 6, "replay_tokens": 8, "most_kl_to_serving": 0.5}

@@ -30,7 +30,7 @@ from tests.support.faults.killing import Killed, killing
 from tests.support.servers.computing_server import computing_server
 from tests.support.steward.trials import states
 from tests.support.training import write_adapter
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 
 @pytest.fixture

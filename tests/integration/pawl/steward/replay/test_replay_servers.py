@@ -28,7 +28,7 @@ from tests.support.records import tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.trials import states, trained_on
 from tests.support.waiting import eventually
-from trainer.publishing.replicas import Replicas
+from trainer.publishing.model_server import Replicas
 
 NOBODY = "http://127.0.0.1:9/v1"
 TOOLS = b'{"model":"m","tools":[{"function":{"name":"add","parameters":{"required":["a"]}}}]}'

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.steward.gate.blocks import FEWEST, MOST, Block, Blocks, block_size
-from pawl.steward.gate.centres import MOST_FAMILIES, Centres
+from pawl.steward.gate.betting import (
+    FEWEST,
+    MOST,
+    MOST_FAMILIES,
+    Block,
+    Blocks,
+    Centres,
+    block_size,
+)
 
 SIZE = 8
 UNIT = st.floats(0, 1)

@@ -6,9 +6,8 @@ from random import Random
 import msgspec
 import pytest
 
-from pawl.steward.gate.guards import FIRST_TIMES, Slowness, all_guards
 from pawl.steward.gate.records import CANARY, SERVING, Arm, Decision, Episode, GateOptions
-from pawl.steward.gate.trial import Trial, decide
+from pawl.steward.gate.trial import FIRST_TIMES, Slowness, Trial, all_guards, decide
 from tests.unit.pawl.steward.gate.streams import arm_of
 
 Make = Callable[[Arm, bool], Episode]

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.steward.gate.blocks import Block
-from pawl.steward.gate.interval import STEPS, lower_bound, upper_bound
-from pawl.steward.gate.wealth import ABOVE, BELOW, log_wealth
+from pawl.steward.gate.betting import (
+    ABOVE,
+    BELOW,
+    STEPS,
+    Block,
+    log_wealth,
+    lower_bound,
+    upper_bound,
+)
 
 BLOCKS = st.lists(st.builds(Block, st.floats(-1, 1), st.floats(0.5, 4), st.just(1.0)), max_size=30)
 MISTAKES = st.sampled_from([0.01, 0.05, 0.3])

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from pawl.steward.gate.lead import Lead
 from pawl.steward.gate.records import BASE, CANARY, SERVING, Arm, Episode, GateOptions
-from pawl.steward.gate.reference import CELLS, Reference, cell_start, joined
+from pawl.steward.gate.trial import CELLS, Lead, Reference, cell_start, joined
 from pawl.steward.gate.watch import Watch, Watched
 from tests.unit.pawl.steward.gate.streams import stream
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.steward.gate.blocks import Block
-from pawl.steward.gate.wealth import ABOVE, BELOW, LateWealth, Side, Wealth, log_wealth
+from pawl.steward.gate.betting import ABOVE, BELOW, Block, LateWealth, Side, Wealth, log_wealth
 
 SIDES: list[Side] = [ABOVE, BELOW]
 BLOCKS = st.builds(

@@ -1,20 +1,27 @@
 """Call vLLM's administrative endpoints: models, LoRA adapters, prompt log-probabilities.
 
-The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to
-its clients.
+The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to its
+clients. `Replicas` asks several servers at once; one that is away stops nothing
+(docs/decisions/048-steward.md).
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
+import structlog
 
 from store.records import Record
 from store.settings import without_login
 from trainer.errors import PublishError, TrainerError, UpstreamAway
 
+log = structlog.get_logger()
+
+T = TypeVar("T")
 TIMEOUT_S: Final = 120.0
 # The settings with which nothing but the temperature shapes a distribution.
 NEUTRAL: Final[Mapping[str, float]] = {
@@ -308,3 +315,113 @@ def _no_ids(name: str) -> PublishError:
         f"the model server does not report ids and log-probabilities of what {name} samples: use a"
         " vLLM that knows return_token_ids"
     )
+
+
+class Replicas:
+    """Pass each operation to all replicas of the model server that answer.
+
+    Attributes:
+        each: the replicas.
+        slots: the adapter slots of each, as configured; None: as they say.
+        returns: how often one answered that had been away: it may be another one since.
+    """
+
+    def __init__(self, base_urls: Sequence[str], slots: int | None = None) -> None:
+        """Create a client for each base URL; `async with` opens them."""
+        self.slots = slots
+        self.each = tuple(ModelServer(url) for url in base_urls)
+        self._away: set[ModelServer] = set()
+        self.returns = 0
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Open a connection pool for each replica."""
+        for server in self.each:
+            await self._open.enter_async_context(server)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close all connection pools."""
+        await self._open.aclose()
+
+    async def ask(
+        self,
+        what: Callable[[ModelServer], Awaitable[T]],
+        servers: Iterable[ModelServer] | None = None,
+    ) -> dict[ModelServer, T]:
+        """Do `what` with each of `servers` (None: all) at once; return what those gave that answer.
+
+        Every one has ended when this returns.
+
+        Raises:
+            UpstreamAway: none of them answers.
+            PublishError: one that answers refuses.
+        """
+        asked = self.each if servers is None else tuple(servers)
+        ended = await asyncio.gather(*(_settled(what(server)) for server in asked))
+        answers: dict[ModelServer, T] = {}
+        away: list[UpstreamAway] = []
+        for server, result in zip(asked, ended, strict=True):
+            if isinstance(result, UpstreamAway):
+                self._note_away(server, result)
+                away.append(result)
+            elif isinstance(result, Exception):
+                raise result
+            else:
+                if server in self._away:
+                    self._away.remove(server)
+                    self.returns += 1
+                [answers[server]] = result
+        if not answers:
+            raise away[0]
+        return answers
+
+    def _note_away(self, server: ModelServer, error: UpstreamAway) -> None:
+        """Log that a replica is away, once for as long as it stays away."""
+        if server not in self._away:
+            log.warning("replica_away", replica=server.url, reason=str(error))
+        self._away.add(server)
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """Return the models that every replica which answers serves, by name.
+
+        They are described as the first of them describes them.
+
+        Raises:
+            UpstreamAway: no replica answers.
+        """
+        first, *others = (await self.ask(ModelServer.models)).values()
+        return {
+            name: model for name, model in first.items() if all(name in listed for listed in others)
+        }
+
+    async def load(self, name: str, folder: Path) -> tuple[ModelServer, ...]:
+        """Load an adapter on every replica that answers and lacks it; return those that have it.
+
+        Raises:
+            PublishError: a replica refuses it, or serves other files under that name.
+            UpstreamAway: no replica answers.
+        """
+        return tuple(await self.ask(lambda server: server.load(name, folder)))
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter from every replica that answers; an unknown name is no error.
+
+        Raises:
+            PublishError: a replica refuses.
+            UpstreamAway: no replica answers.
+        """
+        await self.ask(lambda server: server.unload(name))
+
+
+async def _settled(work: Awaitable[T]) -> list[T] | Exception:
+    """Return the result of `work`, in a list, or the exception that it ended with."""
+    try:
+        return [await work]
+    except Exception as error:
+        return error

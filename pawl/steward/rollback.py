@@ -9,24 +9,30 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sqlalchemy.ext.asyncio import AsyncConnection
+import structlog
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store import adapter_slots
 from store.errors import StateChanged
 from store.records import Record
 from store.version_queries import numbered_version, version_before, was_called_back
 from store.version_states import change_state, lock_policies, roll_back
 from store.versions import Actor, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
-from trainer.publishing.probing import loading
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.servable import belonging, lacking, with_other_files
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.pacing import fewest_slots
+from trainer.publishing.publisher import PROXY_REFRESH_S
+from trainer.publishing.reconciler import belonging, load_version, to_load
+from trainer.recipes.adapter import PublishOptions
+
+log = structlog.get_logger()
 
 # What is bad serves meanwhile, so a load that takes longer is not waited for.
 LOAD_S: Final = 30.0
 
 
-class Before(Record, frozen=True, kw_only=True):
+class RollbackTarget(Record, frozen=True, kw_only=True):
     """Name what is to serve again, and its base model; they are one if no adapter had served."""
 
     version: PolicyVersion
@@ -49,7 +55,7 @@ async def call_back(
     version: PolicyVersion,
     actor: Actor,
     first: PolicyVersion | None = None,
-) -> tuple[Before, str | None]:
+) -> tuple[RollbackTarget, str | None]:
     """Return what would serve if `version` lost the traffic, and why it became servable, if it did.
 
     If it had been retired it is `published` from now on. With `first`, what had the traffic since
@@ -69,10 +75,10 @@ async def call_back(
     servable, base = found
     assert servable is not None
     assert base is not None
-    return Before(version=servable, base=base), why
+    return RollbackTarget(version=servable, base=base), why
 
 
-async def load_again(replicas: Replicas, before: Before) -> Loaded:
+async def load_again(replicas: Replicas, before: RollbackTarget) -> Loaded:
     """Load a version on every replica of its base model that answers and lacks it."""
     version = before.version
     if not version.version:
@@ -93,14 +99,14 @@ async def load_again(replicas: Replicas, before: Before) -> Loaded:
     return Loaded(version=version)
 
 
-async def _load(server: ModelServer, before: Before) -> bool:
+async def _load(server: ModelServer, target: RollbackTarget) -> bool:
     """Load a version on one replica, and return whether that has it: it has its base model."""
-    version = before.version
+    version = target.version
     listed = await server.models()
-    if not belonging([version, before.base], listed):
+    if not belonging([version, target.base], listed):
         return False
-    if lacking([version], listed) or with_other_files([version], listed):
-        await loading.load_again(server, version)
+    if to_load([version], listed):
+        await load_version(server, version)
     return True
 
 
@@ -150,3 +156,39 @@ async def roll_back_to(
     )
     assert serves is not None
     return serves
+
+
+async def make_room(
+    engine: AsyncEngine, replicas: Replicas, version: PolicyVersion, actor: Actor
+) -> None:
+    """Retire another version if one that was called back is more than the servers have slots for.
+
+    It goes from the proxies at once, and is unloaded later, when none asks for it any more. Whoever
+    comes after one that was killed makes what room is still to be made. While no server answers
+    there is none to be made; nor if a trainer holds the slots for longer than a moment.
+    """
+    async with engine.connect() as connection:
+        if not await was_called_back(connection, version):
+            return
+    try:
+        known = await fewest_slots(replicas)
+    except UpstreamAway:
+        # Nor can it be loaded: that is tried next, and told.
+        return
+    try:
+        async with engine.begin() as connection:
+            name = await adapter_slots.make_room(
+                connection,
+                version,
+                known,
+                PROXY_REFRESH_S,
+                PublishOptions().longest_pin_s,
+                actor=actor,
+            )
+    except (DBAPIError, TimeoutError, StateChanged) as error:
+        # A trainer may be stopped or cut off while it counts the slots. Without room the version
+        # is slower, but serves again.
+        log.warning("no_room_made", needed_for=version.served_name, reason=str(error)[:200])
+        return
+    if name is not None:
+        log.warning("version_retired_for_its_slot", version=name, needed_for=version.served_name)

@@ -1,9 +1,8 @@
-"""Load a written version, probe it, and promote it to serve the traffic, or let it wait for that.
+"""Publish a written version: load it, probe it, and promote it, or let it wait for that.
 
 A version that has gone too far from its base model, does not load or fails the probe is rejected,
 and the one before keeps the traffic. With a gate (`trainer.recipes.gate`) one that passes becomes a
-candidate, which the steward tries on live traffic. Adapters that a restarted server lost are loaded
-again.
+candidate, which the steward tries on live traffic.
 """
 
 from collections.abc import Sequence
@@ -16,25 +15,20 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store import version_queries, version_states
 from store.errors import StateChanged
 from store.read.standing import gated, newest_promoted
+from store.schema.trained import KL_TO_BASE, MOST_KL_TO_BASE
 from store.version_states import change_state, lock_policies, set_state
-from store.versions import UNSERVED, PolicyState, PolicyVersion
+from store.versions import UNSERVED, PolicyVersion
 from trainer.errors import (
     FailedProbe,
-    FilesUnread,
-    Misserved,
     PublishError,
     TooFar,
-    UpstreamAway,
 )
 from trainer.metrics import UPDATE, UPDATES, VERSION
-from trainer.publishing.altered import check_files
+from trainer.publishing.adapters import check_files
 from trainer.publishing.cleaning import Cleaning
-from trainer.publishing.forgetting import check_forgetting
-from trainer.publishing.probing.loading import load_again, served_logprobs
-from trainer.publishing.probing.probe import ProbeResult, ProbeRow, compare, rejection_reason
-from trainer.publishing.replicas import Replicas
-from trainer.publishing.servable import belonging, lacking
-from trainer.publishing.server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
+from trainer.publishing.reconciler import Reconciler, served_logprobs
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.gate import GateOptions
 
@@ -78,7 +72,7 @@ class Publisher:
         self.together = tuple(together) or (policy,)
         self.known = known
         self.gate = gate or GateOptions()
-        self._misserved: set[tuple[ModelServer, str]] = set()
+        self._reconcilers = {server: Reconciler(server) for server in servers.each}
 
     async def publish(
         self,
@@ -100,7 +94,7 @@ class Publisher:
         """
         assert version.adapter_path is not None
         # A replica may have been restarted since: the probe asks it for `before`, too.
-        await self.keep_loaded()
+        await self.reconcile()
         try:
             check_forgetting(version, self.gate)
             await check_files(version)
@@ -270,48 +264,42 @@ class Publisher:
                 connection, self._policy, number, "rejected", reason=why, actor="trainer"
             )
 
-    async def keep_loaded(self) -> None:
-        """Load again the adapters that a replica should serve and does not (it was restarted).
+    async def reconcile(self) -> None:
+        """Let every replica have the adapters that it should, and take retired ones from it.
 
-        The steward does so, too, and whether a trainer runs or not. What a replica served wrongly
-        is not loaded there again, for moments in which requests would get it, before it was away.
+        The steward does so, too, whether a trainer runs or not. Retired versions are taken from the
+        proxies first and, once all proxies know, from the model servers. The files stay until
+        `clean`: vLLM's engine dies over a missing folder.
+
+        Raises:
+            UpstreamAway: no replica answers.
         """
         async with self._engine.connect() as connection:
-            versions = await version_queries.list_servable(connection, self._policy)
-        answers = await self.servers.ask(ModelServer.models)
-        self._misserved = {one for one in self._misserved if one[0] in answers}
-        for server, listed in answers.items():
-            for version in lacking(belonging(versions, listed), listed):
-                if (server, version.served_name) not in self._misserved:
-                    await self._load_again(server, version)
-
-    async def _load_again(self, server: ModelServer, version: PolicyVersion) -> None:
-        try:
-            await load_again(server, version)
-        except (PublishError, FilesUnread, UpstreamAway) as error:
-            # It is tried again at the next sync; training and other versions go on meanwhile.
-            log.error("version_not_reloaded", version=version.served_name, reason=str(error))
-            if isinstance(error, Misserved):
-                self._misserved.add((server, version.served_name))
-            return
-        log.info("version_reloaded", version=version.served_name, replica=server.url)
+            servable = await version_queries.list_servable(connection, self._policy)
+            unserved = await version_queries.idle_versions(
+                connection, self._policy, UNSERVED, PROXY_REFRESH_S
+            )
+        await self.servers.ask(
+            lambda server: self._reconcilers[server].look(
+                servable, unserved, is_unserved=self._is_unserved
+            )
+        )
 
     async def retire_idle(self) -> None:
-        """Retire versions that lost the traffic, once no episode has used them for a while.
-
-        They are taken from the proxies first and, once all proxies know, from the model servers.
-        The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
-        while a replica was away is taken from that replica.
-        """
-        idle = await self._idle(UNSERVED, PROXY_REFRESH_S)
-        for server, listed in (await self.servers.ask(ModelServer.models)).items():
-            for version in idle:
-                if version.served_name in listed and await self._is_unserved(version):
-                    await self._unload(server, version.served_name)
+        """Retire versions that lost the traffic, once no episode has used them for a while."""
         idle_s = self._rule.retire_after_s
-        for version in await self._idle(["published", "rolled_back"], idle_s):
-            why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
-            await self._retire(version, why)
+        async with self._engine.connect() as connection:
+            idle = await version_queries.idle_versions(
+                connection, self._policy, ("published", "rolled_back"), idle_s
+            )
+        why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
+        for version in idle:
+            try:
+                async with self._engine.begin() as connection:
+                    await change_state(connection, version, "retired", reason=why, actor="trainer")
+            except StateChanged as error:
+                # The steward or a person gave it the traffic meanwhile.
+                log.info("version_not_retired", version=version.served_name, reason=str(error))
 
     async def _is_unserved(self, version: PolicyVersion) -> bool:
         """Return whether a version is still not to be served.
@@ -322,28 +310,33 @@ class Publisher:
             now = await version_queries.numbered_version(connection, self._policy, version.version)
         return now is not None and now.state in UNSERVED
 
-    async def _retire(self, version: PolicyVersion, why: str) -> None:
-        """Retire a version, unless the steward or a person gave it the traffic meanwhile."""
-        try:
-            async with self._engine.begin() as connection:
-                await change_state(connection, version, "retired", reason=why, actor="trainer")
-        except StateChanged as error:
-            log.info("version_not_retired", version=version.served_name, reason=str(error))
-
     async def clean(self, root: Path) -> None:
         """Delete the files below `root` that nothing can ask for any more."""
         idle_s = self._rule.retire_after_s
         await Cleaning(self._engine, self.servers, self._policy, root, idle_s).clean()
 
-    async def _unload(self, server: ModelServer, name: str) -> None:
-        try:
-            await server.unload(name)
-        except (PublishError, UpstreamAway) as error:
-            # It is tried again at the next sync, for as long as the server lists it.
-            log.error("version_not_unloaded", version=name, reason=str(error))
-            return
-        log.info("version_unloaded", version=name, replica=server.url)
 
-    async def _idle(self, states: Sequence[PolicyState], idle_s: float) -> list[PolicyVersion]:
-        async with self._engine.connect() as connection:
-            return await version_queries.idle_versions(connection, self._policy, states, idle_s)
+def is_too_far(version: PolicyVersion, gate: GateOptions) -> bool:
+    """Return whether a version's KL to the base model is above the recipe's bound.
+
+    Of an import there is none: it was trained on nothing here.
+    """
+    kl, most = version.kl_to_base, gate.most_kl_to_base
+    return kl is not None and most is not None and kl > most
+
+
+def check_forgetting(version: PolicyVersion, gate: GateOptions) -> None:
+    """Check a version's KL to the base model against the recipe's bound, if there are both.
+
+    Raises:
+        TooFar: it is above the bound.
+    """
+    if not is_too_far(version, gate):
+        return
+    kl, most = version.kl_to_base, gate.most_kl_to_base
+    raise TooFar(
+        f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
+        f" gate.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on; set"
+        " kl.coefficient, lower optimizer.learning_rate, or raise the bound",
+        {KL_TO_BASE: kl, MOST_KL_TO_BASE: most},
+    )

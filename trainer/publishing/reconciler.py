@@ -1,0 +1,279 @@
+"""Make a model server have the adapters that the store lists as servable, and no retired ones.
+
+This is the one place that loads adapters: at publishing, after a server was restarted, and before a
+version serves again after a roll-back. A version is loaded with the files that its update wrote,
+and checked to be served as it was trained: the server may have been restarted with another base
+model, another dtype, or an adapter that it lists and does not apply. What is served otherwise is
+unloaded.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from store.versions import SERVABLE, PolicyVersion
+from trainer.errors import (
+    FilesAltered,
+    FilesUnread,
+    Misserved,
+    PublishError,
+    TrainerError,
+    UpstreamAway,
+)
+from trainer.publishing.adapters import check_files, probe_of
+from trainer.publishing.model_server import ModelServer
+from trainer.publishing.probe import ProbeRow, compare, rejection_reason
+from trainer.recipes.adapter import PublishOptions
+
+log = structlog.get_logger()
+
+# What a server lists: `root` and `parent` of each model, by its name.
+Listed = Mapping[str, Mapping[str, Any]]
+
+# A version that was just within the tolerance as it was published is so with other rounding as
+# well; another base model is far from it.
+CHECKED_AGAIN: Final = 2.0
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+# What a failed load is counted as, and called in the log; all others are `refused`.
+OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
+    FilesAltered: ("altered", "adapter_altered"),
+    FilesUnread: ("unread", "adapter_unread"),
+    Misserved: ("misserved", "adapter_misserved"),
+}
+
+
+# Which adapters a server should have (pure)
+
+
+def is_servable(version: PolicyVersion) -> bool:
+    """Return whether the version has an adapter that every replica must have loaded."""
+    return version.version > 0 and version.state in SERVABLE
+
+
+def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
+    """Return the servable versions of the policies whose base model the server has.
+
+    Those with the traffic come first, then the newest: what most requests ask for.
+    """
+    bases = {name for name, model in listed.items() if model.get("parent") is None}
+    here = {
+        version.name for version in versions if not version.version and version.served_name in bases
+    }
+    servable = [version for version in versions if is_servable(version) and version.name in here]
+    return sorted(servable, key=lambda v: (v.state != "serving", -v.version, v.name))
+
+
+def has_other_files(version: PolicyVersion, listed: Listed) -> bool:
+    """Return whether the server has files under the version's name that are not the version's."""
+    model = listed.get(version.served_name)
+    return model is not None and model.get("root") != version.adapter_path
+
+
+def to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
+    """Return those of `versions` that the server lacks, then those it has with other files."""
+    versions = list(versions)
+    lacking = [version for version in versions if version.served_name not in listed]
+    return lacking + [version for version in versions if has_other_files(version, listed)]
+
+
+# One version on one server
+
+
+async def load_version(server: ModelServer, version: PolicyVersion) -> None:
+    """Load a version that the server lacks or has with other files, and check what is served.
+
+    Raises:
+        FilesAltered: the files are not those that were written; it is not loaded.
+        FilesUnread: they cannot be read for now; it is not loaded.
+        PublishError: the server refuses it.
+        Misserved: the server serves it otherwise than it was trained; it is unloaded again.
+        UpstreamAway: the server does not answer.
+    """
+    await check_files(version)
+    listed = await server.models()
+    if has_other_files(version, listed):
+        other = listed[version.served_name].get("root")
+        log.error("adapter_has_other_files", version=version.served_name, served=other)
+        await server.unload(version.served_name)
+    await server.load(version.served_name, Path(version.adapter_path or ""))
+    await check_served(server, version)
+
+
+async def check_served(server: ModelServer, version: PolicyVersion) -> None:
+    """Check that a server that has a version loaded serves it as it was trained; else unload it.
+
+    It is unloaded too if that could not be compared: nobody would know that it was not.
+
+    Raises:
+        Misserved: it serves it otherwise, or refuses to say.
+        FilesUnread: the manifest cannot be read for now.
+        UpstreamAway: it does not answer.
+    """
+    rows = await asyncio.to_thread(probe_of, Path(version.adapter_path or ""))
+    if not rows:
+        return
+    name = version.served_name
+    try:
+        base = await server.base_of(name)
+        served, of_base = await asyncio.gather(
+            served_logprobs(server, name, rows), served_logprobs(server, base, rows)
+        )
+        probe = compare(served, [row.logprobs for row in rows], of_base)
+        tolerance = version.probe_tolerance or PublishOptions().tolerance
+        why = rejection_reason(probe, CHECKED_AGAIN * tolerance)
+    except PublishError as error:
+        why = str(error)
+    except UpstreamAway:
+        await unload_if_possible(server, name)
+        raise
+    if why is not None:
+        await unload_if_possible(server, name)
+        raise Misserved(f"{name} is not served by {server.url}: {why}")
+
+
+async def served_logprobs(
+    server: ModelServer, name: str, rows: Sequence[ProbeRow]
+) -> list[list[float]]:
+    """Return what a server says of the rows' last tokens under a name, one row after the other.
+
+    Raises:
+        PublishError: it refuses to.
+        UpstreamAway: it does not answer.
+    """
+    return [await server.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
+
+
+async def unload_if_possible(server: ModelServer, name: str) -> bool:
+    """Unload an adapter, and return whether the server did; it is tried again at a later look."""
+    try:
+        await server.unload(name)
+    except (PublishError, UpstreamAway) as error:
+        log.error("version_not_unloaded", version=name, replica=server.url, reason=str(error))
+        return False
+    return True
+
+
+# All versions on one server, again and again
+
+
+class Reconciler:
+    """Compare the adapters that a server should have with those that it has, and act.
+
+    Attributes:
+        server: the model server.
+        troubles: why each servable version is not loaded, or not known to be served right, by name.
+        missing: how many servable versions the server did not have after the last look.
+    """
+
+    def __init__(
+        self, server: ModelServer, count: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        """Store the server; `count` is told the outcome of every load (`loaded`, `refused`, …)."""
+        self.server = server
+        self.troubles: dict[str, TrainerError] = {}
+        self.missing = 0
+        self._count = count
+        # When each version that could not be loaded may be tried again, and the pause before that.
+        self._pauses: dict[str, tuple[float, float]] = {}
+        # Whether the adapters that the server had when it was first seen were checked.
+        self._is_checked = False
+
+    async def look(
+        self,
+        versions: Collection[PolicyVersion] | None,
+        unserved: Collection[PolicyVersion] = (),
+        *,
+        may_load: Callable[[PolicyVersion], bool] = lambda version: True,
+        is_unserved: Callable[[PolicyVersion], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Load the servable of `versions` (None: not known yet), and unload `unserved` versions.
+
+        `may_load` and `is_unserved` are asked at the last moment: what was read may have changed
+        while other adapters were loaded.
+
+        Raises:
+            UpstreamAway: the server does not answer.
+        """
+        try:
+            listed = await self.server.models()
+            servable = belonging(versions or (), listed)
+            names = {version.served_name for version in servable}
+            self.troubles = {name: why for name, why in self.troubles.items() if name in names}
+            waiting = to_load(servable, listed)
+            self.missing = len(waiting)
+            for version in waiting:
+                self.missing -= await self._load(version, listed, may_load)
+            for version in servable:
+                if version not in waiting:
+                    await self._check(version)
+            self._is_checked |= versions is not None
+            for version in unserved:
+                if version.served_name in listed and (
+                    is_unserved is None or await is_unserved(version)
+                ):
+                    await self._unload(version.served_name)
+        except UpstreamAway:
+            # It may be another server when it is back, or one that was put right.
+            self._pauses.clear()
+            self._is_checked = False
+            self.troubles.clear()
+            raise
+
+    async def _load(
+        self,
+        version: PolicyVersion,
+        listed: Listed,
+        may_load: Callable[[PolicyVersion], bool],
+    ) -> bool:
+        """Load one version, and return whether the server has it now."""
+        name = version.served_name
+        if not may_load(version) or self._is_paused(name):
+            return False
+        try:
+            await load_version(self.server, version)
+        except (PublishError, FilesUnread) as error:
+            self._note_failure(name, error)
+            return False
+        self.troubles.pop(name, None)
+        self._count("replaced" if name in listed else "loaded")
+        log.info("adapter_loaded", version=name, replica=self.server.url)
+        return True
+
+    async def _check(self, version: PolicyVersion) -> None:
+        """Check a version that others loaded: before the first look, or after it was in trouble."""
+        name = version.served_name
+        is_in_trouble = name in self.troubles
+        if (self._is_checked and not is_in_trouble) or self._is_paused(name):
+            return
+        try:
+            if is_in_trouble:
+                await check_files(version)
+            await check_served(self.server, version)
+        except (PublishError, FilesUnread) as error:
+            self._note_failure(name, error)
+            return
+        self.troubles.pop(name, None)
+
+    async def _unload(self, name: str) -> None:
+        if await unload_if_possible(self.server, name):
+            log.info("version_unloaded", version=name, replica=self.server.url)
+
+    def _is_paused(self, name: str) -> bool:
+        again_at, _ = self._pauses.get(name, (0.0, 0.0))
+        return asyncio.get_running_loop().time() < again_at
+
+    def _note_failure(self, name: str, error: PublishError | FilesUnread) -> None:
+        """Count and log why a version is not loaded; it is tried again after a longer pause."""
+        _, before_s = self._pauses.get(name, (0.0, 0.0))
+        pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
+        self._pauses[name] = (asyncio.get_running_loop().time() + pause_s, pause_s)
+        self.troubles[name] = error
+        outcome, event = OUTCOMES.get(type(error), ("refused", "adapter_not_loaded"))
+        self._count(outcome)
+        log.error(
+            event, version=name, replica=self.server.url, reason=str(error), again_in_s=pause_s
+        )
