@@ -14,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import Judge
 from pawl.stack.database import open_engine
+from pawl.steward.evidence import one_look
 from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
-from pawl.steward.policy_gate import STEWARD, PolicyGate, one_look
+from pawl.steward.policy_gate import STEWARD, PolicyGate
 from pawl.steward.replay.replaying import Replays
 from pawl.steward.rollback import Loaded, RollbackTarget, load_again, make_room
 from store.connection.availability import is_unavailable

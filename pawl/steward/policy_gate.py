@@ -1,14 +1,13 @@
 """Judge the versions of one policy: what is to change in a look, within its transaction."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import msgspec
 import structlog
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.steward.evidence import OnTrial, key_of, rule_of
+from pawl.steward.evidence import OnTrial, key_of, reads_until, rule_of
 from pawl.steward.gate.records import MOST_CLIPPED, ArmFigures, Decision
 from pawl.steward.gate.watch import Watched
 from pawl.steward.metrics import (
@@ -41,45 +40,6 @@ from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.metrics import VERSION
 
 log = structlog.get_logger()
-
-# A look that takes longer is given up, and begun again: episodes that were read count.
-LOOK_S: Final = 60.0
-# It reads on for so long, and leaves the rest to the next looks: other policies wait for it.
-READ_S: Final = 5.0
-
-T = TypeVar("T")
-
-
-class LookTooLong(Exception):
-    """Say that a look was given up, as it took too long; the database had let it begin."""
-
-
-def reads_until() -> float:
-    """Return the time of the event loop at which a look that reads now is to leave off."""
-    return asyncio.get_running_loop().time() + READ_S
-
-
-async def one_look(engine: AsyncEngine, judge: Callable[[AsyncConnection], Awaitable[T]]) -> T:
-    """Judge in one transaction, and return what came of it.
-
-    Raises:
-        LookTooLong: it is not done in time; the next goes on with the episodes that it had read.
-        TimeoutError: the database did not even let it begin.
-    """
-    has_begun = False
-    try:
-        async with asyncio.timeout(LOOK_S), engine.begin() as connection:
-            has_begun = True
-            return await judge(connection)
-    except TimeoutError as error:
-        if not has_begun:
-            raise
-        raise LookTooLong(
-            f"a look was given up after {LOOK_S:g} s, though the database had let it begin: what it"
-            " had read counts, and the next goes on from there; if this stays so, the database is"
-            " too slow for as many episodes"
-        ) from error
-
 
 STEWARD: Final[Actor] = "steward"
 Moved = list[tuple[PolicyVersion, PolicyState, str]]

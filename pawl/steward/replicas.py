@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Final
 
 import structlog
-from prometheus_client import Counter, Gauge
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.stack.database import open_engine
+from pawl.steward.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
 from store.connection.availability import is_unavailable
 from store.settings import StoreSettings
 from store.version_queries import list_servable
@@ -24,31 +24,6 @@ from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
 from trainer.publishing.reconciler import Reconciler, is_servable
 
 log = structlog.get_logger()
-
-REPLICA_UP = Gauge(
-    "pawl_steward_replica_up", "1 while a replica of the model server answers.", ["replica"]
-)
-MISSING = Gauge(
-    "pawl_steward_missing_adapters",
-    "Servable versions that a replica that answers does not have loaded.",
-    ["replica"],
-)
-LOADS = Counter(
-    "pawl_steward_loads_total",
-    "Tries to load an adapter that a replica lacked or had with other files, by outcome.",
-    ["replica", "outcome"],
-)
-ALTERED = Gauge(
-    "pawl_steward_altered_adapters",
-    "Servable versions that are not loaded as their files are not those that were written.",
-    ["version"],
-)
-MISSERVED = Gauge(
-    "pawl_steward_misserved_adapters",
-    "Servable versions that a replica does not have, as it served them otherwise than trained.",
-    ["replica", "version"],
-)
-STORE_UP = Gauge("pawl_steward_database_up", "1 while the steward reads the database.")
 
 READ_S: Final = 10.0
 # A load that begins by a reading of this age ends before the files of a version that was retired

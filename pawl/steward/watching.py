@@ -13,11 +13,18 @@ from typing import Final
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.steward.evidence import KNOWN, Intake, PromotedOn, is_same_reward, key_of, rule_of
+from pawl.steward.evidence import (
+    KNOWN,
+    Intake,
+    PromotedOn,
+    is_same_reward,
+    key_of,
+    reads_until,
+    rule_of,
+)
 from pawl.steward.gate.records import Episode
 from pawl.steward.gate.trial import Lead, joined
 from pawl.steward.gate.watch import Succession, Watch, Watched
-from pawl.steward.policy_gate import reads_until
 from store.read.arms import begin_of_newest
 from store.read.standing import Gated, Promotion, Term, promotion, terms
 from store.records import Arm

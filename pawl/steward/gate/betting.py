@@ -125,8 +125,6 @@ MOST: Final = 64
 RARER: Final = 1.5
 
 
-
-
 class Blocks:
     """Make blocks of a stream of values; each episode is in one, in the order given."""
 

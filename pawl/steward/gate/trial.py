@@ -87,8 +87,6 @@ class Lead:
 CELLS: Final = 100
 
 
-
-
 def reference_of(blocks: Sequence[Block]) -> Reference:
     """Return what blocks of canary and base say about their difference."""
     ends = [cell_start(cell + 1) for cell in range(CELLS)]

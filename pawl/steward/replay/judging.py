@@ -13,12 +13,14 @@ import structlog
 
 from pawl.judging.answers import Judge, Statement
 from pawl.judging.errors import JudgeFailed
-from pawl.steward.replay.replaying import Said
 from store.read.replayed import ReplayedCall, WholeEpisode
 from store.records import REWARD, Split
 from store.values.documents import compact
 
 log = structlog.get_logger()
+
+# What the candidate and what serves said, in this order, where a judge can tell which is better.
+Said = tuple[str, str]
 
 # What stands for an id in a line that no record is behind.
 REPLAYED: Final = "replayed"

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
-from pawl.steward.replay.judging import rewards
+from pawl.steward.replay.judging import Said, rewards
 from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
 from store.connection.availability import is_unavailable
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
@@ -45,10 +45,6 @@ class Pair(Record, frozen=True, kw_only=True):
     candidate: str
     serving: str
     tokens: int
-
-
-# What the candidate and what serves said, in this order, where a judge can tell which is better.
-Said = tuple[str, str]
 
 
 async def answer(
@@ -117,7 +113,6 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
     "null": (type(None),),
 }
-
 
 
 def offered_tools(request: bytes | None) -> Tools:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.settings import StewardSettings
-from pawl.steward.replicas import ReplicaKeeper, ServableVersions
+from pawl.steward.replicas import ReplicaKeeper, ServableVersions, troubles
 from pawl.steward.run import app_of
 from store.schema.trained import MANIFEST_SHA256
 from store.updates.claims import begin_update, consume
@@ -19,6 +20,7 @@ from store.version_states import ensure_base
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import awaited
+from trainer.errors import FilesAltered, FilesUnread, Misserved, TrainerError
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.probe import ProbeRow
@@ -70,19 +72,42 @@ async def retire(engine: AsyncEngine, number: int) -> None:
         await set_state(connection, "m", number, "retired", reason="for the test", actor="operator")
 
 
+@dataclass
+class RunningSteward:
+    """Hold what a steward in this process knows of the versions and the replicas."""
+
+    servable: ServableVersions
+    keepers: list[ReplicaKeeper]
+
+    @property
+    def misserved(self) -> dict[str, dict[str, str]]:
+        return troubles(self.keepers, Misserved)
+
+    @property
+    def altered(self) -> dict[str, str]:
+        return self._of_files(FilesAltered)
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return self._of_files(FilesUnread)
+
+    def _of_files(self, kind: type[TrainerError]) -> dict[str, str]:
+        by_replica = troubles(self.keepers, kind).values()
+        return {name: why for reasons in by_replica for name, why in reasons.items()}
+
+
 @asynccontextmanager
-async def stewarding(database_url: str, *urls: str) -> AsyncIterator[ServableVersions]:
+async def stewarding(database_url: str, *urls: str) -> AsyncIterator[RunningSteward]:
     """Run a steward of these replicas, in this process."""
     settings = StewardSettings.model_validate({"database_url": database_url})
-    known = ServableVersions(settings, POLL_S)
+    servable = ServableVersions(settings, POLL_S)
     async with AsyncExitStack() as exits:
-        work = [known.follow()]
-        for url in urls:
-            server = await exits.enter_async_context(ModelServer(url))
-            work.append(ReplicaKeeper(server, known, POLL_S).keep())
-        tasks = [asyncio.create_task(one) for one in work]
+        servers = [await exits.enter_async_context(ModelServer(url)) for url in urls]
+        keepers = [ReplicaKeeper(server, servable, POLL_S) for server in servers]
+        work = [servable.follow(), *(keeper.keep() for keeper in keepers)]
+        tasks = [asyncio.create_task(part) for part in work]
         try:
-            yield known
+            yield RunningSteward(servable, keepers)
         finally:
             for task in tasks:
                 task.cancel()
@@ -105,8 +130,9 @@ async def server() -> AsyncIterator[FakeModelServer]:
 
 
 @asynccontextmanager
-async def asked(known: ServableVersions) -> AsyncIterator[tuple[dict[str, Any], str]]:
+async def asked(steward: RunningSteward) -> AsyncIterator[tuple[dict[str, Any], str]]:
     """Give what the steward's port says."""
-    async with TestClient(TestServer(app_of(known))) as client:
+    app = app_of(steward.servable, steward.keepers)
+    async with TestClient(TestServer(app)) as client:
         ready = await (await client.get("/readyz")).json()
         yield ready, await (await client.get("/metrics")).text()

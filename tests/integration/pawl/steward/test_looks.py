@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.steward import evidence
-from pawl.steward.policy_gate import LookTooLong
+from pawl.steward.evidence import LookTooLong
 from store.read.standing import Gated, gated
 from store.records import Arm
 from store.version_queries import list_versions
@@ -72,7 +72,7 @@ async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_poli
     judge = gate(database_url)
     with capture_logs() as logs, monkeypatch.context() as patched:
         patched.setattr("pawl.steward.policy_gate.gated", where_a(hang))
-        patched.setattr("pawl.steward.policy_gate.LOOK_S", 5.0)
+        patched.setattr("pawl.steward.evidence.LOOK_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
     [said] = [one for one in logs if one["log_level"] == "error"]
@@ -131,7 +131,7 @@ async def test_a_steward_that_starts_anew_reads_no_more_in_a_look_than_others_ca
         return most
 
     await on_trial(engine, gate(database_url))
-    monkeypatch.setattr("pawl.steward.policy_gate.READ_S", 0.0, raising=False)
+    monkeypatch.setattr("pawl.steward.evidence.READ_S", 0.0, raising=False)
     monkeypatch.setattr("pawl.steward.evidence.PART", timedelta(minutes=10))
     monkeypatch.setattr("pawl.steward.evidence.arm_episodes", counted)
     # What ends one reading, and what begins the next.

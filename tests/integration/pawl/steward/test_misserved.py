@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.steward.replicas import ServableVersions
 from pawl.steward.rollback import RollbackTarget, load_again
 from store.version_queries import list_servable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.steward.replicas import POLL_S, asked, assert_has, publish, stewarding
+from tests.support.steward.replicas import (
+    POLL_S,
+    RunningSteward,
+    asked,
+    assert_has,
+    publish,
+    stewarding,
+)
 from tests.support.waiting import until
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
@@ -28,10 +34,10 @@ async def server() -> AsyncIterator[FakeModelServer]:
         yield made
 
 
-async def told(known: ServableVersions, server: FakeModelServer) -> str:
+async def told(steward: RunningSteward, server: FakeModelServer) -> str:
     """What is said of version 1 on a server, once it is."""
-    await until(lambda: "m@1" in known.misserved.get(server.url, {}))
-    async with asked(known) as (ready, metrics):
+    await until(lambda: "m@1" in steward.misserved.get(server.url, {}))
+    async with asked(steward) as (ready, metrics):
         assert ready["status"] == "degraded"
         assert f'misserved_adapters{{replica="{server.url}",version="m@1"}} 1.0' in metrics
         assert f'outcome="misserved",replica="{server.url}"' in metrics
@@ -44,13 +50,13 @@ async def test_a_replica_restarted_with_another_base_is_refused_and_reported(
     await publish(engine, tmp_path, 1, probe=PROBE)
     async with fake_model_server() as other:
         other.logprobs["m@1"] = TRAINED
-        async with stewarding(database_url, server.url, other.url) as known:
+        async with stewarding(database_url, server.url, other.url) as steward:
             await assert_has(server, "m@1")
             await assert_has(other, "m@1")
             # It was restarted: it has lost its adapters, and has other weights.
             other.logprobs["m@1"] = OTHER
             other.loaded.clear()
-            assert "differ from the trainer's by 2.0000 nats" in await told(known, other)
+            assert "differ from the trainer's by 2.0000 nats" in await told(steward, other)
             await assert_has(other)
             # The other replica keeps it, and it is not tried there at each look.
             await asyncio.sleep(10 * POLL_S)
@@ -59,8 +65,8 @@ async def test_a_replica_restarted_with_another_base_is_refused_and_reported(
             # Once it serves the right model it has the version again, and nothing is told of it.
             other.logprobs["m@1"] = TRAINED
             await assert_has(other, "m@1")
-            await until(lambda: not known.misserved)
-            async with asked(known) as (ready, metrics):
+            await until(lambda: not steward.misserved)
+            async with asked(steward) as (ready, metrics):
                 assert (ready["status"], ready["misserved"]) == ("ready", {})
                 assert "pawl_steward_misserved_adapters{" not in metrics
 
@@ -72,8 +78,8 @@ async def test_an_adapter_that_a_restarted_server_does_not_apply_is_refused(
     near = (ProbeRow(ids=(1, 2, 3), logprobs=(-1.01, -1.01)),)
     server.logprobs = {"m": -1.0, "m@1": -1.0}
     await publish(engine, tmp_path, 1, probe=near)
-    async with stewarding(database_url, server.url) as known:
-        assert "it did not load the adapter" in await told(known, server)
+    async with stewarding(database_url, server.url) as steward:
+        assert "it did not load the adapter" in await told(steward, server)
         await assert_has(server)
 
 
@@ -84,8 +90,8 @@ async def test_what_was_loaded_before_the_steward_came_is_checked_too(
     await publish(engine, tmp_path, 1, probe=PROBE)
     server.loaded = {"m@1": str(tmp_path / "m" / "1")}
     server.logprobs["m@1"] = OTHER
-    async with stewarding(database_url, server.url) as known:
-        await told(known, server)
+    async with stewarding(database_url, server.url) as steward:
+        await told(steward, server)
         await assert_has(server)
 
 
@@ -94,8 +100,8 @@ async def test_what_nobody_could_ask_about_is_not_left_loaded(
 ) -> None:
     await publish(engine, tmp_path, 1, probe=PROBE)
     server.cannot_answer = {"m@1"}
-    async with stewarding(database_url, server.url) as known:
-        assert "refused a probe of m@1" in await told(known, server)
+    async with stewarding(database_url, server.url) as steward:
+        assert "refused a probe of m@1" in await told(steward, server)
         await assert_has(server)
         server.cannot_answer = set()
         await assert_has(server, "m@1")

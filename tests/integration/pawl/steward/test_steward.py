@@ -151,7 +151,7 @@ async def test_of_an_old_reading_only_what_served_is_loaded(
 ) -> None:
     """The files of others may be being deleted by a trainer that the database is there for."""
     await publish(engine, tmp_path, 1, 2)
-    async with stewarding(database_url, server.url) as known:
+    async with stewarding(database_url, server.url) as steward:
         await assert_has(server, "m@1", "m@2")
 
         async def away(_: object) -> None:
@@ -160,8 +160,8 @@ async def test_of_an_old_reading_only_what_served_is_loaded(
         monkeypatch.setattr("pawl.steward.replicas.OLDEST_S", 0.3)
         with monkeypatch.context() as patched:
             patched.setattr("pawl.steward.replicas.list_servable", away)
-            [published] = [one for one in known.versions or [] if one.version == 1]
-            await until(lambda: not known.may_load(published))
+            [published] = [one for one in steward.servable.versions or [] if one.version == 1]
+            await until(lambda: not steward.servable.may_load(published))
             server.loaded.clear()
             await assert_has(server, "m@2")
             # The other is loaded at no later look either.
@@ -175,7 +175,7 @@ async def test_what_was_retired_meanwhile_is_not_loaded(
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
     server.slow_load = asyncio.Event()
-    async with stewarding(database_url, server.url) as known:
+    async with stewarding(database_url, server.url) as steward:
 
         async def loading() -> bool:
             return bool(server.tries)
@@ -184,7 +184,7 @@ async def test_what_was_retired_meanwhile_is_not_loaded(
         await retire(engine, 1)
 
         async def seen() -> bool:
-            return [one.version for one in known.versions or []] == [0, 2]
+            return [one.version for one in steward.servable.versions or []] == [0, 2]
 
         await eventually(seen)
         server.slow_load.set()

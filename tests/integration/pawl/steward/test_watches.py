@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.steward import watches
+from pawl.steward import watching
 from pawl.steward.evidence import KNOWN, STORED, PromotedOn
 from pawl.steward.gate.trial import CELLS, Reference
 from pawl.steward.watching import OnSuccession, OnWatch
@@ -130,7 +130,7 @@ async def test_what_a_long_reward_delay_keeps_back_does_not_count_as_known(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many episodes as are read at most began since the last that count."""
-    monkeypatch.setattr(watches, "EPISODES_BEFORE", APART_S)
+    monkeypatch.setattr(watching, "EPISODES_BEFORE", APART_S)
     await Ingester().store(engine, [one.record for one in untried(Random(2), 2)])
     async with engine.connect() as connection:
         looks = OnSuccession(*succession(1, 2, 3, 4))

@@ -35,5 +35,5 @@ async def test_what_is_called_back_while_servers_answer_stays_loaded(
     monkeypatch.setattr(ModelServer, "models", answer)
     async with fake_model_server() as server, Replicas([server.url]) as servers:
         server.loaded.update({"m@1": "/1", "m@2": "/2"})
-        await Publisher(engine, servers, "m", PublishOptions()).retire_idle()
+        await Publisher(engine, servers, "m", PublishOptions()).reconcile()
         assert set(server.loaded) == ({"m@1", "m@2"} if is_called_back else {"m@2"})

@@ -7,7 +7,7 @@ import pytest
 from store.ids import new_id
 from tests.unit.trainer.publishing.test_adapters import new_version, save
 from trainer.errors import AdapterError
-from trainer.publishing import exported
+from trainer.publishing import adapters
 from trainer.publishing.adapters import export_adapter, write_progress, write_version
 
 
@@ -63,7 +63,7 @@ def test_a_copy_that_breaks_off_leaves_nothing(
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exported, "copyfile", full)
+    monkeypatch.setattr(adapters, "copyfile", full)
     with pytest.raises(AdapterError, match=r"cannot be written: No space left .*make room"):
         export_adapter(version, tmp_path / "out")
     assert names(tmp_path) == ["adapters"]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.reconciler import belonging, is_servable, lacking, with_other_files
+from trainer.publishing.reconciler import belonging, has_other_files, is_servable, to_load
 
 BASES: Final = ("base", "other")
 STATES: Final = get_args(PolicyState)
@@ -54,8 +54,8 @@ def test_an_adapter_of_another_base_belongs_elsewhere() -> None:
 def test_files_are_told_apart_by_their_folder() -> None:
     versions = [version("a", 1), version("a", 2), version("a", 3)]
     listed = BASE | adapter("a", 1) | adapter("a", 2, "/elsewhere")
-    assert [one.version for one in lacking(versions, listed)] == [3]
-    assert [one.version for one in with_other_files(versions, listed)] == [2]
+    assert [one.version for one in to_load(versions, listed)] == [3, 2]
+    assert [one.version for one in versions if has_other_files(one, listed)] == [2]
 
 
 versions_of = st.lists(
@@ -75,7 +75,7 @@ def test_after_loading_what_is_lacking_nothing_is(
         listed |= adapter("a", number)
     wanted = belonging(versions, listed)
     assert all(is_servable(one) for one in wanted)
-    for one in lacking(wanted, listed) + with_other_files(wanted, listed):
+    for one in to_load(wanted, listed):
         listed |= adapter(one.name, one.version)
     assert belonging(versions, listed) == wanted
-    assert lacking(wanted, listed) == with_other_files(wanted, listed) == []
+    assert to_load(wanted, listed) == []
