@@ -28,12 +28,6 @@ LACKING = Gauge(
     "Episodes of which something was stated, and which have no reward all the same, by reason.",
     ["policy", "reason"],
 )
-CAPPED = Gauge(
-    "pawl_capped_episodes",
-    "Episodes that wait because more of their API key, or of their task, wait than a whole update"
-    " may take.",
-    ["policy", "source"],
-)
 HELD = Gauge(
     "pawl_trainer_held",
     "Whether the trainer claims nothing, because its last updates came to nothing or a model server"

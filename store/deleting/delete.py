@@ -60,7 +60,7 @@ BY_EPISODE: Final = ("judgements", "provided_fingerprints", "needed_fingerprints
 # Parameters: ids of episodes, and what they have in place of their keys.
 STRIP: Final = """
     UPDATE episodes e SET key = s.key, task = NULL, task_named = false, task_from = NULL,
-        joined_task = NULL, api_key = NULL, scored_at = NULL, call_scored_at = NULL,
+        joined_task = NULL, scored_at = NULL, call_scored_at = NULL,
         reward = NULL,
         quarantined_reason = 'deleted', deleted_at = now()
     FROM unnest($1::uuid[], $2::text[]) AS s (id, key) WHERE e.id = s.id

@@ -19,7 +19,6 @@ from store.schema.recorded import CLAIMABLE
 
 _NAMES: Final = (
     "task",
-    "api_key",
     "scored_at",
     "call_scored_at",
     "reward",
@@ -48,7 +47,7 @@ _KEPT: Final = _copied("p.policy", "p.{name}")
 # The last part of a joined episode decides whether the episode failed, and it is silent once all
 # its parts are.
 _FACTS: Final = f"""
-    SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.api_key, e.scored_at, e.call_scored_at,
+    SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.scored_at, e.call_scored_at,
         e.reward,
         CASE WHEN l.last_call_id > e.last_call_id THEN l.failed ELSE e.failed END AS failed,
         GREATEST(e.last_call_at, l.last_call_at) AS last_call_at, {CLAIMABLE} AS claimable

@@ -68,7 +68,6 @@ episode_policies = Table(
     # Copied from the episode and its parts; the four about rewards are those of the policy's own
     # sum, where its recipe has one (`reward_terms`).
     Column("task", Text),
-    Column("api_key", Text),
     Column("scored_at", When),
     Column("call_scored_at", When),
     Column("reward", Double),

@@ -55,8 +55,6 @@ episodes = Table(
     # The policy version that served the first call.
     Column("policy", Text),
     Column("policy_version", Integer),
-    # The key that its first call came with, for caps on what one key may have of an update.
-    Column("api_key", Text),
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),

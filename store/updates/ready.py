@@ -13,9 +13,6 @@ from uuid import UUID
 from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.caps.choosing import NOBODY
-from store.caps.sources import Candidate, GroupMember, Kind, Source, sources_of
-from store.caps.waiting import but_full
 from store.records import Record
 from store.schema.claimable import FREE, minute_of
 from store.schema.trained import LEFT_OUT, REBUILT
@@ -44,9 +41,6 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
     than `max_staleness` versions ago are not taken; these, and those silent for more than
     `max_episode_age_s` seconds, expire (`store.updates.expiry`). None: no limit.
-
-    Of a whole update at most the share `most_of_key` comes from one API key, and `most_of_task`
-    from one task; 1: any (`store.caps`). Neither is less than one group.
     """
 
     policy: str
@@ -62,18 +56,10 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     failed_reward: float | None = None
     most_groups: int | None = None
     least_reward: float | None = None
-    most_of_key: float = 1.0
-    most_of_task: float = 1.0
-
-    @property
-    def caps(self) -> dict[Kind, float]:
-        """Return the largest share of an update of each kind of source that has one."""
-        caps: dict[Kind, float] = {"key": self.most_of_key, "task": self.most_of_task}
-        return {kind: cap for kind, cap in caps.items() if cap < 1.0}
 
 
 _SCORED = f"""
-    SELECT episode_id AS id, task, version, scored_at AS at, reward, api_key
+    SELECT episode_id AS id, task, version, scored_at AS at, reward
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND version >= :oldest
 """
@@ -82,7 +68,7 @@ _SCORED = f"""
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
-        + make_interval(secs => :call_rewards_after_s), reward, api_key
+        + make_interval(secs => :call_rewards_after_s), reward
     FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
@@ -93,7 +79,7 @@ _CALL_SCORED = f"""
 _FAILED = f"""
     UNION ALL
     SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s),
-        CAST(:failed_reward AS double precision), api_key
+        CAST(:failed_reward AS double precision)
     FROM episode_policies
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
@@ -148,11 +134,11 @@ _GROUPS = f"""
 """
 _MEMBERS = f"""
     SELECT m.* FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
-        SELECT id, task{{also}} FROM ({{ready}}) r WHERE r.task = t.task
+        SELECT id, task FROM ({{ready}}) r WHERE r.task = t.task
         ORDER BY {{best}}{minute_of("at")} DESC, version DESC, at, id LIMIT :group_size) m
 """
 _SINGLES = f"""
-    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal{{also}}
+    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal
     FROM ({{ready}}) r WHERE {{condition}}
     ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
 """
@@ -175,89 +161,61 @@ _FREE = text(
 
 
 class Backlog:
-    """Look at what waits for a policy, but for what is set aside, in one transaction."""
+    """The groups that wait for a policy, without the episodes set aside, in one transaction."""
 
     def __init__(
         self, connection: AsyncConnection, rule: ClaimRule, but: str, values: dict[str, Any]
     ) -> None:
-        """Store the connection and the rule; `but` ends each query of rows that wait."""
-        self.connection = connection
-        self.rule = rule
-        self._but = but
-        self._values = values
-        # Read only where it counts: no index has the key.
-        self._with_key = ", api_key" if rule.caps else ""
+        """Build the query of waiting episodes; `but` ends each part of it."""
+        self._connection = connection
+        self._rule = rule
+        self._ready, of_rule = _ready_of(rule, but)
+        self._values = values | of_rule
 
-    def ready(self, full: frozenset[Source] = NOBODY) -> tuple[str, dict[str, Any]]:
-        """Return the query of the episodes that wait, without those of full sources."""
-        but, values = but_full(full)
-        ready, of_rule = _ready_of(self.rule, self._but + but)
-        return ready, self._values | values | of_rule
-
-    async def first(self, full: frozenset[Source] = NOBODY) -> Sequence[Any]:
-        """Return the first groups of either kind of signal, in order."""
-        ready, values = self.ready(full)
-        rule = self.rule
+    async def first(self) -> Sequence[Any]:
+        """Return the first groups with and without signal, in order."""
+        rule = self._rule
         if rule.group_size == 1:
-            also = f"{self._with_key}, task" if rule.caps else ""
-            return (await self.connection.execute(_singles_of(rule, ready, also), values)).all()
-        limits = {
-            "before": await self.connection.scalar(text("SELECT now()")),
-            "group_size": rule.group_size,
-            "smallest_group": rule.smallest_group,
-            "max_age_s": rule.max_age_s,
-            "failed_reward": rule.failed_reward,
-        }
-        query = text(_GROUPS.format(ready=ready, earlier=_EARLIER, signal=_signal_of(rule)))
-        return (await self.connection.execute(query, values | limits)).all()
+            query, limits = _singles_of(rule, self._ready), dict[str, Any]()
+        else:
+            limits = {
+                "before": await self._connection.scalar(text("SELECT now()")),
+                "group_size": rule.group_size,
+                "smallest_group": rule.smallest_group,
+                "max_age_s": rule.max_age_s,
+                "failed_reward": rule.failed_reward,
+            }
+            signal = _signal_of(rule)
+            query = text(_GROUPS.format(ready=self._ready, earlier=_EARLIER, signal=signal))
+        return (await self._connection.execute(query, self._values | limits)).all()
 
-    async def with_members(
-        self, rows: Sequence[Any], full: frozenset[Source] = NOBODY
-    ) -> list[Candidate]:
-        """Return these groups with their first members, of what `first` looked at."""
-        if self.rule.group_size == 1:
-            return [_candidate(row, str(row.id), [self._member(row)]) for row in rows]
-        ready, values = self.ready(full)
-        best = "" if self.rule.least_reward is None else _BEST_FIRST
-        chosen = await self.connection.execute(
-            text(_MEMBERS.format(ready=ready, best=best, also=self._with_key)),
-            values | {"tasks": [row.task for row in rows], "group_size": self.rule.group_size},
-        )
-        members: dict[str, list[GroupMember]] = {}
-        for row in chosen:
-            members.setdefault(row.task, []).append(self._member(row))
-        return [
-            _candidate(row, row.task, members[row.task], row.earlier)
-            for row in rows
-            # A member may have been deleted since it was counted, and with it the group.
-            if row.task in members
-        ]
-
-    def _member(self, row: Any) -> GroupMember:
-        caps = self.rule.caps
-        return GroupMember(row.id, sources_of(caps, row.api_key, row.task) if caps else ())
-
-    async def locked(self, chosen: Sequence[Candidate]) -> list[UUID]:
-        """Lock the members of groups, and return those that are free, of groups that still are."""
-        wanted = [member.id for group in chosen for member in group.members]
-        free = await lock_free(self.connection, self.rule.policy, wanted)
-        fewest = min(self.rule.smallest_group, self.rule.group_size)
+    async def lock_members(self, groups: Sequence[Any]) -> list[UUID]:
+        """Lock the first members of groups; return the free ones, of groups that still suffice."""
+        if self._rule.group_size == 1:
+            members = [([row.id], 0) for row in groups]
+        else:
+            by_task = await self._members([row.task for row in groups])
+            members = [(by_task.get(row.task, []), row.earlier) for row in groups]
+        wanted = [id_ for ids, _ in members for id_ in ids]
+        free = await lock_free(self._connection, self._rule.policy, wanted)
+        fewest = min(self._rule.smallest_group, self._rule.group_size)
         taken: list[UUID] = []
-        for group in chosen:
-            members = [member.id for member in group.members if member.id in free]
-            if members and len(members) + group.earlier >= fewest:
-                taken += members
+        for ids, earlier in members:
+            still_free = [id_ for id_ in ids if id_ in free]
+            if still_free and len(still_free) + earlier >= fewest:
+                taken += still_free
         return taken
 
-
-def _candidate(row: Any, name: str, members: Sequence[GroupMember], earlier: int = 0) -> Candidate:
-    return Candidate(
-        name=name,
-        has_signal=row.has_signal,
-        age_s=float(row.age_s),
-        members=tuple(members),
-        earlier=earlier,
-    )
+    async def _members(self, tasks: Sequence[str]) -> dict[str, list[UUID]]:
+        best = "" if self._rule.least_reward is None else _BEST_FIRST
+        rows = await self._connection.execute(
+            text(_MEMBERS.format(ready=self._ready, best=best)),
+            self._values | {"tasks": list(tasks), "group_size": self._rule.group_size},
+        )
+        members: dict[str, list[UUID]] = {}
+        for row in rows:
+            members.setdefault(row.task, []).append(row.id)
+        return members
 
 
 def _ready_of(rule: ClaimRule, but: str) -> tuple[str, dict[str, Any]]:
@@ -288,14 +246,14 @@ async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID
     return set((await connection.execute(_FREE, values)).scalars())
 
 
-def _singles_of(rule: ClaimRule, ready: str, also: str = "") -> TextClause:
+def _singles_of(rule: ClaimRule, ready: str) -> TextClause:
     """Return the query of the first episodes; of either kind, where only some of them count."""
     if rule.least_reward is None:
         every = {"has_signal": "true", "condition": "true"}
-        return text(_SINGLES.format(ready=ready, also=also, **every))
+        return text(_SINGLES.format(ready=ready, **every))
     kinds = {"true": _IS_SUCCESS, "false": f"NOT {_IS_SUCCESS}"}
     parts = [
-        _SINGLES.format(ready=ready, also=also, has_signal=has_signal, condition=condition)
+        _SINGLES.format(ready=ready, has_signal=has_signal, condition=condition)
         for has_signal, condition in kinds.items()
     ]
     return text(" UNION ALL ".join(f"({part})" for part in parts))

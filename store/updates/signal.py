@@ -1,13 +1,10 @@
 """Count the signal that waits for a policy, on which it depends whose turn it is."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.caps.sources import Kind, whole_updates
-from store.caps.waiting import NAMES
 from store.schema.claimable import FREE
 from store.updates.faults import and_not_aside
 from store.updates.ready import ClaimRule
@@ -19,30 +16,21 @@ _COUNTS: Final = (
     "COALESCE(reward >= CAST(:least_reward AS double precision),"
     " CAST(:least_reward AS double precision) IS NULL)"
 )
-_COUNTED: Final = f"""
-        SELECT {{name}} AS name, count(*) FILTER (WHERE :group_size > 1 OR {_COUNTS}) AS members
+_GROUPS: Final = f"""
+    SELECT coalesce(sum(members / :group_size), 0) FROM (
+        SELECT count(*) FILTER (WHERE :group_size > 1 OR {_COUNTS}) AS members
         FROM episode_policies
         WHERE policy = :policy AND {FREE} AND (task IS NOT NULL OR :group_size = 1)
             AND (scored_at IS NOT NULL OR (:calls_are_paid AND call_scored_at IS NOT NULL))
             {{but}}
-        GROUP BY task{{and_by}}
+        GROUP BY task
         HAVING (NOT CAST(:needs_spread AS boolean) OR min(reward) < max(reward))
-            AND bool_or({_COUNTS})
+            AND bool_or({_COUNTS})) counted
 """
-_GROUPS: Final = f"SELECT coalesce(sum(members / :group_size), 0) FROM ({_COUNTED}) counted"
-_BY_SOURCE: Final = f"""
-    SELECT name, sum(members / :group_size) AS groups FROM ({_COUNTED}) counted GROUP BY name
-"""
-# Which key a group counts for, of several: the one that most of its members have.
-_OF_MOST: Final = f"mode() WITHIN GROUP (ORDER BY {NAMES['key']})"
 
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
-    """Return how many updates under `rule` could be made of the whole groups that wait.
-
-    Where a cap says what one API key or task may have of an update, what is more does not count.
-    Who is alone is known by what waits.
-    """
+    """Return how many updates under `rule` could be made of the whole groups that wait."""
     values = {
         "policy": rule.policy,
         "group_size": rule.group_size,
@@ -52,28 +40,8 @@ async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float
     }
     but = await and_not_aside(connection, rule.policy)
     but += await and_not_rolled_back(connection, rule.policy)
-    query = _GROUPS.format(name="task", and_by="", but=but)
-    updates = int((await connection.execute(text(query), values)).scalar_one()) / rule.groups
-    for kind, cap in rule.caps.items():
-        # Of a task, an update has one group of several.
-        if kind == "key" or rule.group_size == 1:
-            sizes = await _sizes(connection, kind, but, values)
-            updates = min(updates, whole_updates(sizes, rule.groups, cap))
-    return updates
-
-
-async def _sizes(
-    connection: AsyncConnection, kind: Kind, but: str, values: Mapping[str, Any]
-) -> list[int]:
-    """Return how many groups wait of each source; those of none stand for themselves."""
-    name, and_by = NAMES[kind], f", {NAMES[kind]}"
-    if values["group_size"] > 1:
-        name, and_by = _OF_MOST, ""
-    query = _BY_SOURCE.format(name=name, and_by=and_by, but=but)
-    sizes: list[int] = []
-    for row in await connection.execute(text(query), dict(values)):
-        sizes += [int(row.groups)] if row.name is not None else [1] * int(row.groups)
-    return sizes
+    groups = await connection.scalar(text(_GROUPS.format(but=but)), values)
+    return int(groups or 0) / rule.groups
 
 
 # A count for each of two partial indexes, which hold little more than what is counted.

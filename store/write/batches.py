@@ -53,15 +53,15 @@ _TAKES_TASK = (
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
     INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
-                          api_key, first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          first_call_id, last_call_id, last_call_at, failed, doubtful,
                           split, quarantined_reason)
-    SELECT id, key, method, task, task_named, task_from, policy, policy_version, api_key, id,
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id,
         last_call_id, last_call_at, failed, doubtful, split,
         CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
     FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
-                $7::text[], $8::integer[], $9::text[], $10::uuid[], $11::timestamptz[],
-                $12::boolean[], $13::boolean[], $14::text[])
-        AS said (id, key, method, task, task_named, task_from, policy, policy_version, api_key,
+                $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
+                $12::boolean[], $13::text[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
                  last_call_id, last_call_at, failed, doubtful, split)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
@@ -76,7 +76,6 @@ _UPSERT_EPISODES = f"""
         policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
                          ELSE episodes.policy_version END,
-        api_key = CASE WHEN {_IS_EARLIER} THEN excluded.api_key ELSE episodes.api_key END,
         doubtful = episodes.doubtful OR excluded.doubtful,
         split = CASE WHEN excluded.split = '{EVAL}' THEN '{EVAL}' ELSE episodes.split END,
         quarantined_reason = LEAST(episodes.quarantined_reason, excluded.quarantined_reason)

@@ -165,7 +165,6 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
         task_from,
         first.policy,
         first.policy_version,
-        first.api_key,
         calls[-1].id,
         max(call.started_at for call in calls),
         calls[-1].http_status in FAILED,

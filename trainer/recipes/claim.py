@@ -4,11 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from store.caps.sources import ROUNDING
 from trainer.recipes.options import Count, Positive, RecipeOptions
-
-# What one source may have of an update: never nothing, or its episodes would wait forever.
-Cap = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClaimOptions(RecipeOptions):
@@ -29,17 +25,6 @@ class ClaimOptions(RecipeOptions):
         default=None,
         description="Most groups in an update that had to wait for an adapter slot of the model "
         "server. Unset: four times groups.",
-    )
-    most_of_key: Cap = Field(
-        default=1.0,
-        description="Largest share of a whole update that may come from one API key, by each "
-        "episode's first call. What is more of it waits, and an update that is short of others is "
-        "smaller, as is its step. Not less than one group. 1: any.",
-    )
-    most_of_task: Cap = Field(
-        default=1.0,
-        description="Largest share of a whole update that may come from one task. An update has "
-        "one group of a task at most, so it says something with group_size = 1 alone. 1: any.",
     )
     smallest_group: Count = Field(
         default=2,
@@ -84,14 +69,6 @@ class ClaimOptions(RecipeOptions):
     def _limits_fit(self) -> "ClaimOptions":
         if self.most_groups is not None and self.most_groups < self.groups:
             raise ValueError("most_groups must not be smaller than groups")
-        for name in ("most_of_key", "most_of_task"):
-            cap = getattr(self, name)
-            if cap * self.groups < 1 - ROUNDING:
-                raise ValueError(
-                    f"{name} = {cap:g} of groups = {self.groups} is less than one group, and a "
-                    f"group is claimed whole: set {name} to {1 / self.groups:.3g} or more, or more "
-                    "groups"
-                )
         if self.smallest_group > self.group_size:
             raise ValueError("smallest_group must not be larger than group_size")
         if self.max_episode_age_s is not None and self.max_episode_age_s <= self.max_age_s:

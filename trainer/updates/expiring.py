@@ -8,10 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.scores import lacking
 from store.updates import expiry
-from store.updates.choice import capped
 from store.updates.ready import ClaimRule
 from store.values.rewards import Lack
-from trainer.metrics import CAPPED, EPISODES, LACKING
+from trainer.metrics import EPISODES, LACKING
 
 log = structlog.get_logger()
 
@@ -32,7 +31,7 @@ class Expiring:
     async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
-        Those that wait for what their reward lacks, or because of a cap, are counted.
+        Those that wait for what their reward lacks are counted.
 
         Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent` has changed.
         """
@@ -42,21 +41,14 @@ class Expiring:
                 return
         while await self._spend(parent) == expiry.MOST:
             pass
-        await self._count_waiting(parent)
+        await self._count_lacking()
         self._last_look = parent, perf_counter()
 
-    async def _count_waiting(self, parent: int) -> None:
-        rule = self._rule
+    async def _count_lacking(self) -> None:
         async with self._engine.connect() as connection:
-            lacks = await lacking(connection, rule.policy)
-            oldest = await expiry.oldest_version(
-                connection, rule.policy, parent, rule.max_staleness
-            )
-            over = await capped(connection, rule, oldest)
-        for why in get_args(Lack):
-            LACKING.labels(rule.policy, why).set(lacks.get(why, 0))
-        for kind, episodes in over.items():
-            CAPPED.labels(rule.policy, kind).set(episodes)
+            lacks = await lacking(connection, self._rule.policy)
+        for reason in get_args(Lack):
+            LACKING.labels(self._rule.policy, reason).set(lacks.get(reason, 0))
 
     async def _spend(self, parent: int) -> int:
         async with self._engine.begin() as connection:

@@ -65,8 +65,6 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         failed_reward=recipe.credit.failed_reward,
         most_groups=rule.most_groups or PACED * rule.groups,
         least_reward=_least_reward(recipe),
-        most_of_key=rule.most_of_key,
-        most_of_task=rule.most_of_task,
     )
 
 

@@ -30,7 +30,7 @@ AGENTS: Final[tuple[dict[str, Any], ...]] = (
 OF_POLICIES = """
     SELECT e.key, p.policy, p.own_version, p.claimable, w.*
     FROM episode_policies p JOIN episodes e ON e.id = p.episode_id LEFT JOIN LATERAL (
-        SELECT p.version, p.task, p.api_key, p.scored_at, p.call_scored_at, p.reward, p.failed,
+        SELECT p.version, p.task, p.scored_at, p.call_scored_at, p.reward, p.failed,
             p.last_call_at
         WHERE e.root IS NULL) w ON true
     ORDER BY 1, 2
@@ -52,7 +52,6 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
                 key,
                 **agent,
                 http_status=http_status,
-                api_key=dice.choice([None, "k1", "k2"]),
                 method="own" if is_first and key > "k1" else "tool_call",
                 task=dice.choice([None, "named"]),
                 response_id=f"r{number}",

@@ -89,9 +89,6 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ),
         ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
         ("[claim]\nmax_episode_age_s = 600", "larger than max_age_s"),
-        ("[claim]\nmost_of_key = 0.0", "claim.most_of_key"),
-        ("[claim]\nmost_of_task = 1.5", "claim.most_of_task"),
-        ("[claim]\ngroups = 16\nmost_of_key = 0.05", "set most_of_key to 0.0625 or more"),
         ("learner = 'ppo'", 'set credit.baseline = "none" and credit.normalisation = "batch"'),
         ("learner = 'ppo'\n[credit]\nbaseline = 'none'", 'credit.normalisation = "batch"'),
         (
@@ -210,16 +207,3 @@ def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:
     recorded = load_recipe("rollout").model_dump(mode="json")
     del recorded["gate"]
     assert recorded_recipe(recorded) == load_recipe("rollout")
-
-
-def test_a_share_may_be_one_group() -> None:
-    claim = parse_recipe("[claim]\ngroups = 10\nmost_of_key = 0.1", "r.toml").claim
-    assert (claim.most_of_key, claim.most_of_task) == (0.1, 1.0)
-    # Rounded as it is written.
-    assert parse_recipe("[claim]\ngroups = 3\nmost_of_key = 0.334", "r.toml").claim.groups == 3
-
-
-@pytest.mark.parametrize("name", ["default", "ppo", "sft", "single", "thinking"])
-def test_no_recipe_that_comes_with_pawl_caps_anything(name: str) -> None:
-    claim = load_recipe(name).claim
-    assert (claim.most_of_key, claim.most_of_task) == (1.0, 1.0)

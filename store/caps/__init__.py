@@ -1,1 +1,0 @@
-"""Cap what one API key, or one task, may have of an update."""

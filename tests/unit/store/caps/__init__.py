@@ -1,1 +1,0 @@
-"""Test what no API key and no task may have more of."""
