@@ -3,7 +3,7 @@
 An agent may execute a text that a model wrote in code of its own, and tell the next model about it
 as a tool call that nobody made. The result is then about the reply whose whole text is one of that
 call's arguments, if exactly one earlier reply of the episode is
-(docs/decisions/063-executed-texts.md).
+(docs/decisions/019-tool-event-sources.md).
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
