@@ -114,11 +114,6 @@ class StewardSettings(ServerSettings):
         gt=0,
         description="pause between looks at a model server, and at the database, in seconds",
     )
-    replay_judge_command: str | None = Field(
-        default=None,
-        description="command line of a judge's program, as of `pawl judge`, that scores what a "
-        "candidate answers in its replay, beside what serves; quoted as in a shell",
-    )
 
 
 class UnreadSettings(Exception):

@@ -91,15 +91,12 @@ def steward() -> None:
     SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
     used.
     """
-    from pawl.judging.errors import JudgeError
     from pawl.settings import StewardSettings
     from pawl.steward.run import steward as run
 
     settings = read_settings(StewardSettings)
     try:
         asyncio.run(run(settings))
-    except JudgeError as error:
-        fail(f"PAWL_REPLAY_JUDGE_COMMAND: {error}")
     except OSError as error:
         fail(
             f"the steward cannot start: {error.strerror or error}. If its port is taken, stop the "

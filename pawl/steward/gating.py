@@ -12,7 +12,6 @@ from functools import partial
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.judging.answers import Judge
 from pawl.stack.database import open_engine
 from pawl.steward.evidence import one_look
 from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
@@ -35,17 +34,13 @@ class Gating:
         settings: StoreSettings,
         poll_s: float,
         replicas: Replicas,
-        judge: Judge | None = None,
     ) -> None:
-        """Store where the database is, the pause between two looks, and the model servers.
-
-        `judge` scores what candidates answer in their replays, if there is one.
-        """
+        """Store where the database is, the pause between two looks, and the model servers."""
         self._settings = settings
         self._poll_s = poll_s
         self._replicas = replicas
         self._policies: dict[str, PolicyGate] = {}
-        self.replays = Replays(replicas, judge)
+        self.replays = Replays(replicas)
         # What keeps all policies from being judged, and which of them was looked at then.
         self._trouble: str | None = None
         self._put_off: str | None = None

@@ -7,10 +7,10 @@ asked is read at the time of asking, so that nothing is sent that was deleted me
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
-from sqlalchemy import Row, Select, exists, func, select, text
+from sqlalchemy import Select, exists, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
@@ -19,7 +19,6 @@ from store.records import EVAL, TRAIN, Record, Split
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions, updates
-from store.tenants import bare
 from store.values.tokens import unpack_ids
 from store.versions import PolicyVersion
 
@@ -40,10 +39,7 @@ _CALLS: Final = text(
 )
 _THERE: Final = text(
     """
-    SELECT t.id, t.agent, e.key, COALESCE(e.joined_task, e.task) AS task,
-        t.dialect = 'chat' AND e.root IS NULL AND e.first_call_id = e.last_call_id
-            AND NOT EXISTS (SELECT FROM episodes part WHERE part.root = e.id) AS is_alone
-    FROM transitions t JOIN episodes e ON e.id = t.episode_id
+    SELECT t.id FROM transitions t JOIN episodes e ON e.id = t.episode_id
         JOIN episodes whole ON whole.id = COALESCE(e.root, e.id)
     WHERE t.id = ANY(CAST(:calls AS uuid[])) AND t.trainable
         AND COALESCE(e.quarantined_reason, whole.quarantined_reason) IS NULL
@@ -59,24 +55,14 @@ class Chosen(Record, frozen=True, kw_only=True):
     split: Split
 
 
-class WholeEpisode(Record, frozen=True, kw_only=True):
-    """Name the episode that a call is all of, with the names as its client gave them."""
-
-    key: str
-    task: str | None
-    agent: str
-
-
 class ReplayedCall(Record, frozen=True, kw_only=True):
     """Hold a recorded call as it is answered again: its prompt's ids, and its request's JSON.
 
-    `request` is None if it was not kept. `episode` is there if an answer to the call is an answer
-    to all of an episode, which a judge can be shown: a chat of this one call.
+    `request` is None if it was not kept.
     """
 
     prompt_ids: tuple[int, ...]
     request: bytes | None
-    episode: WholeEpisode | None = None
 
 
 async def chosen_calls(
@@ -107,21 +93,11 @@ async def replayed_calls(
 
     What cannot be read back is left out, too.
     """
-    rows = (await connection.execute(_THERE, {"calls": list(calls)})).all()
-    there = {row.id: _episode_of(row) for row in rows}
+    there = list((await connection.execute(_THERE, {"calls": list(calls)})).scalars())
     return {
-        call: ReplayedCall(
-            prompt_ids=tuple(unpack_ids(prompt_ids)), request=request, episode=there[call]
-        )
-        for call, (request, prompt_ids) in (await whole_calls(connection, list(there))).items()
+        call: ReplayedCall(prompt_ids=tuple(unpack_ids(prompt_ids)), request=request)
+        for call, (request, prompt_ids) in (await whole_calls(connection, there)).items()
     }
-
-
-def _episode_of(row: Row[Any]) -> WholeEpisode | None:
-    if not row.is_alone:
-        return None
-    task = None if row.task is None else bare(row.task)
-    return WholeEpisode(key=bare(row.key), task=task, agent=row.agent)
 
 
 async def _chosen(

@@ -240,21 +240,18 @@ class ModelServer:
             raise _no_ids(name)
         return choice, sampled
 
-    async def complete(
-        self, name: str, ids: Sequence[int], tokens: int, seed: int, *, marks: bool = True
-    ) -> Completion:
+    async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
         """Return what `name` says after the prompt `ids`, at temperature one, in `tokens` at most.
 
         Whoever asks again with the same `seed` gets the same, as far as the server computes alike.
-        Its text has special tokens, some of which mark a tool call, if `marks` are wanted.
+        Its text has special tokens, some of which mark a tool call.
 
         Raises:
             PublishError: the server refuses the request, or reports no ids or log-probabilities.
             UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
-        # Tokens that mark a tool call may be special ones.
-        fields = {"ignore_eos": False, "skip_special_tokens": not marks}
+        fields = {"ignore_eos": False, "skip_special_tokens": False}
         choice, sampled = await self._sampled(name, ids, {**settings, **fields})
         return Completion(
             text=str(choice.get("text", "")),

@@ -13,13 +13,10 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.judging.answers import Judge
 from pawl.steward.evidence import key_of
-from pawl.steward.replay.judging import Said, rewards
 from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
 from store.connection.availability import is_unavailable
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
@@ -47,13 +44,8 @@ class Pair(Record, frozen=True, kw_only=True):
     tokens: int
 
 
-async def answer(
-    server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall, *, is_judged: bool = False
-) -> tuple[Answer, Said | None]:
-    """Return what the candidate answers to a call, compared with what serves, and what both said.
-
-    The latter only if it `is_judged`, the answer is all of an episode, and what serves came to its
-    end: one that was cut off would be compared by where it was.
+async def answer(server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall) -> Answer:
+    """Return what the candidate answers to a call, compared with what serves.
 
     Raises:
         Refused: the server refuses it of the candidate, and not of what serves.
@@ -61,11 +53,9 @@ async def answer(
         UpstreamAway: the server does not answer, or has lost one of them.
     """
     tools = offered_tools(call.request)
-    is_judged = is_judged and not tools and None not in (call.episode, call.request)
 
     async def complete(name: str) -> Completion:
-        seed = _seed(chosen.call)
-        return await server.complete(name, call.prompt_ids, pair.tokens, seed, marks=not is_judged)
+        return await server.complete(name, call.prompt_ids, pair.tokens, _seed(chosen.call))
 
     try:
         own = await complete(pair.candidate)
@@ -74,18 +64,15 @@ async def answer(
         raise Refused(str(error)) from error
     scored = await server.last_logprobs(pair.serving, call.prompt_ids + own.ids, len(own.ids))
     malformed: tuple[bool | None, bool | None] = (None, None)
-    texts: Said | None = None
-    if tools or is_judged:
+    if tools:
         other = await complete(pair.serving)
         malformed = (_judged(own, tools), _judged(other, tools))
-        texts = (own.text, other.text) if is_judged and other.is_whole else None
-    compared = Answer(
+    return Answer(
         split=chosen.split,
         own=own.logprobs,
         serving=tuple(scored),
         malformed=malformed,
     )
-    return compared, texts
 
 
 def _judged(completion: Completion, tools: Tools) -> bool | None:
@@ -205,20 +192,13 @@ class Replay:
         verdict: what came of it; None until all calls are answered.
     """
 
-    def __init__(
-        self,
-        candidate: Standing,
-        serving: Standing,
-        rule: ReplayRule,
-        judge: Judge | None = None,
-    ) -> None:
-        """Begin without a call; `judge` scores what is all of an episode, if there is one."""
+    def __init__(self, candidate: Standing, serving: Standing, rule: ReplayRule) -> None:
+        """Begin without a call."""
         self.key = key_of(candidate, serving)
         self.verdict: Replayed | None = None
         self._candidate = candidate
         self._serving = serving.version
         self._rule = rule
-        self._judge = judge
         self._pair = Pair(
             candidate=candidate.version.served_name,
             serving=serving.version.served_name,
@@ -315,9 +295,7 @@ class Replay:
             return self._leave_out("it was deleted meanwhile")
         try:
             async with asyncio.timeout(ANSWER_S):
-                compared, texts = await answer(
-                    server, self._pair, chosen, call, is_judged=self._judge is not None
-                )
+                compared = await answer(server, self._pair, chosen, call)
         except UpstreamAway:
             self._away.add(server)
             return False
@@ -328,9 +306,6 @@ class Replay:
             return self._failed(chosen, error)
         self._away.discard(server)
         self._waits = False
-        if texts is not None and self._judge is not None:
-            scored = await rewards(self._judge, call, texts, chosen.split)
-            compared = msgspec.structs.replace(compared, rewards=scored)
         self._answers.append(compared)
         return True
 
@@ -367,10 +342,9 @@ class Replay:
 class Replays:
     """Keep the replays of candidates: of each policy one at a time."""
 
-    def __init__(self, replicas: Replicas, judge: Judge | None = None) -> None:
-        """Store the model servers, and who scores answers; begin without a replay."""
+    def __init__(self, replicas: Replicas) -> None:
+        """Store the model servers; begin without a replay."""
         self._replicas = replicas
-        self._judge = judge
         self._replays: dict[str, Replay] = {}
         # Why the last step of a policy's replay came to nothing, so that it is logged once.
         self._trouble: dict[str, str] = {}
@@ -386,7 +360,7 @@ class Replays:
         name, key = candidate.version.name, key_of(candidate, serving)
         replay = self._replays.get(name)
         if replay is None or replay.key != key or replay.is_due_again(now):
-            replay = self._replays[name] = Replay(candidate, serving, rule, self._judge)
+            replay = self._replays[name] = Replay(candidate, serving, rule)
         return replay.told(now)
 
     def forget(self, name: str) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from pawl.steward.gate.betting import BELOW, Block, Wealth
 from store.records import EVAL, Record, Split
 
 # Bounds of a difference of log-probabilities: a token that is likelier by e⁵⁰, or less likely by
@@ -30,22 +29,12 @@ class ReplayRule(Record, frozen=True, kw_only=True):
         most_kl_to_serving: the largest KL to what serves, in nats a token.
         most_malformed: by how much the share of malformed tool calls may be above that of what
             serves.
-        mistakes: half of it is the largest probability of rejecting for its rewards one that is
-            scored as high as what serves.
-        reward_range: lowest and highest reward; others are clipped to it.
     """
 
     replay_states: Annotated[int, msgspec.Meta(ge=0)] = 0
     replay_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
     most_kl_to_serving: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     most_malformed: Annotated[float, msgspec.Meta(gt=0)] = 0.2
-    mistakes: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.05
-    reward_range: tuple[float, float] = (0.0, 1.0)
-
-    @property
-    def worse_needed(self) -> float:
-        """Return the wealth against "scored as high" at which a candidate is rejected."""
-        return 2 / self.mistakes
 
 
 def replay_rule_of(gate: Mapping[str, Any]) -> ReplayRule:
@@ -62,15 +51,13 @@ class Answer(Record, frozen=True, kw_only=True):
 
     `own` are the candidate's, `serving` those of what serves; both are empty if only the latter
     could be made to answer (`is_missing`). `malformed` says whether a tool call was, by the
-    candidate and by what serves; None where there was none that can be judged. `rewards` is what a
-    judge gave to the two; None if it was not asked, or could not tell of both.
+    candidate and by what serves; None where there was none that can be judged.
     """
 
     split: Split
     own: tuple[float, ...] = ()
     serving: tuple[float, ...] = ()
     malformed: tuple[bool | None, bool | None] = (None, None)
-    rewards: tuple[float, float] | None = None
     is_missing: bool = False
 
 
@@ -87,9 +74,6 @@ class Replayed(Record, frozen=True, kw_only=True):
         malformed: share of malformed among the tool calls that could be judged, of the candidate
             and of what serves; None where there were none.
         judged_calls: how many tool calls these shares are of.
-        rewards: mean of what a judge gave, likewise, of answers that it could tell of both.
-        judged_answers: how many these are.
-        worse: wealth against "scored as high as what serves"; the rule says how much is needed.
     """
 
     states: int
@@ -101,9 +85,6 @@ class Replayed(Record, frozen=True, kw_only=True):
     malformed: tuple[float | None, float | None]
     judged_calls: tuple[int, int]
     why_not: str | None
-    rewards: tuple[float | None, float | None] = (None, None)
-    judged_answers: int = 0
-    worse: float = 1.0
     why_left_out: str | None = None
 
     @property
@@ -133,9 +114,6 @@ def verdict(
     kl = fmean(each) if each else None
     own, serving = (_told(given, side) for side in (0, 1))
     shares = (_share(own), _share(serving))
-    scored = [one.rewards for one in given if one.rewards is not None]
-    means = _means(scored)
-    worse = _wealth_against(scored, rule)
     return Replayed(
         states=len(given),
         held_out=sum(one.split == EVAL for one in given),
@@ -145,47 +123,8 @@ def verdict(
         kl=kl,
         malformed=shares,
         judged_calls=(len(own), len(serving)),
-        rewards=means,
-        judged_answers=len(scored),
-        worse=worse,
         why_left_out=why_left_out,
-        why_not=_unanswered(missing, len(answers))
-        or _far(kl, rule)
-        or _worse(shares, rule)
-        or _lower(means, worse, rule),
-    )
-
-
-def _means(scored: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
-    """Return the mean rewards of the candidate and of what serves, None without any."""
-    if not scored:
-        return None, None
-    own, serving = zip(*scored, strict=True)
-    return fmean(own), fmean(serving)
-
-
-def _wealth_against(scored: Sequence[tuple[float, float]], rule: ReplayRule) -> float:
-    """Return the wealth of bets against "scored as high as what serves".
-
-    Both answered the same prompt, so each pair is a block of its own. How the prompts differ does
-    not matter, and no number of them is too small to be valid: it only is too small to show much.
-    """
-    low, high = rule.reward_range
-    wealth = Wealth(0.0, BELOW)
-    for own, serving in scored:
-        first, second = (min(max(one, low), high) for one in (own, serving))
-        difference = (first - second) / (high - low)
-        wealth.update(Block(difference, weight=0.5, reach=1.0))
-    return wealth.value
-
-
-def _lower(means: tuple[float | None, float | None], worse: float, rule: ReplayRule) -> str | None:
-    own, serving = means
-    if own is None or serving is None or worse < rule.worse_needed:
-        return None
-    return (
-        f"in the replay a judge gave its answers {own:.3g} in the mean, and {serving:.3g} to those"
-        " of what serves to the same calls"
+        why_not=_unanswered(missing, len(answers)) or _far(kl, rule) or _worse(shares, rule),
     )
 
 

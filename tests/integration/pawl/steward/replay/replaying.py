@@ -5,7 +5,6 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.judging.answers import Judge
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.read.events import list_events
@@ -58,9 +57,9 @@ async def loaded(adapter: Path, *urls: str) -> None:
         await replicas.load("m@1", adapter)
 
 
-def steward(database_url: str, replicas: Replicas, judge: Judge | None = None) -> Gating:
+def steward(database_url: str, replicas: Replicas) -> Gating:
     settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, replicas, judge)
+    return Gating(settings, 0.01, replicas)
 
 
 async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
@@ -75,11 +74,10 @@ async def look(
     engine: AsyncEngine,
     *urls: str,
     times: int = 5,
-    judge: Judge | None = None,
 ) -> None:
     """Let a new steward look at the policies so often."""
     async with Replicas(urls) as replicas:
-        await rounds(steward(database_url, replicas, judge), engine, times)
+        await rounds(steward(database_url, replicas), engine, times)
 
 
 async def events_of(engine: AsyncEngine, version: int = 1) -> list[PolicyEvent]:

@@ -1,7 +1,6 @@
 """What the answers of a candidate say about it."""
 
 import math
-from random import Random
 
 import pytest
 
@@ -67,36 +66,3 @@ def test_what_only_the_candidate_is_refused() -> None:
 def test_nothing_to_answer_stops_nothing() -> None:
     found = verdict([], 3, RULE)
     assert (found.kl, found.malformed, found.why_not) == (None, (None, None), None)
-
-
-def scored(own: float, serving: float) -> Answer:
-    return Answer(split="eval", own=(-1.0,), serving=(-1.0,), rewards=(own, serving))
-
-
-def test_answers_that_a_judge_gives_less_to_again_and_again_are_worse() -> None:
-    found = verdict([scored(0.0, 1.0)] * 16, 0, RULE)
-    assert (found.rewards, found.judged_answers) == ((0.0, 1.0), 16)
-    assert found.worse >= RULE.worse_needed == 40.0
-    assert found.why_not is not None
-    assert "gave its answers 0 in the mean, and 1 to those of what serves" in found.why_not
-
-
-def test_few_worse_answers_or_as_many_better_ones_show_nothing() -> None:
-    for answers in ([scored(0.0, 1.0)] * 4, [scored(0.0, 1.0), scored(1.0, 0.0)] * 16):
-        assert verdict(answers, 0, RULE).why_not is None
-
-
-def test_rewards_are_clipped_to_their_range() -> None:
-    wide = ReplayRule(replay_states=4, reward_range=(-100.0, 100.0))
-    assert verdict([scored(0.0, 1.0)] * 16, 0, wide).why_not is None
-    once = verdict([scored(-1e9, 1.0)], 0, RULE)
-    assert once.worse == verdict([scored(0.0, 1.0)], 0, RULE).worse
-
-
-def test_one_that_is_as_good_is_seldom_rejected_for_its_rewards() -> None:
-    draw = Random(1)
-    rejected = 0
-    for _ in range(400):
-        pairs = [scored(draw.random() < 0.5, draw.random() < 0.5) for _ in range(64)]
-        rejected += verdict(pairs, 0, RULE).why_not is not None
-    assert rejected <= 400 * RULE.mistakes / 2
