@@ -2,7 +2,7 @@
 
 Versions of all policies of one base model share the server. A version needs a slot while it may
 have traffic, and one that is being made reserves it
-(docs/decisions/055-measured-staleness-paced-publishing.md).
+(docs/decisions/022-off-policy.md).
 """
 
 from collections.abc import Sequence

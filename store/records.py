@@ -319,5 +319,5 @@ class UpdateRow(Record, frozen=True, kw_only=True):
 
 # An episode failed if its last call came to one of these: an upstream refused the request for what
 # it says. What the policy wrote is in it, and its conversation may have outgrown the context. Other
-# errors are of the server, or of the way to it (docs/decisions/051-questions-and-outcomes.md).
+# errors are of the server, or of the way to it (docs/decisions/018-groups.md).
 FAILED: Final = (400, 413, 422)

@@ -34,7 +34,7 @@ def minute_of(time: str) -> str:
 
 
 # What a policy's reward is the sum of, where its recipe names metrics. A policy without a row has
-# the metric `reward`, as `episodes` has it (docs/decisions/087-rewards-as-sums.md).
+# the metric `reward`, as `episodes` has it (docs/decisions/017-credit.md).
 reward_terms = Table(
     "reward_terms",
     metadata,

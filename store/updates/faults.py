@@ -3,7 +3,7 @@
 Rows of a server that computed something else than the trainer are known one by one, at the price of
 an update each time. Once a fault is known and past, all that a policy has of its time is left where
 it is: no update claims it, and it expires as what waits too long does
-(docs/decisions/053-holding.md).
+(docs/decisions/053-pause-after-failures.md).
 """
 
 from typing import Final

@@ -4,7 +4,7 @@
 
 The rows are those of the episodes that the recipe's `[sft]` keeps, and their weights sum to one.
 Nothing was sampled from the policy that could be compared with it: there is no ratio, no baseline
-and no advantage, and log π is that of the plain softmax (docs/decisions/060-sft.md).
+and no advantage, and log π is that of the plain softmax (docs/decisions/023-ppo.md).
 
 TRL's `compute_loss` calls its model for the log-probabilities of all labels. Here it is given those
 of the merged rows, each times its token's share of the loss. The loss is linear in them, so
