@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 from pawl.scenarios.places import packaged_template
 from pawl.stack.stack import StackPlan
 from pawl.stack.vllm import VllmOptions
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CLIENT_BINARIES: Final = ROOT / ".venv-clients" / "bin"

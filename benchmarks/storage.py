@@ -32,7 +32,7 @@ from proxy.identity.question import question_of
 from proxy.keeper.transcribe import record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.ids import new_id
 from store.records import CallRecord, Tokens, ToolCall
 from store.schema.migrate import upgrade

@@ -87,6 +87,21 @@ def main() -> None:
         app()
     except (UnreadSettings, StoreError, ProxyError) as error:
         fail(str(error))
+    except Exception as error:
+        if not _is_database_away(error):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        fail(f"the database went away, or cannot be reached: {reason:.200}")
+
+
+def _is_database_away(error: Exception) -> bool:
+    from store.connection.availability import is_unavailable
+
+    # An OSError of a connection is Python's own, and names no file.
+    is_other = isinstance(error, OSError) and (
+        error.filename is not None or type(error).__module__ != "builtins"
+    )
+    return is_unavailable(error) and not is_other
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Share fixtures between all tiers: a real PostgreSQL, a database a test, settings by value."""
 
 import asyncio
+import fcntl
 import os
 import shutil
 import subprocess
@@ -20,8 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 from pawl.imports import large_imports
 from store.connection import engine as engines
 from store.connection.engine import make_engine
-from store.embedded.server import DATABASE, EmbeddedPostgres
-from store.embedded.sharing import Wait, take_turn
+from store.embedded import DATABASE, EmbeddedPostgres
 from store.schema.migrate import upgrade
 from tests.tiers import is_slow
 
@@ -33,8 +33,6 @@ DROPS = 12
 MEMORY = Path("/dev/shm")
 IN_MEMORY = "pawl-tests-"
 MUCH_ROOM = 4 * 2**30
-# A worker waits so long for the cluster that another makes.
-MADE_S = 600.0
 # Read when torch is first imported, here and in the servers and trainers that tests start. Threads
 # of OpenMP that wait for each other in turns of their own burn the cores that others need: beside
 # them, updates of a tiny model take eighteen times the processor time.
@@ -118,8 +116,9 @@ def migrated_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cluster"
     folder.mkdir(exist_ok=True)
     server, made = EmbeddedPostgres(folder), folder / "made"
-    turn = take_turn(folder / "turn", Wait(MADE_S, lambda: False), "the cluster of another worker")
-    try:
+    with (folder / "turn").open("w") as turn:
+        # Another worker may be making it.
+        fcntl.flock(turn, fcntl.LOCK_EX)
         if not made.exists():
             asyncio.run(upgrade(server.ensure_running()))
             # The first session after a migration writes down what PostgreSQL knows of its
@@ -128,8 +127,6 @@ def migrated_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
             subprocess.run(command, check=True)
             server.stop()
             made.touch()
-    finally:
-        turn.release()
     return server.folder
 
 

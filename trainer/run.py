@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
@@ -235,7 +235,7 @@ async def _session(settings: TrainerSettings, trainees: Sequence[Trainee], *, on
 
 @asynccontextmanager
 async def _database(settings: TrainerSettings) -> AsyncIterator[str]:
-    """Yield the URL of the configured or the embedded database, which nobody stops meanwhile."""
+    """Yield the URL of the configured or the embedded database."""
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
@@ -243,4 +243,4 @@ async def _database(settings: TrainerSettings) -> AsyncIterator[str]:
     try:
         yield await asyncio.to_thread(postgres.ensure_running)
     finally:
-        await asyncio.to_thread(postgres.leave)
+        await asyncio.to_thread(postgres.stop)

@@ -6,7 +6,7 @@ from typing import Final
 
 import psutil
 
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 
 UP_S: Final = 60.0

@@ -18,7 +18,7 @@ from benchmarks.chaos.load import BROKEN, fetch
 from benchmarks.chaos.postgres import kill, kill_and_start, start_again
 from benchmarks.proxy.machine import running
 from benchmarks.stack import free_port
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 
 Part = Literal["worker", "keeper", "supervisor", "postgres"]
 PARTS: Final[tuple[Part, ...]] = ("worker", "keeper", "supervisor", "postgres")

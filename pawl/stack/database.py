@@ -10,32 +10,32 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.settings import StoreSettings
 
 log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
-# One check waits no longer than this, so that the stack can be stopped meanwhile.
-LOOK_S: Final = 5.0
+# How long a restart of the embedded server is waited for before it is tried again.
+RESTART_S: Final = 5.0
 
 
 @asynccontextmanager
 async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
     """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
 
-    The embedded server is started if it does not run. The last process that uses it stops it.
+    The embedded server is started if it does not run, and then stopped at the end.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
     postgres = EmbeddedPostgres(settings.data_dir)
     try:
-        yield await asyncio.to_thread(postgres.ensure_running, passing=True)
+        yield await asyncio.to_thread(postgres.ensure_running)
     finally:
-        # Also if the wait for its start was cancelled.
-        await asyncio.to_thread(postgres.leave)
+        # This also ends a start whose caller was cancelled.
+        await asyncio.to_thread(postgres.stop)
 
 
 @asynccontextmanager
@@ -52,7 +52,7 @@ async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
 
 @asynccontextmanager
 async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
-    """Run the embedded server, restart it whenever it ends by itself, and stop it at the end."""
+    """Run the embedded server, start it again whenever it is down, and stop it at the end."""
     postgres = EmbeddedPostgres(data_dir)
     ending = asyncio.Event()
     watching: asyncio.Task[None] | None = None
@@ -62,21 +62,21 @@ async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
         yield postgres
     finally:
         ending.set()
-        postgres.give_up()
-        if watching is not None:
-            # Its thread may be starting the server at this moment, which would then run on.
-            await asyncio.wait([watching])
         await asyncio.to_thread(postgres.stop)
+        if watching is not None:
+            # Its thread may have started the server once more.
+            await asyncio.wait([watching])
+            await asyncio.to_thread(postgres.stop)
 
 
 async def _keep(postgres: EmbeddedPostgres, ending: asyncio.Event) -> None:
-    """Check the server again and again, in a thread, and restart it if it has ended."""
+    """Look after the server again and again, in a thread."""
     while not ending.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(ending.wait(), WATCH_S)
             return
         try:
-            await asyncio.to_thread(postgres.ensure_running, within_s=LOOK_S)
+            await asyncio.to_thread(postgres.ensure_running, within_s=RESTART_S)
         except Exception as error:
             if not ending.is_set():
                 reason = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
 

@@ -19,7 +19,7 @@ from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from store.connection.availability import is_refusal, is_unavailable
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
 from store.schema.migrate import upgrade
@@ -85,11 +85,11 @@ class Database:
         self._stopping.set()
 
     async def close(self) -> None:
-        """Close the connections; an embedded server keeps running for other processes."""
+        """Close the connections, and stop an embedded server that this keeper started."""
         if self._engine is not None:
             await self._engine.dispose()
         if self._embedded is not None:
-            await asyncio.to_thread(self._embedded.leave)
+            await asyncio.to_thread(self._embedded.stop)
 
     async def _start(self) -> None:
         url = await self._url()

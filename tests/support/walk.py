@@ -22,7 +22,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, eventually, proxy_with, settings_for

@@ -9,7 +9,7 @@ import asyncpg
 
 from benchmarks.chaos.postgres import kill_and_start
 from benchmarks.chaos.trainer.forks import GONE_S
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 
 
 class Database:

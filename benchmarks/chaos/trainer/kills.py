@@ -18,7 +18,7 @@ from benchmarks.chaos.trainer.place import Place
 from benchmarks.chaos.trainer.recipe import recipe_toml
 from benchmarks.chaos.trainer.report import ledger_report, policy_report
 from benchmarks.chaos.trainer.runs import Beside, Task, disturbed, undisturbed
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 
 STAGE_S: Final = 300.0
 # So many kills to an update: most lives do not live to see one whole.

@@ -27,7 +27,7 @@ from benchmarks.proxy.peers.install import (
 from benchmarks.proxy.peers.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
 from benchmarks.stack import free_port
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 
 PATH = "/v1/chat/completions"
 ROLLOUT = "bench"

@@ -18,7 +18,7 @@ from pawl.policies.check import faults
 from pawl.spool import look
 from proxy.keeper.keeper import keeping
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.updates.claims import begin_update
 from store.version_states import add_version, ensure_base
 from tests.conftest import ROOT

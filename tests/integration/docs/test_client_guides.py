@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, ToolSource, TransitionRow
 from store.version_states import ensure_base

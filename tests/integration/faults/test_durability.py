@@ -12,7 +12,7 @@ from proxy.keeper.drain import Drainer
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import LONG_BYTES, Spool
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import Psql, url_of

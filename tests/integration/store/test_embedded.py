@@ -1,12 +1,13 @@
-"""Processes that start, use and stop one embedded PostgreSQL, all at once and on a slow machine."""
+"""The embedded PostgreSQL: its owner, those who connect to it, and what is left of a crash."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,83 +17,56 @@ import psutil
 import pytest
 
 from pawl.stack.database import kept_postgres
-from store.embedded.cluster import Cluster
-from store.embedded.server import EmbeddedPostgres
+from store import embedded
+from store.connection.availability import is_unavailable
+from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from tests.support.waiting import until_true
 
 AT_ONCE = 6
-# One connection for as long as it works: a server that is stopped or killed meanwhile is seen. On
-# a busy machine that is longer, until it has asked a few times.
-COMMAND = """
-import asyncio, json, sys, time
+# Asks for the server, uses it until a line comes, and ends as a command does.
+USER = """
+import asyncio, sys
 from pathlib import Path
 import asyncpg
-from pawl.stack.database import open_database
-from store.settings import StoreSettings
+from store.embedded import EmbeddedPostgres
 
-async def main(folder, work_s):
-    began = time.monotonic()
-    async with open_database(StoreSettings(data_dir=Path(folder), DATABASE_URL=None)) as url:
-        ready = time.monotonic()
-        connection = await asyncpg.connect(url)
-        asked = 0
-        while time.monotonic() < ready + work_s or asked < 4:
-            await connection.execute("SELECT 1")
-            asked += 1
-            await asyncio.sleep(0.02)
-        await connection.close()
-    print(json.dumps({"ready_s": ready - began, "asked": asked}))
+async def use(url):
+    connection = await asyncpg.connect(url)
+    assert await connection.fetchval("SELECT 1") == 1
+    print("up", flush=True)
+    sys.stdin.readline()
 
-asyncio.run(main(sys.argv[1], float(sys.argv[2])))
-"""
-USER = """
-import sys, time
-from pathlib import Path
-from store.embedded.server import EmbeddedPostgres
-EmbeddedPostgres(Path(sys.argv[1])).ensure_running()
-print("up", flush=True)
-time.sleep(60)
+postgres = EmbeddedPostgres(Path(sys.argv[1]))
+try:
+    asyncio.run(use(postgres.ensure_running()))
+finally:
+    postgres.stop()
 """
 
 
-def command(folder: Path, work_s: float) -> "subprocess.Popen[str]":
-    """A command like `pawl export`: the database is opened, used and let go of."""
+def user(folder: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(folder), str(work_s)],
+        [sys.executable, "-c", USER, str(folder)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def outcome(process: "subprocess.Popen[str]") -> dict[str, float]:
-    """What a command said; fails with its last words."""
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err[-2000:]
-    found: dict[str, float] = json.loads(out)
-    return found
+def await_up(process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "up\n", process.stderr.read()[-2000:]
 
 
-@contextmanager
-def user(folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that uses the server until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", USER, str(folder)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def of_postgres(folder: Path) -> list[psutil.Process]:
-    """Every process of PostgreSQL's that works on a folder under `folder`."""
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process of PostgreSQL's, or its guard, that has to do with a folder under `folder`."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            named = process.name() in ("initdb", "postgres", "pg_ctl")
+            named = process.name() in ("initdb", "postgres", "sh", "sleep")
             if named and (str(folder) in process.cwd() or str(folder) in str(process.cmdline())):
                 found.append(process)
     return found
@@ -100,15 +74,12 @@ def of_postgres(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def slow(folder: Path, *, stopped_s: float, running_s: float) -> Iterator[None]:
-    """PostgreSQL's processes get on as on a slow disk: they stand still most of the time.
-
-    That holds up initdb, each start and each shutdown alike, with nothing put in their place.
-    """
+    """PostgreSQL's processes get on as on a slow disk: they stand still most of the time."""
     over = threading.Event()
 
     def hold_up() -> None:
         while not over.is_set():
-            held = of_postgres(folder)
+            held = processes_of(folder)
             for process in held:
                 with suppress(psutil.Error):
                     process.suspend()
@@ -128,155 +99,247 @@ def slow(folder: Path, *, stopped_s: float, running_s: float) -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A data directory; nothing of PostgreSQL's is left running in it."""
-    yield tmp_path
-    for process in of_postgres(tmp_path):
-        with suppress(psutil.Error):
-            process.kill()
+def folder() -> Iterator[Path]:
+    """A data directory; nothing of PostgreSQL's is left running in it.
+
+    It is not below pytest's own, which every pytest of this machine closes to other users.
+    """
+    with tempfile.TemporaryDirectory(prefix="embedded-") as name:
+        yield Path(name)
+        for process in processes_of(Path(name)):
+            with suppress(psutil.Error):
+                process.kill()
+                process.wait(20)
 
 
-def test_six_at_once_on_a_fresh_folder_all_get_the_server(folder: Path) -> None:
-    for _ in range(2):
-        for found in [outcome(one) for one in [command(folder, 0.3) for _ in range(AT_ONCE)]]:
-            assert found["asked"] > 3
-        # The last one stopped it: nobody said that it is needed any longer.
-        assert not EmbeddedPostgres(folder).is_running
+@pytest.fixture
+def postgres(folder: Path) -> Iterator[EmbeddedPostgres]:
+    """The server, owned by this process."""
+    server = EmbeddedPostgres(folder)
+    server.ensure_running()
+    yield server
+    server.stop()
+
+
+def kill(pid: int | None) -> None:
+    """Kill a process, and wait until it is no longer one of this process's children."""
+    assert pid is not None
+    process = psutil.Process(pid)
+    process.kill()
+    process.wait(20)
 
 
 @pytest.mark.timeout(180)
-def test_six_at_once_on_a_slow_disk_wait_for_each_other(folder: Path) -> None:
-    with slow(folder, stopped_s=0.9, running_s=0.05):
-        commands = [command(folder, 0.1 * number) for number in range(AT_ONCE)]
-        found = [outcome(one) for one in commands]
-    # Slower than any of a server's programs would be given by its package: ten seconds.
-    assert max(one["ready_s"] for one in found) > 5
-    assert all(one["asked"] for one in found)
-    assert not EmbeddedPostgres(folder).is_running
+@pytest.mark.parametrize("on_a_slow_disk", [False, True])
+def test_commands_that_start_at_once_share_one_server(folder: Path, on_a_slow_disk: bool) -> None:
+    began = time.monotonic()
+    users = [user(folder) for _ in range(AT_ONCE)]
+    if on_a_slow_disk:
+        with slow(folder, stopped_s=0.4, running_s=0.05):
+            for process in users:
+                await_up(process)
+        assert time.monotonic() - began > 5
+    else:
+        for process in users:
+            await_up(process)
+    servers = [one for one in processes_of(folder) if "-D" in one.cmdline() and one.name() != "sh"]
+    assert len(servers) == 1
+    for process in users:
+        process.communicate("\n", timeout=60)
+    assert EmbeddedPostgres(folder).pid is None
 
 
-def test_a_command_stops_no_server_that_another_process_uses(folder: Path) -> None:
-    first = command(folder, 3.0)
-    until_true(lambda: EmbeddedPostgres(folder).is_running)
-    with user(folder):
-        assert outcome(first)["asked"] > 3
-        assert EmbeddedPostgres(folder).is_running
-        outcome(command(folder, 0))
-        assert EmbeddedPostgres(folder).is_running
+async def test_server_ends_with_its_owner_and_the_next_user_starts_it_again(folder: Path) -> None:
+    owner, guest = EmbeddedPostgres(folder), EmbeddedPostgres(folder)
+    url = owner.ensure_running()
+    assert guest.ensure_running() == url
+    guest.stop()
+    assert owner.pid is not None
+    connection = await asyncpg.connect(url)
+    owner.stop()
+    assert owner.pid is None
+    with pytest.raises(asyncpg.PostgresError) as lost:
+        await connection.fetchval("SELECT 1")
+    assert is_unavailable(lost.value)
+    assert guest.ensure_running() == url
+    owner.ensure_running()
+    owner.stop()
+    assert guest.pid is not None
+    guest.stop()
+    assert guest.pid is None
 
 
-def test_who_is_killed_is_no_user_any_more(folder: Path) -> None:
-    postgres = EmbeddedPostgres(folder)
-    postgres.ensure_running()
-    with user(folder) as other:
-        postgres.stop()
-        # It uses it still.
-        assert postgres.is_running
-        other.kill()
-        other.wait()
-        postgres.ensure_running()
-        postgres.stop()
-    assert not postgres.is_running
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_is_left_after_the_owner_ends(folder: Path, number: signal.Signals) -> None:
+    owner = user(folder)
+    await_up(owner)
+    owner.send_signal(number)
+    owner.communicate(timeout=60)
+    until_true(lambda: not processes_of(folder))
 
 
-def test_the_last_user_stops_what_is_not_needed_any_longer(folder: Path) -> None:
-    first, second = EmbeddedPostgres(folder), EmbeddedPostgres(folder)
-    first.ensure_running()
-    second.ensure_running()
-    first.stop()
-    assert second.is_running
-    second.leave()
-    assert not second.is_running
-
-
-def test_a_server_outlives_users_who_only_leave(folder: Path) -> None:
-    first, second = EmbeddedPostgres(folder), EmbeddedPostgres(folder)
-    first.ensure_running()
-    first.leave()
-    assert first.is_running
-    # A command that finds it running leaves it running.
-    second.ensure_running(passing=True)
-    second.leave()
-    assert second.is_running
-    first.ensure_running()
-    first.stop()
-
-
-def test_a_first_start_that_was_killed_is_made_anew(folder: Path) -> None:
-    with slow(folder, stopped_s=0.9, running_s=0.1):
-        first = command(folder, 0)
-        until_true(lambda: any(process.name() == "initdb" for process in of_postgres(folder)))
-        first.kill()
-        first.communicate()
-    assert outcome(command(folder, 0))["asked"]
-    assert sorted(path.name for path in folder.glob("postgres*/")) == ["postgres"]
-
-
-def test_a_killed_server_is_started_again_though_another_process_has_its_id(folder: Path) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_hung_server_is_stopped_hard_after_its_owner_was_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "SERVE", embedded.SERVE.replace("seq 30", "seq 2"))
+    monkeypatch.setattr(embedded, "STOP_S", 1)
     postgres = EmbeddedPostgres(folder)
     postgres.ensure_running()
     assert postgres.pid is not None
-    killed = psutil.Process(postgres.pid)
-    killed.kill()
-    killed.wait(20)
-    # As in a container, where ids begin at 1 with each start.
+    server = psutil.Process(postgres.pid)
+    checkpointer = next(one for one in server.children() if "checkpointer" in one.cmdline()[0])
+    # No ordinary shutdown can end without it.
+    checkpointer.suspend()
+    with pytest.raises(StoreError, match="did not stop in time"):
+        postgres.stop()
+    until_true(lambda: not processes_of(folder))
+
+
+def test_server_whose_owner_and_guard_were_killed_is_stopped_by_the_next(folder: Path) -> None:
+    owner = user(folder)
+    await_up(owner)
+    left = EmbeddedPostgres(folder).pid
+    for process in processes_of(folder):
+        with suppress(psutil.Error):
+            if process.name() == "sh":
+                process.kill()
+    owner.kill()
+    owner.communicate()
+    assert EmbeddedPostgres(folder).pid == left
+    postgres = EmbeddedPostgres(folder)
+    postgres.ensure_running()
+    assert postgres.pid != left
+    postgres.stop()
+
+
+def test_first_start_that_was_killed_is_made_anew(folder: Path) -> None:
+    with slow(folder, stopped_s=0.9, running_s=0.1):
+        first = user(folder)
+        until_true(lambda: any(process.name() == "initdb" for process in processes_of(folder)))
+        first.kill()
+        first.communicate()
+    second = user(folder)
+    await_up(second)
+    second.communicate("\n")
+    assert [path.name for path in folder.glob("postgres*/")] == ["postgres"]
+
+
+@pytest.fixture
+def unreaped() -> Iterator[int]:
+    """The id of a process that has ended, and whose parent does not take note of it."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    until_true(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    yield process.pid
+    process.wait()
+
+
+@pytest.mark.parametrize("is_recycled", [True, False])
+def test_killed_server_is_started_again_though_its_id_is_taken(
+    folder: Path, unreaped: int, is_recycled: bool
+) -> None:
+    """Its id is that of another process, or of a killed server that nobody reaps."""
+    taken = os.getpid() if is_recycled else unreaped
+    first = EmbeddedPostgres(folder)
+    first.ensure_running()
+    kill(first.pid)
+    first.stop()
     for name in ("postmaster.pid", ".s.PGSQL.5432.lock"):
         file = folder / "postgres" / name
         lines = file.read_text().splitlines()
-        lines[0] = str(os.getpid())
+        lines[0] = str(taken)
         file.write_text("\n".join(lines) + "\n")
-    assert not postgres.is_running
-    postgres.ensure_running()
-    assert postgres.pid != os.getpid()
-    postgres.stop()
-
-
-def test_a_server_that_cannot_start_is_told_with_its_reason(folder: Path) -> None:
+    (folder / "postgres.owner").write_text(f"{taken}\n")
     postgres = EmbeddedPostgres(folder)
+    assert postgres.pid is None
     postgres.ensure_running()
+    assert postgres.pid not in (None, taken)
     postgres.stop()
-    with (folder / "postgres" / "postgresql.conf").open("a") as file:
+
+
+def test_start_waits_for_the_last_process_of_a_killed_server(postgres: EmbeddedPostgres) -> None:
+    assert postgres.pid is not None
+    backend = psutil.Process(postgres.pid).children()[0]
+    backend.suspend()
+    kill(postgres.pid)
+    with pytest.raises(StoreError, match="not ready yet"):
+        postgres.ensure_running(within_s=1.0)
+    backend.kill()
+    postgres.ensure_running()
+    assert postgres.pid is not None
+
+
+def test_failed_start_is_reported_with_the_server_s_reason(postgres: EmbeddedPostgres) -> None:
+    postgres.stop()
+    with (postgres.folder / "postgresql.conf").open("a") as file:
         file.write("no_such_setting = 1\n")
     with pytest.raises(StoreError, match=r"did not start.*no_such_setting"):
         postgres.ensure_running()
 
 
-def test_a_start_that_takes_too_long_kills_nothing_and_goes_on(folder: Path) -> None:
-    postgres = EmbeddedPostgres(folder)
-    postgres.ensure_running()
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_full_disk_is_reported_and_leaves_nothing_half_done(folder: Path, is_first: bool) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "none", disk], check=False
+    ).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        postgres = EmbeddedPostgres(disk)
+        if not is_first:
+            postgres.ensure_running()
+            postgres.stop()
+        with suppress(OSError):
+            while True:
+                with (disk / "filler").open("ab") as filler:
+                    filler.write(b"\0" * 4096)
+        with pytest.raises(StoreError, match=r"did not start.*No space left on device"):
+            postgres.ensure_running()
+        assert not list(disk.glob("postgres.new-*"))
+        (disk / "filler").unlink()
+        postgres.ensure_running()
+        postgres.stop()
+    finally:
+        # A guard may be about to leave.
+        until_true(lambda: not subprocess.run(["umount", disk], check=False).returncode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_folder_of_another_user_is_refused(postgres: EmbeddedPostgres) -> None:
     postgres.stop()
-    with slow(folder, stopped_s=2.9, running_s=0.02), pytest.raises(StoreError, match="gave up"):
+    os.chown(postgres.folder, 12345, 12345)
+    with pytest.raises(StoreError, match="belongs to another user; set PAWL_DATA_DIR"):
+        postgres.ensure_running()
+
+
+def test_start_that_takes_too_long_kills_nothing_and_goes_on(postgres: EmbeddedPostgres) -> None:
+    postgres.stop()
+    unready = pytest.raises(StoreError, match="not ready yet")
+    with slow(postgres.folder.parent, stopped_s=2.9, running_s=0.02), unready:
         postgres.ensure_running(within_s=0.05)
     assert postgres.ensure_running(within_s=30)
-    postgres.stop()
 
 
-def test_a_server_is_stopped_although_its_folder_was_closed_to_its_user(folder: Path) -> None:
-    postgres = EmbeddedPostgres(folder)
-    postgres.ensure_running()
+def test_server_is_stopped_although_its_folder_was_closed_to_its_user(
+    postgres: EmbeddedPostgres,
+) -> None:
     # As programs do that want temporary folders for themselves.
-    folder.chmod(0o700)
+    postgres.folder.parent.chmod(0o700)
     postgres.stop()
-    assert not postgres.is_running
+    assert postgres.pid is None
 
 
-def test_a_server_that_does_not_stop_is_told_with_the_reason(folder: Path) -> None:
-    postgres = EmbeddedPostgres(folder)
+def test_path_too_long_for_a_socket_gets_a_short_one(folder: Path) -> None:
+    postgres = EmbeddedPostgres(folder / ("long" * 25))
     postgres.ensure_running()
-    assert postgres.pid is not None
-    server = psutil.Process(postgres.pid)
-    server.suspend()
-    try:
-        with pytest.raises(StoreError, match=r"did not stop within 1 s.*server does not shut down"):
-            Cluster(folder / "postgres").stop(1.0)
-    finally:
-        server.resume()
-    server.wait(60)
+    postgres.stop()
 
 
-async def test_the_stack_s_database_is_stopped_while_it_is_watched(folder: Path) -> None:
+async def test_stack_s_database_is_stopped_while_it_is_watched(folder: Path) -> None:
     """At any moment of a look, also one that starts the server again."""
-    for round_ in range(8):
+    for round_ in range(6):
         async with kept_postgres(folder) as postgres:
             assert postgres.pid is not None
             connection = await asyncpg.connect(postgres.url)
@@ -285,4 +348,17 @@ async def test_the_stack_s_database_is_stopped_while_it_is_watched(folder: Path)
             if round_ % 2:
                 os.kill(postgres.pid, signal.SIGKILL)
             await asyncio.sleep(0.45 + 0.03 * round_)
-        assert not postgres.is_running
+        assert postgres.pid is None
+
+
+async def test_cancelled_start_of_the_stack_leaves_no_server(folder: Path) -> None:
+    async def run() -> None:
+        async with kept_postgres(folder):
+            raise AssertionError("it was cancelled before")
+
+    running = asyncio.create_task(run())
+    await asyncio.to_thread(until_true, lambda: processes_of(folder))
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    assert EmbeddedPostgres(folder).pid is None

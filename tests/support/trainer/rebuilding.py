@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import version_states
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from store.rebuilding.choosing import Query
 from store.records import SpoolRecord
 from store.schema.recorded import episodes

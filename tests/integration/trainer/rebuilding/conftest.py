@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from store.embedded.server import EmbeddedPostgres
+from store.embedded import EmbeddedPostgres
 from tests.conftest import Psql
 from tests.support.trainer.rebuilding import Stand
 

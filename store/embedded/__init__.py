@@ -1,1 +1,0 @@
-"""Run the embedded PostgreSQL: a cluster in a folder, shared by several processes."""
