@@ -13,7 +13,7 @@ from proxy.identity.question import question_of
 from proxy.keeper.letters import FOLDER, LETTER, REASON
 from proxy.keeper.removing.deleted import names_in
 from proxy.keeper.transcribe import NO_READERS, record_of
-from proxy.redaction.storing import Redaction
+from proxy.redaction import Redactor
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import decode_payload, read_pieces
 from proxy.tools.result_readers import ResultReaders
@@ -131,7 +131,7 @@ async def replay(
     engine: AsyncEngine,
     readers: ResultReaders = NO_READERS,
     most_reply: int = MOST_INFLATED,
-    redaction: Redaction | None = None,
+    redactor: Redactor | None = None,
     tenant: str | None = None,
 ) -> tuple[int, list[str]]:
     """Try to store each dead letter again; delete those that are stored, and keep the others.
@@ -141,7 +141,7 @@ async def replay(
         engine: the database.
         readers: how results of tools are read (`PAWL_TOOL_RESULTS`).
         most_reply: the largest reply that is read, in bytes.
-        redaction: what each record goes through before it is stored.
+        redactor: applied to each record before it is stored.
         tenant: whose letters; None: everybody's.
 
     Returns:
@@ -159,8 +159,8 @@ async def replay(
         payload = path.read_bytes()
         try:
             record = record_of(payload, readers, most_reply)
-            if redaction is not None:
-                record = await redaction.record(record)
+            if redactor is not None:
+                record = redactor.record(record)
             await ingester.store(engine, [record])
         except Exception as error:
             if is_no_records_fault(error):

@@ -232,7 +232,3 @@ class BadUpstreams(ProxyError):
 
 class BadRedaction(ProxyError):
     """Report that the file that `PAWL_REDACTION` names cannot be used."""
-
-
-class ProgramFails(ProxyError):
-    """Report that the program of redaction does not work, so that no call can be stored now."""

@@ -85,8 +85,7 @@ NOT_TRAINABLE = Counter(
 )
 REDACTED = Counter(
     "pawl_redacted_total",
-    "Records of which something was replaced before they were stored, by rule; `program`: by "
-    "PAWL_REDACTION_PROGRAM.",
+    "Records of which something was replaced before they were stored, by rule.",
     ["rule"],
 )
 WITHHELD = Counter(

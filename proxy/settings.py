@@ -146,16 +146,6 @@ class ProxySettings(StoreSettings):
         description="TOML file of rules for what is never stored of calls, by pattern and by "
         "field; unset: calls are stored as they are",
     )
-    redaction_program: str | None = Field(
-        default=None,
-        description="command that redacts each call before it is stored, as lines of JSON on its "
-        "standard input and output",
-    )
-    redaction_program_s: float = Field(
-        default=5.0,
-        gt=0,
-        description="how long that program may take for a call, in seconds",
-    )
     keep_days: Annotated[InstanceOf[Periods] | None, NoDecode, BeforeValidator(_periods)] = Field(
         default=None,
         description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "

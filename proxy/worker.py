@@ -36,8 +36,7 @@ from proxy.policies.owners import Owners
 from proxy.policies.policy_file import PolicyFile
 from proxy.policies.shared_pins import SharedPins
 from proxy.policies.versions import MAX_PINS, Versions
-from proxy.redaction.redactor import Redactor
-from proxy.redaction.rules import open_rules
+from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.members import Upstreams, open_upstreams
@@ -232,15 +231,8 @@ def _recorder(settings: ProxySettings, recent: Recent) -> Recorder:
         settings.spool_dir,
         segment_bytes=settings.segment_mb * 2**20,
         recent=recent,
-        redactor=_redactor(settings),
+        redactor=open_redactor(settings),
     )
-
-
-def _redactor(settings: ProxySettings) -> Redactor | None:
-    rules = open_rules(settings.redaction)
-    if rules is None:
-        return None
-    return Redactor(rules, settings.tool_results, settings.max_reply_mb * 2**20)
 
 
 def _intake(settings: ProxySettings) -> Intake:

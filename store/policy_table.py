@@ -133,7 +133,15 @@ def _sets_of(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(whole)) for name, whole in sets.items()}
 
 
-FILE: Final = TableFile(PolicySpec, TABLE, thing="policy", remedies=REMEDIES, error=BadPolicies)
+FILE: Final = TableFile(
+    PolicySpec,
+    TABLE,
+    thing="policy",
+    remedies=REMEDIES,
+    error=BadPolicies,
+    setting="PAWL_POLICIES",
+    unset="for one policy a model",
+)
 
 
 def open_policies(path: Path | None) -> PolicyTable | None:
@@ -151,7 +159,7 @@ def load_policies(path: Path) -> PolicyTable:
     Raises:
         BadPolicies: the file cannot be read or is invalid.
     """
-    return parse_policies(FILE.text_of(path, "PAWL_POLICIES", "for one policy a model"), str(path))
+    return parse_policies(FILE.text_of(path), str(path))
 
 
 def parse_policies(text: str, where: str) -> PolicyTable:
@@ -169,12 +177,8 @@ def parse_policies(text: str, where: str) -> PolicyTable:
 
 def _clash(specs: Sequence[PolicySpec]) -> str | None:
     """Return an error message if two tables contradict each other, else None."""
-    names: set[str] = set()
     answered: dict[tuple[str, str, str], str] = {}
     for spec in specs:
-        if spec.name in names:
-            return f"two policies are named {spec.name!r}; give each a name of its own"
-        names.add(spec.name)
         by_agent = [("agents", f"{agent!r} with base {spec.base!r}") for agent in spec.agents]
         for key, what in [*by_agent, *(("models", repr(model)) for model in spec.models)]:
             claim = spec.tenant, key, what

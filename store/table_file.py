@@ -26,6 +26,8 @@ class TableFile(Generic[Spec]):
         thing: str,
         remedies: Mapping[str, str],
         error: type[Exception],
+        setting: str,
+        unset: str,
     ) -> None:
         """Store the kind.
 
@@ -35,19 +37,23 @@ class TableFile(Generic[Spec]):
             thing: what a table describes, in a message.
             remedies: what to write, by key; a key whose checks name the remedy may be missing.
             error: what is raised for a file that cannot be used.
+            setting: the variable that names the file.
+            unset: what unsetting it does, in a message.
         """
         self._spec = spec
         self._table = table
         self._thing = thing
         self._remedies = remedies
         self._error = error
+        self._setting = setting
+        self._unset = unset
         fields: dict[str, Any] = {table: Annotated[tuple[spec, ...], Field(min_length=1)]}  # type: ignore[valid-type]
         self._file = create_model(
             "_File", __config__=ConfigDict(extra="forbid", frozen=True), **fields
         )
 
-    def text_of(self, path: Path, variable: str, without: str) -> str:
-        """Return the file's text; `variable` named it, and `without` is what unsetting that does.
+    def text_of(self, path: Path) -> str:
+        """Return the file's text.
 
         Raises:
             the kind's error: the file cannot be read.
@@ -56,7 +62,8 @@ class TableFile(Generic[Spec]):
             return path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise self._error(
-                f"{variable} names {path}, which cannot be read: {error}. Unset it {without}"
+                f"{self._setting} names {path}, which cannot be read: {error}. Unset it"
+                f" {self._unset}"
             ) from error
 
     def parse(self, text: str, where: str) -> tuple[Spec, ...]:
@@ -77,6 +84,13 @@ class TableFile(Generic[Spec]):
             details = [one for one in every if one["type"] != "too_short"] or every
             problems = "; ".join(self._problem(detail, values) for detail in details)
             raise self._error(f"{where}: {problems}") from error
+        names = [getattr(spec, "name", None) for spec in specs]
+        for name in names:
+            if names.count(name) > 1:
+                raise self._error(
+                    f"{where}: two tables [[{self._table}]] are named {name!r}; give each a name of"
+                    " its own"
+                )
         return specs
 
     def _problem(self, detail: Any, values: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ def spool(
     """
     from pawl import spool as letters
     from pawl.stack.database import open_engine
-    from proxy.redaction.storing import open_redaction
+    from proxy.redaction import open_redactor
     from proxy.settings import ProxySettings
 
     serving = read_settings(ProxySettings)
@@ -34,14 +34,10 @@ def spool(
     settings = read_settings(StackSettings)
 
     async def try_again() -> tuple[int, list[str]]:
-        most_reply, redaction = serving.max_reply_mb * 2**20, open_redaction(serving)
-        try:
-            async with open_engine(settings) as engine:
-                readers = serving.tool_results
-                return await letters.replay(folder, engine, readers, most_reply, redaction, tenant)
-        finally:
-            if redaction is not None:
-                await redaction.close()
+        most_reply, redactor = serving.max_reply_mb * 2**20, open_redactor(serving)
+        async with open_engine(settings) as engine:
+            readers = serving.tool_results
+            return await letters.replay(folder, engine, readers, most_reply, redactor, tenant)
 
     if replay:
         stored, refused = asyncio.run(try_again())

@@ -20,8 +20,7 @@ from proxy.counting.board import Board
 from proxy.counting.memory import make_block
 from proxy.errors import BadRedaction, BadUpstreams
 from proxy.policies.shared_pins import SharedPins
-from proxy.redaction.program import open_program
-from proxy.redaction.rules import open_rules
+from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.upstreams.members import check_upstreams
 from store.errors import BadPolicies
@@ -78,7 +77,7 @@ async def serve(settings: ProxySettings) -> None:
 
     Raises:
         OSError: a port is taken.
-        BadUpstreams, BadRedaction: the file of upstreams, or what redacts, cannot be used.
+        BadUpstreams, BadRedaction: the file of upstreams, or of redaction rules, cannot be used.
         BadPolicies: the file of policies cannot be used.
         DoesNotStart: a process never came up.
     """
@@ -212,5 +211,4 @@ def _check_files(settings: ProxySettings) -> None:
     """
     check_upstreams(settings)
     open_policies(settings.policies)
-    open_rules(settings.redaction)
-    open_program(settings)
+    open_redactor(settings)

@@ -28,7 +28,6 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED
-from proxy.errors import ProgramFails
 from proxy.keeper.backlog import Segment, segment_files
 from proxy.keeper.lapses import Lapses
 from proxy.keeper.letters import make_private
@@ -43,7 +42,7 @@ from proxy.metrics import (
     RECORDED,
     SPOOLED,
 )
-from proxy.redaction.storing import Redaction
+from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
 from store.connection.availability import is_no_records_fault
@@ -69,7 +68,7 @@ class Drainer:
         readers: ResultReaders = NO_READERS,
         counted_before: int = 0,
         most_reply: int = MOST_INFLATED,
-        redaction: Redaction | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
         """Store where records come from and go to; `run` does the work.
 
@@ -80,12 +79,12 @@ class Drainer:
             readers: how the results of tools are read.
             counted_before: how many of the records on disk an earlier keeper counted already.
             most_reply: longest reply that is read into memory, in bytes.
-            redaction: what each record goes through before it is stored.
+            redactor: applied to each record before it is stored.
         """
         self._root = root
         self._connect = connect
         self._batch = batch
-        self._settler = Settler(root, readers, most_reply, redaction)
+        self._settler = Settler(root, readers, most_reply, redactor)
         self.lapses = Lapses(root)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
@@ -133,10 +132,7 @@ class Drainer:
 
     async def _note_failure(self, error: Exception) -> None:
         reason = type(error).__name__
-        if isinstance(error, ProgramFails):
-            log.error("redaction_program_fails", reason=str(error))
-            self.progress.note("stuck", str(error))
-        elif not is_no_records_fault(error):
+        if not is_no_records_fault(error):
             log.exception("drain_failed")
             self.progress.note("stuck", reason)
         elif await self._takes_nothing(error):
@@ -224,8 +220,7 @@ class Drainer:
             served.add(segment.path.parent)
             self._is_behind |= segment.has_more
             self._count(segment, pieces)
-            entries = await self._settler.read(pieces)
-            self._is_behind |= len(entries) < len(pieces)
+            entries = self._settler.read(pieces)
             await self._settler.settle(engine, segment, entries)
             moved += sum(not entry.piece.damage for entry in entries)
         self._show()

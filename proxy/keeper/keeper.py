@@ -22,7 +22,7 @@ from proxy.keeper.owning import OwnersFile
 from proxy.keeper.removing.deleted import keep_deleted
 from proxy.keeper.removing.outdated import remove_outdated
 from proxy.keys.gate import Gate, KeyFile
-from proxy.redaction.storing import Redaction, open_redaction
+from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_no_records_fault
@@ -50,14 +50,14 @@ async def keeping(
     Raises:
         SpoolInUse: another keeper holds the spool directory.
         OSError: the admin port is taken.
-        BadRedaction: what redacts cannot be used.
+        BadRedaction: the file of rules cannot be used.
     """
-    redaction = open_redaction(settings)
+    redactor = open_redactor(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     try:
-        async with _working(settings, redaction, processes):
+        async with _working(settings, redactor, processes):
             yield
     finally:
         lock.release()
@@ -67,12 +67,12 @@ async def keeping(
 @asynccontextmanager
 async def _working(
     settings: ProxySettings,
-    redaction: Redaction | None,
+    redactor: Redactor | None,
     processes: Callable[[], list[ProcessState]] | None,
 ) -> AsyncIterator[None]:
     """Do a keeper's work in a spool directory that it holds."""
     database = Database(settings)
-    drainer = _drainer(settings, database, redaction)
+    drainer = _drainer(settings, database, redactor)
     gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
@@ -90,8 +90,6 @@ async def _working(
             task.cancel()
         await _drain_rest(drainer, draining, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
         await asyncio.wait(aside)
-        if redaction is not None:
-            await redaction.close()
         database.stop()
         await asyncio.wait([watching])
         await database.close()
@@ -113,7 +111,7 @@ def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[Non
     return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
 
 
-def _drainer(settings: ProxySettings, database: Database, redaction: Redaction | None) -> Drainer:
+def _drainer(settings: ProxySettings, database: Database, redactor: Redactor | None) -> Drainer:
     return Drainer(
         settings.spool_dir,
         database.engine,
@@ -121,7 +119,7 @@ def _drainer(settings: ProxySettings, database: Database, redaction: Redaction |
         readers=settings.tool_results,
         counted_before=unsettled(),
         most_reply=settings.max_reply_mb * 2**20,
-        redaction=redaction,
+        redactor=redactor,
     )
 
 
@@ -138,10 +136,7 @@ async def _hold_patiently(path: Path, patience_s: float) -> Lock:
 
 
 async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: float) -> None:
-    """Drain for at most `within_s` seconds; the next start stores the rest.
-
-    That includes the batch that is being drained: a program may take minutes to redact a call.
-    """
+    """Drain for at most `within_s` seconds, with the batch under way; the next start goes on."""
     drainer.stop()
     try:
         async with asyncio.timeout(within_s):

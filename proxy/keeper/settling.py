@@ -31,7 +31,7 @@ from proxy.metrics import (
     WITHOUT_LOGPROBS,
     labelled,
 )
-from proxy.redaction.storing import Redaction
+from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
 from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
@@ -48,9 +48,6 @@ log = structlog.get_logger()
 PATIENCE: Final = 5
 # No record makes PostgreSQL read-only. After a failover it may be so for a while.
 READ_ONLY_PATIENCE: Final = 60
-# For about so long one batch is redacted: a program may take seconds for each of its calls, and
-# neither what it has seen nor whoever asks for metrics should wait for all of them.
-REDACT_S: Final = 1.0
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
@@ -72,16 +69,16 @@ class Settler:
         root: Path,
         readers: ResultReaders,
         most_reply: int,
-        redaction: Redaction | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
         """Settle records under `root`; replies longer than `most_reply` bytes are not read.
 
-        With a redaction, nothing is stored, or kept as a dead letter, that did not go through it.
+        Nothing is stored, or kept as a dead letter, that `redactor` was not applied to.
         """
         self._root = root
         self._readers = readers
         self._most_reply = most_reply
-        self._redaction = redaction
+        self._redactor = redactor
         self._ingester = Ingester(count_conflicts, count_late, question_of)
         self._turn = 0
         # The turn in which a record of each type was last stored.
@@ -112,29 +109,15 @@ class Settler:
         patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
         return bool(self.trouble) or self.failures >= patience
 
-    async def read(self, pieces: Iterable[Piece]) -> list[Entry]:
-        """Return the entries of pieces of a segment, redacted, in the same order.
-
-        Where redacting takes long, they are those of the first pieces only, of one at least: what
-        was redacted is stored before the rest is.
-
-        Raises:
-            ProgramFails: the program of redaction does not work.
-        """
-        entries = (read_entry(piece, self._readers, self._most_reply) for piece in pieces)
-        if self._redaction is None:
-            return list(entries)
-        over, redacted = monotonic() + REDACT_S, list[Entry]()
-        for entry in entries:
-            redacted.append(await self._redacted(self._redaction, entry))
-            if monotonic() >= over:
-                break
-        return redacted
-
-    async def _redacted(self, redaction: Redaction, entry: Entry) -> Entry:
-        if entry.record is None:
-            return entry
-        return entry._replace(record=await redaction.record(entry.record))
+    def read(self, pieces: Iterable[Piece]) -> list[Entry]:
+        """Return the entries of pieces of a segment, redacted, in the same order."""
+        entries = [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
+        if self._redactor is None:
+            return entries
+        return [
+            entry._replace(record=self._redactor.record(entry.record)) if entry.record else entry
+            for entry in entries
+        ]
 
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
         """Store entries of a segment; halve a batch that fails down to the record that fails.
@@ -229,9 +212,9 @@ class Settler:
 
     def _written(self, entry: Entry) -> tuple[bytes, str]:
         """Return what a dead letter holds of an entry, and the reason beside it."""
-        if self._redaction is None:
+        if self._redactor is None:
             return entry.piece.data, entry.reason
-        return self._redaction.letter(entry)
+        return self._redactor.letter(entry)
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
         """Try held pieces again that are due, and return how many were settled."""
@@ -260,7 +243,7 @@ class Settler:
         piece = held.piece._replace(data=data)
         entry = Entry(piece, None, held.reason)
         if held.why != "letter":
-            [entry] = await self.read([piece])
+            [entry] = self.read([piece])
             try:
                 _count_stored(await self._store(engine, [entry]))
             except Exception as error:

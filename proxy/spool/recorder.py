@@ -15,7 +15,7 @@ import structlog
 from proxy.calls.capture import CapturedCall, Frame, Gap
 from proxy.calls.recent import Recent
 from proxy.metrics import UNWRITTEN
-from proxy.redaction.redactor import Redactor
+from proxy.redaction import Redactor
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Outcome, take_folder
 from store.ids import new_id
@@ -80,7 +80,7 @@ class Recorder:
     ) -> None:
         is_durable = False
         try:
-            is_durable = await self._append(await redactor.call(record), record.episode)
+            is_durable = await self._append(await redactor.capture(record), record.episode)
         except Exception:
             log.exception("record_not_redacted")
             self.lose(record.episode)
@@ -176,8 +176,6 @@ class Recorder:
         """Write what waits, and unlock the folder."""
         while self._redacting:
             await asyncio.wait(self._redacting)
-        if self._redactor is not None:
-            self._redactor.close()
         await self._spool.flush()
         self._tell_of_gaps()
         await self._spool.flush()

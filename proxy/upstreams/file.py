@@ -140,7 +140,15 @@ class UpstreamSpec(BaseModel):
         return self.api_key_header or ("anthropic" if of_anthropic else "authorization")
 
 
-FILE: Final = TableFile(UpstreamSpec, TABLE, thing="server", remedies=REMEDIES, error=BadUpstreams)
+FILE: Final = TableFile(
+    UpstreamSpec,
+    TABLE,
+    thing="server",
+    remedies=REMEDIES,
+    error=BadUpstreams,
+    setting="PAWL_UPSTREAMS",
+    unset="to use PAWL_UPSTREAM_URL alone",
+)
 
 
 def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:
@@ -149,8 +157,7 @@ def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[Upstream
     Raises:
         BadUpstreams: the file cannot be read or is invalid, or a key is not set.
     """
-    text = FILE.text_of(path, "PAWL_UPSTREAMS", "to use PAWL_UPSTREAM_URL alone")
-    specs = parse_upstreams(text, str(path))
+    specs = parse_upstreams(FILE.text_of(path), str(path))
     for spec in specs:
         if spec.api_key_env is not None and not environment.get(spec.api_key_env):
             raise BadUpstreams(
@@ -176,11 +183,7 @@ def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
 def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
     """Return an error message if two tables contradict each other, else None."""
     claims: dict[str, str] = {}
-    names: set[str] = set()
     for spec in specs:
-        if spec.name in names:
-            return f"two upstreams are named {spec.name!r}; give each a name of its own"
-        names.add(spec.name)
         for pattern in spec.models:
             if pattern in claims:
                 both = " and ".join(sorted({repr(claims[pattern]), repr(spec.name)}))

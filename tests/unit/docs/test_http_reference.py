@@ -33,7 +33,6 @@ NEVER_ANSWERED: Final = (
     errors.DoesNotStart,
     errors.BadUpstreams,
     errors.BadRedaction,
-    errors.ProgramFails,
 )
 
 

@@ -108,7 +108,7 @@ def test_who_answers(model: str, agent: str, policy: str | None) -> None:
             ONE + "explore = { share = 0.1, zzz = 1 }",
             "unknown key 'explore.zzz': there are share, temperature, drop_strict",
         ),
-        (ONE + ONE, "two policies are named 'a'; give each a name of its own"),
+        (ONE + ONE, "two tables [[policy]] are named 'a'; give each a name of its own"),
         (
             ONE + 'agents = ["x"]\n[[policy]]\nname = "b"\nbase = "m"\nagents = ["x"]',
             "agents: 'x' with base 'm' is claimed twice, by 'a' and 'b'; leave it in one place",

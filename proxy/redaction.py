@@ -1,0 +1,464 @@
+"""Redaction: rules take secrets out of calls and feedback before they are recorded.
+
+A worker applies the rules before a record is on its disk. It reads the captured call as the keeper
+does, since a stream may split a secret over its events. If a rule hits, it records the ledger's
+record, without what was made of the redacted texts: token ids spell a text out, and a fingerprint
+can be checked against a guess. A call that cannot be redacted is recorded without its content. The
+keeper applies the rules again to what was recorded before they were set (docs/howto/redact.md).
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Annotated, Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+import structlog
+from msgspec import Raw
+from msgspec.structs import replace
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from proxy.calls.capture import CapturedCall, Frame
+from proxy.calls.trainable import Reason
+from proxy.errors import BadRedaction
+from proxy.formats.base import read_request
+from proxy.formats.repeated import repeated_name
+from proxy.identity.stitch import PREFIXES
+from proxy.keeper.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
+from proxy.metrics import REDACTED as REDACTED_RECORDS
+from proxy.metrics import WITHHELD, labelled
+from proxy.settings import ProxySettings
+from proxy.spool.segments import decode_payload, encode_payload
+from store.records import (
+    CallRecord,
+    FeedbackItem,
+    FeedbackRecord,
+    GapRecord,
+    SpoolRecord,
+    Tokens,
+    ToolCall,
+    ToolEvent,
+)
+from store.table_file import TableFile
+
+log = structlog.get_logger()
+
+REDACTED: Final[Reason] = "redacted"
+# JSON within a string of JSON is searched down to this depth.
+DEEPEST: Final = 4
+# Stands for a tool call's arguments where the redacted value may be in them.
+NO_ARGUMENTS: Final = '"[withheld]"'
+# Members that hold token ids, or tokens with their log-probabilities: both spell the text out.
+SPELLING: Final = frozenset(
+    {"token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs", "top_logprobs"}
+)
+# Possessive: a text of any length is passed over once.
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+class RuleSpec(BaseModel):
+    """One table `[[rule]]` of the file: it has a pattern, or a field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    pattern: str | None = None
+    field: Annotated[str, Field(pattern=r"^(request|reply)(\.[^.]+)+$")] | None = None
+    replacement: str = "[redacted]"
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_usable(cls, pattern: str | None) -> str | None:
+        if pattern is not None and _compiled(pattern).search(b"") is not None:
+            raise ValueError("it matches the empty text, and so everywhere; make it ask for more")
+        return pattern
+
+    @model_validator(mode="after")
+    def _has_one_kind(self) -> "RuleSpec":
+        if (self.pattern is None) == (self.field is None):
+            raise ValueError("write either pattern or field, and a rule of its own for another")
+        return self
+
+
+FILE: Final = TableFile(
+    RuleSpec,
+    "rule",
+    thing="rule",
+    remedies={
+        "name": 'name = "cards", of letters, digits and . _ -',
+        "pattern": r"pattern = '\b[0-9]{16}\b', a regular expression as RE2 reads it",
+        "field": 'field = "request.metadata.user_id", a path from request. or reply. on; * stands '
+        "for each member of a list or an object",
+        "replacement": 'replacement = "[card]", a text that takes the place of what is found',
+    },
+    error=BadRedaction,
+    setting="PAWL_REDACTION",
+    unset="to store calls as they are",
+)
+
+
+def _compiled(pattern: str) -> Any:
+    # Imported here: a proxy without rules does not load the library.
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(pattern.encode(), options)
+    except re2.error as error:
+        reason: Any = error.args[0] if error.args else error
+        message = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise ValueError(
+            f"RE2 cannot read {pattern!r} ({message}). It has no look-around and no "
+            "back-references, so that no text can make it slow: write the rule without them"
+        ) from error
+
+
+def parse_rules(text: str, where: str) -> "Rules":
+    """Return the rules in `text`; `where` names the file in messages.
+
+    Raises:
+        BadRedaction: the text is not TOML, or a value in it is invalid.
+    """
+    specs = FILE.parse(text, where)
+    try:
+        return Rules(specs)
+    except ValueError as error:
+        raise BadRedaction(f"{where}: the patterns are too large together: {error}") from error
+
+
+class Rules:
+    """The rules of a file. Methods add the names of the rules that hit to `hits`."""
+
+    def __init__(self, specs: Sequence[RuleSpec]) -> None:
+        """Compile the rules.
+
+        Raises:
+            ValueError: the patterns are too large for RE2 together.
+        """
+        self.fields = [spec for spec in specs if spec.field is not None]
+        patterns = [(spec, spec.pattern) for spec in specs if spec.pattern is not None]
+        self._patterns = [
+            (spec.name, _compiled(pattern), spec.replacement.encode(errors="replace"))
+            for spec, pattern in patterns
+        ]
+        # One search tells that none of the patterns matches.
+        self._any_of = _compiled("|".join(f"(?:{pattern})" for _, pattern in patterns) or "x")
+
+    def redact(self, text: bytes, hits: set[str]) -> bytes:
+        """Return UTF-8 with each pattern's matches replaced, in the order of the rules."""
+        if not self._patterns or self._any_of.search(text) is None:
+            return text
+        for name, finder, replacement in self._patterns:
+            pieces, end = [], 0
+            for match in finder.finditer(text):
+                pieces += [text[end : match.start()], replacement]
+                end = match.end()
+            if pieces:
+                hits.add(name)
+                text = b"".join([*pieces, text[end:]])
+        return text
+
+    def text(self, text: str, hits: set[str]) -> str:
+        """Return a text with each pattern's matches replaced."""
+        return self.redact(text.encode(errors="surrogatepass"), hits).decode(errors="replace")
+
+    def document(self, document: bytes, hits: set[str], depth: int = 0) -> bytes:
+        """Return a JSON document with the matches in its strings, also names, replaced in place.
+
+        All other bytes stay as they are, also numbers of any size. A string that holds JSON itself,
+        as the arguments of a tool call do, is searched inside, too.
+        """
+        if not self._patterns:
+            return document
+
+        def redacted(match: "re.Match[bytes]") -> bytes:
+            literal = match.group()
+            text = inner = _decoded(literal)
+            if depth < DEEPEST and text.lstrip().startswith((b"{", b"[")):
+                inner = self.document(text, hits, depth + 1)
+            replaced = self.redact(inner, hits)
+            return literal if replaced == text else _encoded(replaced)
+
+        return _STRING.sub(redacted, document)
+
+    def body(self, body: bytes, side: str, hits: set[str]) -> bytes:
+        """Return a request or a reply with its fields and matches replaced."""
+        for rule in self.fields:
+            of_side, *path = str(rule.field).split(".")
+            if of_side == side:
+                replaced = with_field(body, path, msgspec.json.encode(rule.replacement))
+                if replaced is not body:
+                    hits.add(rule.name)
+                body = replaced
+        return self.document(body, hits)
+
+
+def _decoded(literal: bytes) -> bytes:
+    """Return the text of a JSON string, in UTF-8; a lone surrogate is kept as three bytes."""
+    if b"\\" in literal:
+        # This fails for two quotes in what only looks like JSON: the text around is searched, too.
+        with suppress(ValueError):
+            return str(json.loads(literal, strict=False)).encode(errors="surrogatepass")
+    return literal[1:-1]
+
+
+def _encoded(text: bytes) -> bytes:
+    """Return a text as a JSON string; bytes that are not UTF-8 become U+FFFD."""
+    try:
+        decoded = text.decode(errors="surrogatepass")
+    except UnicodeDecodeError:
+        decoded = text.decode(errors="replace")
+    return json.dumps(decoded).encode()
+
+
+def with_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
+    """Return a JSON value in which what `path` leads to is replaced by the JSON `replacement`.
+
+    A part of the path is the name of a member, the index of an item, or `*` for all of either.
+    Where the path leads to nothing or null, the result is `value` itself.
+    """
+    if not path:
+        return value if value.strip() in (b"null", replacement) else replacement
+    parts = _parts(value)
+    changed = {
+        name: with_field(part, path[1:], replacement) if path[0] in ("*", name) else part
+        for name, part in parts.items()
+    }
+    return value if changed == parts else _joined(value, changed)
+
+
+def without_ids(value: bytes) -> bytes:
+    """Return a JSON value without token ids and log-probabilities of tokens, at any depth."""
+    if value.lstrip()[:1] not in (b"{", b"[") or b"{" not in value:
+        return value
+    kept = {}
+    for name, part in _parts(value).items():
+        # A completion's prompt may be token ids. A request's `logprobs: true` spells nothing out.
+        is_spelling = name in SPELLING or (name == "prompt" and b'"' not in part)
+        if not is_spelling or part.lstrip()[:1] not in (b"{", b"["):
+            kept[name] = without_ids(part)
+    return _joined(value, kept)
+
+
+def _parts(value: bytes) -> dict[str, bytes]:
+    """Return the members of a JSON object, or the items of a list by their index."""
+    opening, decode = value.lstrip()[:1], msgspec.json.decode
+    if opening == b"{":
+        return {name: bytes(raw) for name, raw in decode(value, type=dict[str, Raw]).items()}
+    if opening == b"[":
+        return {str(at): bytes(raw) for at, raw in enumerate(decode(value, type=list[Raw]))}
+    return {}
+
+
+def _joined(value: bytes, parts: Mapping[str, bytes]) -> bytes:
+    raw = {name: Raw(part) for name, part in parts.items()}
+    return msgspec.json.encode(raw if value.lstrip()[:1] == b"{" else list(raw.values()))
+
+
+class Redacted(NamedTuple):
+    """A call's record as it may be stored, and the rules that hit.
+
+    `withheld`: a body is left out, since rules cannot be applied to it.
+    """
+
+    record: CallRecord
+    by: frozenset[str] = frozenset()
+    withheld: bool = False
+
+
+def redact_call(record: CallRecord, rules: Rules) -> Redacted:
+    """Return a call's record without what the rules take out; `record` itself if nothing hits.
+
+    Raises:
+        Exception: the call cannot be redacted, and must not be stored as it is.
+    """
+    hits: set[str] = set()
+    bodies: dict[str, bytes | None] = {}
+    withheld = bool(record.request_raw or record.reply_raw)
+    for side in ("request", "reply"):
+        body = getattr(record, side)
+        if body is not None and rules.fields and repeated_name(read_request(body)) is not None:
+            # A field's rule would replace the last of two members of a name, and keep the first.
+            body, withheld = None, True
+        bodies[side] = body and rules.body(body, side, hits)
+    texts = withheld or not hits.isdisjoint(field.name for field in rules.fields)
+    redacted = replace(
+        record,
+        **bodies,
+        sampling=rules.document(record.sampling, hits),
+        tool_calls=tuple(_tool_call(call, rules, hits) for call in record.tool_calls),
+        tool_events=tuple(_tool_event(event, rules, hits) for event in record.tool_events),
+    )
+    if not hits and not withheld:
+        return Redacted(record)
+    return Redacted(_without_derived(redacted, texts=texts), frozenset(hits), withheld)
+
+
+def without_content(record: CallRecord) -> CallRecord:
+    """Return a call without request and reply, and without anything that was made of them."""
+    bare = replace(record, request=None, reply=None, tool_calls=())
+    return _without_derived(bare, texts=True)
+
+
+def _item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackItem:
+    if item.tool is not None:
+        return replace(item, tool=_tool_event(item.tool, rules, hits))
+    return (
+        replace(item, value=rules.text(item.value, hits)) if isinstance(item.value, str) else item
+    )
+
+
+def _tool_call(call: ToolCall, rules: Rules, hits: set[str]) -> ToolCall:
+    # Encoded as in the reply, so that both are redacted alike.
+    arguments = rules.document(msgspec.json.encode(call.arguments), hits)
+    name = rules.text(call.name, hits)
+    return ToolCall(id=call.id, name=name, arguments=msgspec.json.decode(arguments, type=str))
+
+
+def _tool_event(event: ToolEvent, rules: Rules, hits: set[str]) -> ToolEvent:
+    name, detail = (text and rules.text(text, hits) for text in (event.name, event.detail))
+    return replace(event, name=name, detail=detail)
+
+
+def _without_derived(record: CallRecord, *, texts: bool) -> CallRecord:
+    """Return a redacted call without ids, log-probabilities, and digests of its texts.
+
+    With `texts`, copies of texts outside request and reply go too: any may hold the secret.
+    """
+    events = record.tool_events
+    record = replace(
+        record,
+        request=None if record.request is None else without_ids(record.request),
+        request_raw=None,
+        reply=None if record.reply is None else without_ids(record.reply),
+        reply_raw=None,
+        tokens=Tokens(),
+        trainable=False,
+        reason=REDACTED,
+        tool_events=tuple(replace(event, quotes=()) for event in events),
+        # Fingerprints of ids stay, those of words go.
+        provides=tuple(digest for digest in record.provides if digest[0] not in PREFIXES),
+        needs=tuple(digest for digest in record.needs if digest[0] not in PREFIXES),
+        text_digest=None,
+    )
+    if not texts:
+        return record
+    calls, events = record.tool_calls, record.tool_events
+    return replace(
+        record,
+        sampling=msgspec.json.encode(_without_texts(msgspec.json.decode(record.sampling))),
+        tool_calls=tuple(replace(call, arguments=NO_ARGUMENTS) for call in calls),
+        tool_events=tuple(replace(event, detail=None) for event in events),
+    )
+
+
+def _without_texts(value: Any) -> Any:
+    """Return sampling settings with null for each that is a text, or a list."""
+    if isinstance(value, dict):
+        return {name: _without_texts(member) for name, member in value.items()}
+    return value if isinstance(value, bool | int | float) else None
+
+
+class Redactor:
+    """Apply the rules to records before they are on disk, in the database, or a dead letter."""
+
+    def __init__(self, rules: Rules, settings: ProxySettings) -> None:
+        """Store the rules, and how the settings let calls be read."""
+        self._rules = rules
+        self._readers = settings.tool_results
+        self._most_reply = settings.max_reply_mb * 2**20
+        # Its thread starts with the first call: the keeper needs none.
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
+
+    async def capture(self, captured: CapturedCall) -> Frame:
+        """Return what a worker records of a call, redacted in a thread beside the event loop."""
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            redacted = await run(self._beside, self._redacted, captured)
+        except Exception as error:
+            _log_failure(UUID(bytes=captured.id), error)
+            return without_content(unread_call(captured))
+        _count(redacted.by, withheld=redacted.withheld)
+        return redacted.record if redacted.by or redacted.withheld else captured
+
+    def _redacted(self, captured: CapturedCall) -> Redacted:
+        record = transcribe(captured, self._readers, self._most_reply)
+        redacted = redact_call(record, self._rules)
+        if redacted.record is not record:
+            # What no frame can hold (half of a surrogate pair, say) must not cost the record.
+            encode_payload(redacted.record)
+        return redacted
+
+    def record(self, record: SpoolRecord) -> SpoolRecord:
+        """Return a record as the keeper may store it; no content if it cannot be redacted."""
+        if isinstance(record, FeedbackRecord):
+            return self.feedback(record)
+        # What a worker redacted is not redacted again: a replacement may match a pattern.
+        if not isinstance(record, CallRecord) or record.reason == REDACTED:
+            return record
+        try:
+            redacted = redact_call(record, self._rules)
+        except Exception as error:
+            _log_failure(record.id, error)
+            return without_content(record)
+        _count(redacted.by, withheld=redacted.withheld)
+        return redacted.record
+
+    def feedback(self, record: FeedbackRecord) -> FeedbackRecord:
+        """Return feedback with the matches in its textual values and tool details replaced."""
+        hits: set[str] = set()
+        items = tuple(_item(item, self._rules, hits) for item in record.items)
+        _count(hits)
+        return replace(record, items=items) if hits else record
+
+    def letter(self, entry: Entry) -> tuple[bytes, str]:
+        """Return a dead letter's content and reason; no content of a record that is unreadable."""
+        # Why a record cannot be read may quote it; the place in the code does not.
+        is_unread = entry.reason.startswith(CANNOT_BE_READ)
+        reason = ": ".join(entry.reason.split(": ")[:2]) if is_unread else entry.reason
+        if isinstance(entry.record, CallRecord | FeedbackRecord):
+            return encode_payload(entry.record), reason
+        if isinstance(entry.record, GapRecord):
+            return entry.piece.data, reason
+        try:
+            frame = decode_payload(entry.piece.data)
+            if isinstance(frame, CapturedCall):
+                frame = unread_call(frame)
+            if isinstance(frame, CallRecord):
+                frame = without_content(frame)
+            elif isinstance(frame, FeedbackRecord):
+                frame = self.feedback(frame)
+            return encode_payload(frame), reason
+        except Exception:
+            # Damaged bytes hold anything.
+            return b"", reason
+
+
+def open_redactor(settings: ProxySettings) -> Redactor | None:
+    """Return what applies the rules that the settings name, or None where they name none.
+
+    Raises:
+        BadRedaction: the file of rules cannot be read or is invalid.
+    """
+    path = settings.redaction
+    return None if path is None else Redactor(parse_rules(FILE.text_of(path), str(path)), settings)
+
+
+def _count(rules: Iterable[str], *, withheld: bool = False) -> None:
+    for name in rules:
+        labelled(REDACTED_RECORDS, name).inc()
+    if withheld:
+        labelled(WITHHELD, "not_json").inc()
+
+
+def _log_failure(call: UUID, error: Exception) -> None:
+    labelled(WITHHELD, "unreadable").inc()
+    # Neither the error's text nor its values: they may quote the call.
+    log.error(
+        "call_withheld", call=str(call), error=f"{type(error).__name__} at {raised_at(error)}"
+    )

@@ -1,1 +1,0 @@
-"""Keep what must not be stored out of the records of calls."""
