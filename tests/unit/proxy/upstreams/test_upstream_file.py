@@ -90,7 +90,10 @@ def test_what_was_read_cannot_be_changed() -> None:
         (GEMINI + "options = {api_base = 'x'}", "options.api_base is set by the request"),
         (TWO + "models = ['m']", "'m' is claimed twice, by 'a' and 'b'"),
         (ONE.replace('["m"]', '["m", "m"]'), "'m' is claimed twice, by 'a'; leave"),
-        (TWO.replace('"b"', '"a"') + "models = ['n']", r"two tables \[\[upstream\]\] are named 'a'"),
+        (
+            TWO.replace('"b"', '"a"') + "models = ['n']",
+            r"two tables \[\[upstream\]\] are named 'a'",
+        ),
         (ONE + "default = true\n" + TWO[len(ONE) :] + "default = true", "'a' and 'b' are both"),
     ],
 )
