@@ -1,4 +1,6 @@
-"""Make an adapter from elsewhere the next version of a policy (docs/decisions/044-imports.md).
+"""Make an adapter from elsewhere the next version of a policy.
+
+See docs/decisions/049-files-kept-by-state.md.
 
 It goes the way of an update that trains nothing: alone on the policy, a running update without
 episodes, files written beside their place and renamed into it, one transaction, the probe. So a

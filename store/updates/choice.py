@@ -2,7 +2,7 @@
 
 Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
 an update: they are taken along, or by themselves, and so consumed
-(docs/decisions/050-an-update-waits-for-signal.md). A learner that imitates successes waits for
+(docs/decisions/018-groups.md). A learner that imitates successes waits for
 groups with one instead (docs/decisions/023-ppo.md).
 """
 

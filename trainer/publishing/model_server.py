@@ -2,7 +2,7 @@
 
 The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to its
 clients. `Replicas` asks several servers at once; one that is away stops nothing
-(docs/decisions/048-steward.md).
+(docs/decisions/048-adapters-stay-loaded.md).
 """
 
 import asyncio
