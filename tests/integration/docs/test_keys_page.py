@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.keys import list_keys
@@ -58,8 +57,3 @@ async def test_the_page_runs(
         keys = {key.name: key for key in await list_keys(connection)}
     assert keys["agent"].revoked_at is not None
     assert keys["ops"].revoked_at is None
-
-
-@pytest.mark.parametrize("field", ["access", "api_key"])
-def test_the_page_names_the_settings(field: str) -> None:
-    assert f"`PAWL_{field.upper()}`" in PAGE.read_text()

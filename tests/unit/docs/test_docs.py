@@ -9,11 +9,17 @@ import pytest
 
 from pawl.settings import known_variables
 from tests.conftest import ROOT
-from tests.support.docs.documents import anchors, links, slug
+from tests.support.docs.documents import anchors, links
+from trainer.recipes.options import RecipeOptions
+from trainer.recipes.recipe import Recipe
 
-SETTINGS = ROOT / "docs/reference/settings.md"
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+RECIPE_TABLES = {
+    name: options.model_fields
+    for name, field in Recipe.model_fields.items()
+    if isinstance(options := field.annotation, type) and issubclass(options, RecipeOptions)
+}
 FOLDERS_WITH_PAGES = ("examples", "plugins", "tests", "benchmarks", "dashboards")
 OTHER_PAGES = sorted(
     page
@@ -23,15 +29,17 @@ OTHER_PAGES = sorted(
 )
 
 
-def test_the_reference_names_every_setting() -> None:
-    named = set(re.findall(r"PAWL_[A-Z0-9_]+", SETTINGS.read_text()))
-    assert named >= known_variables()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_only_settings_that_something_reads(page: Path) -> None:
     named = set(re.findall(r"PAWL_[A-Z0-9_]*[A-Z0-9]\b(?!\*|…|_\*)", page.read_text()))
     assert named <= known_variables()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_only_recipe_keys_that_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(rf"`(?:\[)?({'|'.join(RECIPE_TABLES)})\.([a-z_]+)\b(?!\()", text)
+    assert [key for table, key in named if key not in RECIPE_TABLES[table]] == []
 
 
 @pytest.mark.parametrize(
@@ -50,26 +58,6 @@ def resolves(page: Path, target: str) -> bool:
     if not place.exists() or not place.is_relative_to(ROOT):
         return False
     return not anchor or (place.suffix == ".md" and anchor in anchors(place.read_text()))
-
-
-def test_every_page_is_reached_from_the_index() -> None:
-    reached = {DOCS / "index.md"}
-    waiting = list(reached)
-    while waiting:
-        page = waiting.pop()
-        for target in links(page.read_text()):
-            place = (page.parent / target.partition("#")[0]).resolve()
-            if place.suffix == ".md" and place.is_file() and place not in reached:
-                reached.add(place)
-                waiting.append(place)
-    assert set(PAGES) - reached == set()
-
-
-def test_pictures_are_shown_somewhere() -> None:
-    shown = {
-        (page.parent / target).resolve() for page in PAGES for target in links(page.read_text())
-    }
-    assert set(DOCS.rglob("*.png")) <= shown
 
 
 PATH = re.compile(
@@ -93,16 +81,3 @@ def test_every_cited_file_and_decision_exists(kind: str) -> None:
         numbers = {one or other for one, other in DECISION.findall(text)}
         missing += [(name, f"decision {number}") for number in sorted(numbers - decisions)]
     assert missing == []
-
-
-@pytest.mark.parametrize(
-    ("heading", "anchor"),
-    [
-        ("3. Independent", "3-independent"),
-        ("AIR: what `r_air` is", "air-what-r_air-is"),
-        ("[Linked](index.md) and more", "linked-and-more"),
-        ("How a change is made", "how-a-change-is-made"),
-    ],
-)
-def test_an_anchor_is_the_one_that_is_linked(heading: str, anchor: str) -> None:
-    assert slug(heading) == anchor
