@@ -4,7 +4,7 @@ A keeper and a worker run in this process. A profile function notes each entry i
 project's files, and the file it was entered from (the nearest of the project's on the stack, or
 the event loop). What the process does while nobody calls is measured first and left out, function
 by function: what a timer enters by one function, a call may enter by another. A hand-over is a pair
-of files, counted once. docs/explanation/walk.md shows the outcome.
+of files, counted once.
 """
 
 import asyncio
