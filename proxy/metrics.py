@@ -1,10 +1,11 @@
 """Define the proxy's Prometheus metrics in one place, so that names and labels stay few.
 
-Workers and keeper count in shared memory, and the keeper adds up (`proxy.counting`); a gauge's
+Workers and keeper count in shared files, and the keeper adds up (`proxy.shared_memory`); a gauge's
 `multiprocess_mode` says how its values are joined.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from functools import cache
 from http import HTTPStatus
 from typing import Final, TypeVar
@@ -12,9 +13,10 @@ from typing import Final, TypeVar
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
-from proxy.counting.shared import registry
-from proxy.counting.totals import Totals
+from proxy.shared_memory import registry
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
@@ -155,7 +157,7 @@ OUTDATED = Counter(
     ["what"],
 )
 # Workers count these alone, in one step, and the keeper adds them to both totals that they belong
-# to (`proxy.counting.totals`): two steps could be seen, or ended by a kill, halfway.
+# to (`exposed`): two steps could be seen, or ended by a kill, halfway.
 UNWRITTEN = Counter(
     "pawl_records_unwritten_total",
     "Records that could not be written to disk; pawl_records_dropped_total has them too.",
@@ -258,10 +260,48 @@ DATABASE_UP = Gauge(
 )
 
 
-def exposed() -> CollectorRegistry:
-    """Return what `/metrics` shows: the metrics of all processes, with the totals joined."""
+TOTAL: Final = "_total"
+# Counters that include those of `UNWRITTEN`.
+WHOLES: Final = frozenset({"pawl_records", "pawl_records_dropped"})
+PART: Final = "pawl_records_unwritten"
+
+
+def exposed(is_shown: Callable[[str], bool] | None = None) -> CollectorRegistry:
+    """Return what `/metrics` shows: the metrics of all processes, with the totals joined.
+
+    With `is_shown` there are only samples that have a policy, of whose name it is true.
+    """
     together = CollectorRegistry()
-    together.register(
-        Totals(registry(), "pawl_records_unwritten", ["pawl_records", "pawl_records_dropped"])
-    )
+    together.register(_Exposed(registry(), is_shown))
     return together
+
+
+class _Exposed(Collector):
+    def __init__(self, counted: CollectorRegistry, is_shown: Callable[[str], bool] | None) -> None:
+        self._counted = counted
+        self._is_shown = is_shown
+
+    def collect(self) -> Iterator[Family]:
+        families = list(self._counted.collect())
+        # Read once, so that all its wholes have the same of it.
+        unwritten = sum(_total(family) for family in families if family.name == PART)
+        for family in families:
+            shown = family
+            if family.name in WHOLES:
+                shown = Family(family.name, family.documentation, family.type)
+                shown.add_sample(family.name + TOTAL, {}, _total(family) + unwritten)
+            if self._is_shown is not None:
+                samples = shown.samples
+                shown = Family(family.name, family.documentation, family.type)
+                shown.samples = [
+                    sample
+                    for sample in samples
+                    if (policy := sample.labels.get("policy")) and self._is_shown(policy)
+                ]
+                if not shown.samples:
+                    continue
+            yield shown
+
+
+def _total(family: Family) -> float:
+    return sum(sample.value for sample in family.samples if sample.name == family.name + TOTAL)

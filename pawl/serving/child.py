@@ -10,16 +10,16 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import structlog
 import uvloop
 
 from pawl.logs import configure_logging
-from pawl.serving.ending import DISK_FAILS, LEAVE, LEAVE_S, STOP
-from proxy.counting import shared
-from proxy.counting.board import Board
+from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, STOP
 from proxy.settings import ProxySettings
+from proxy.shared_memory import PINS, count_in, read_states
 from proxy.spool.folders import PASSING
 
 log = structlog.get_logger()
@@ -100,19 +100,20 @@ def _is_up(ready: int) -> None:
         os.close(ready)
 
 
-async def _keep(ready: int, board: int) -> None:
+async def _keep(ready: int, shared: Path) -> None:
     from proxy.keeper.keeper import keeping
 
     spare_the_collector()
     # Calls come first: records can wait on disk, but clients wait for their replies.
     os.nice(KEEPER_NICENESS)
     # A keeper whose supervisor was killed holds the spool until it has stored what it can.
-    async with keeping(ProxySettings(), patience_s=PATIENCE_S, processes=Board(board).read):
+    states = partial(read_states, shared)
+    async with keeping(ProxySettings(), patience_s=PATIENCE_S, processes=states):
         _is_up(ready)
         await _until_stopped()
 
 
-async def _work(ready: int, listener: int, pins: int | None) -> None:
+async def _work(ready: int, shared: Path, listener: int) -> None:
     from proxy.policies.shared_pins import SharedPins
     from proxy.worker import serving
 
@@ -120,9 +121,8 @@ async def _work(ready: int, listener: int, pins: int | None) -> None:
     return_large_blocks()
     settings = ProxySettings()
     bound = socket.socket(fileno=listener)
-    # A supervisor of an earlier release, which SIGHUP had start this one, has none to give.
-    shared = None if pins is None else SharedPins(pins)
-    async with serving(settings, bound, shared) as server:
+    pins = SharedPins(os.open(shared / PINS, os.O_RDWR | os.O_CREAT, 0o600))
+    async with serving(settings, bound, pins) as server:
         _is_up(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),
@@ -134,18 +134,18 @@ def main() -> None:
     """Run the keeper or a worker, as the arguments say, until it is told to end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["keeper", "worker"])
-    for descriptor in ("--ready", "--board", "--listener", "--pins"):
+    parser.add_argument("--shared", type=Path)
+    for descriptor in ("--ready", "--listener"):
         parser.add_argument(descriptor, type=int)
-    parser.add_argument("--counters", type=int, nargs="+")
     arguments = parser.parse_args()
     configure_logging(gather=arguments.kind == "worker")
     # Must come before the imports in `_keep` and `_work`: these create the metrics.
-    shared.share(arguments.counters)
+    count_in(arguments.shared)
     try:
         if arguments.kind == "keeper":
-            uvloop.run(_keep(arguments.ready, arguments.board))
+            uvloop.run(_keep(arguments.ready, arguments.shared))
         else:
-            uvloop.run(_work(arguments.ready, arguments.listener, arguments.pins))
+            uvloop.run(_work(arguments.ready, arguments.shared, arguments.listener))
     except OSError as error:
         if error.errno not in PASSING:
             raise

@@ -15,11 +15,22 @@ from typing import Final
 
 import structlog
 
-from pawl.serving.ending import DISK_FAILS, LEAVE, LEAVE_MARGIN_S, LEAVE_S, STOP, end
-from proxy.counting.board import ProcessState, State
 from proxy.errors import DoesNotStart, ProxyError
+from proxy.shared_memory import ProcessState, State
 
 log = structlog.get_logger()
+
+# How long a worker that is replaced, or whose supervisor was killed, may go on with its calls.
+# Nobody waits for its end, so this is long; if somebody does, `PAWL_STOP_GRACE_S` holds.
+LEAVE_S: Final = 600.0
+# How long it may take after that, to break its calls off and to make their records durable.
+LEAVE_MARGIN_S: Final = 10.0
+
+# Status of a process that a disk keeps from starting: it may well start later (sysexits.h).
+DISK_FAILS: Final = os.EX_TEMPFAIL
+
+STOP: Final = signal.SIGTERM
+LEAVE: Final = signal.SIGHUP
 
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 30.0
@@ -296,3 +307,19 @@ class Child:
             log.exception("watching_failed", child=self.name)
             if self._present is not None and self._present.process.returncode is not None:
                 await self._start_again()
+
+
+async def end(
+    process: asyncio.subprocess.Process, name: str, how: signal.Signals, within_s: float
+) -> None:
+    """Send a process the signal `how` and wait for its end; kill it after `within_s` seconds."""
+    with suppress(ProcessLookupError):
+        process.send_signal(how)
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        log.error("child_killed", child=name, pid=process.pid, reason="it did not end in time")
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -16,12 +16,10 @@ import structlog
 from pawl.interpreter import run_module
 from pawl.serving.process import Child, NotReplaced
 from pawl.signals import stop_event
-from proxy.counting.board import Board
-from proxy.counting.memory import make_block
 from proxy.errors import BadRedaction, BadUpstreams
-from proxy.policies.shared_pins import SharedPins
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
+from proxy.shared_memory import SharedFolder, write_states
 from proxy.upstreams.members import check_upstreams
 from store.errors import BadPolicies
 from store.policy_table import open_policies
@@ -99,7 +97,7 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """Keep the keeper and the workers, with the shared memory of their metrics, states and pins.
+    """Keep the keeper and the workers, with what they share: metrics, states, and pins.
 
     Attributes:
         keeper: the keeper.
@@ -110,19 +108,13 @@ class Fleet:
     def __init__(self, settings: ProxySettings, listeners: Sequence[socket.socket]) -> None:
         """Prepare the keeper, and a worker for each of the sockets; nothing is started yet."""
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._board = Board.new()
-        # A block of counters for each worker, for the one more that runs during a replacement,
-        # and for the keeper. One is spare.
-        blocks = [make_block(f"pawl-counters-{number}") for number in range(len(listeners) + 3)]
-        counters = ["--counters", *map(str, blocks)]
-        pins = SharedPins.new().page
-        run = run_module("pawl.serving.child")
+        self._shared = SharedFolder()
+        run, shared = run_module("pawl.serving.child"), ["--shared", str(self._shared.path)]
         # The keeper must not inherit the sockets: holding one would keep the port taken.
-        keeper = [*run, "keeper", *counters, "--board", str(self._board.page)]
         self.keeper = Child(
             "keeper",
-            keeper,
-            (*blocks, self._board.page),
+            [*run, "keeper", *shared],
+            (),
             self._tell,
             self.gave_up,
             stop_s=settings.keeper_ends_s,
@@ -130,8 +122,8 @@ class Fleet:
         self.workers = [
             Child(
                 f"worker {number}",
-                [*run, "worker", *counters, "--pins", str(pins), "--listener", str(fd)],
-                (*blocks, pins, fd),
+                [*run, "worker", *shared, "--listener", str(fd)],
+                (fd,),
                 self._tell,
                 self.gave_up,
                 stop_s=settings.workers_end_s,
@@ -164,11 +156,11 @@ class Fleet:
         await asyncio.gather(*(worker.stop() for worker in self.workers))
         # The keeper ends last, so that it stores what the workers have written until their end.
         await self.keeper.stop()
+        self._shared.remove()
 
     def _tell(self) -> None:
-        """Write the workers' states to the board, from which the keeper answers `/readyz`."""
         try:
-            self._board.write([worker.state for worker in self.workers])
+            write_states(self._shared.path, [worker.state for worker in self.workers])
         except OSError as error:
             log.error("readiness_not_told", reason=str(error))
 

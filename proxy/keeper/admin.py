@@ -8,9 +8,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from proxy.counting.board import ProcessState, readiness
-from proxy.counting.shared import is_shared
-from proxy.counting.totals import only_of
 from proxy.door.refusal import CHALLENGE, UNAUTHORIZED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
@@ -21,6 +18,7 @@ from proxy.keeper.owning import OwnersFile
 from proxy.keys.gate import Gate, shown_in
 from proxy.keys.limits import Usage
 from proxy.metrics import REFUSED, exposed
+from proxy.shared_memory import ProcessState, is_shared, readiness
 from store.tenants import DEFAULT
 
 # The tenant of a request's key.
@@ -64,12 +62,11 @@ def admin_app(
     async def metrics(request: web.Request) -> web.Response:
         # Include every record that was durable before this scrape.
         await drainer.count()
-        tenant, page = request[TENANT], exposed()
+        tenant, is_shown = request[TENANT], None
         if tenant != DEFAULT:
-            page = only_of(page, partial(owners.now(database.versions).owns, tenant))
-        return web.Response(
-            body=generate_latest(page), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+            is_shown = partial(owners.now(database.versions).owns, tenant)
+        page = generate_latest(exposed(is_shown))
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application(middlewares=[guarded_by(gate)])
     app.router.add_get("/healthz", healthz)

@@ -11,7 +11,6 @@ from pathlib import Path
 import structlog
 
 from proxy.admin_port import listen_on
-from proxy.counting.board import ProcessState
 from proxy.errors import SpoolInUse
 from proxy.keeper.admin import admin_app, unsettled
 from proxy.keeper.cleaning import clean_keys
@@ -24,6 +23,7 @@ from proxy.keeper.removing.outdated import remove_outdated
 from proxy.keys.gate import Gate, KeyFile
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
+from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_no_records_fault
 

@@ -286,7 +286,7 @@ def count_calls(records: Iterable[SpoolRecord]) -> None:
                 tokens[policy, "prompt"] += len(record.tokens.prompt_ids) // ITEM_BYTES
                 tokens[policy, "sampled"] += len(record.tokens.sampled_ids) // ITEM_BYTES
                 _count_call(record)
-        # Once for a batch: counting in shared memory takes longer than adding up.
+        # Once for a batch: counting takes longer than adding up.
         for labels, number in tokens.items():
             labelled(TOKENS, *labels).inc(number)
     except Exception:

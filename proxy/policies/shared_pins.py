@@ -5,11 +5,11 @@ of it is stored. A second call may reach another worker before that: from a clie
 parallel, or while workers are replaced. Had a version been promoted in between, that worker would
 choose the new one, and the episode would be sampled by two. So the workers agree here.
 
-The page is an anonymous file in memory (memfd_create(2)) that all workers inherit. It is read and
-written with pread(2) and pwrite(2): where memory is short these fail, while a mapped page would
-kill the process. Layout, little-endian: `SETS` sets of `WAYS` entries, the newest first. An entry
-has a digest of policy and episode, which is 0 in a free one, and the version's number. The oldest
-entry of a full set is dropped: by then its episode is in the database.
+The page is a file in memory. It is read and written with pread(2) and pwrite(2): where memory is
+short these fail, while a mapped page would kill the process. Layout, little-endian: `SETS` sets of
+`WAYS` entries, the newest first. An entry has a digest of policy and episode, which is 0 in a free
+one, and the version's number. The oldest entry of a full set is dropped: by then its episode is in
+the database.
 """
 
 import fcntl
@@ -21,8 +21,6 @@ from hashlib import blake2b
 from typing import Final
 
 import structlog
-
-from proxy.counting.memory import make_block
 
 log = structlog.get_logger()
 
@@ -49,13 +47,8 @@ class SharedPins:
     """
 
     def __init__(self, page: int) -> None:
-        """Store the descriptor `page` of an existing page."""
+        """Store the descriptor `page` of the open file."""
         self.page = page
-
-    @classmethod
-    def new(cls) -> "SharedPins":
-        """Create an empty page; it takes memory only for what is written to it."""
-        return cls(make_block("pawl-pins"))
 
     def kept(self, policy: str, episode: str) -> int | None:
         """Return the version of `policy` that an episode keeps, or None if none is known."""

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from benchmarks.chaos.stand import Stand
-from pawl.serving.ending import STOP, end
+from pawl.serving.process import STOP, end
 from tests.integration.faults.test_faulty_processes import begun, down, slow, up
 from tests.integration.faults.test_slow_clients import asleep, endless
 from tests.support.servers.fake_upstream import fake_upstream

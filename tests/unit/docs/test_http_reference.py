@@ -11,7 +11,6 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from proxy import errors
-from proxy.counting.board import ProcessState, State, readiness
 from proxy.door import routes
 from proxy.door.openai_paths import RULES
 from proxy.door.routes import Kind, find_route
@@ -20,6 +19,7 @@ from proxy.feedback.statements import parse_feedback
 from proxy.identity.names import episode_names, read_hints
 from proxy.keeper.admin import admin_app
 from proxy.keeper.progress import Progress
+from proxy.shared_memory import ProcessState, State, readiness
 from store.ids import new_id
 from tests.conftest import ROOT
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import pawl.serving.process as kept
-from pawl.serving.ending import DISK_FAILS
-from pawl.serving.process import Child, NotReplaced, Running
-from proxy.counting.board import Board, ProcessState, readiness
+from pawl.serving.process import DISK_FAILS, Child, NotReplaced, Running
 from proxy.errors import DoesNotStart
+from proxy.shared_memory import ProcessState, read_states, readiness, write_states
 
 # Says that it is up unless the file `broken` is there; then it ends with the status in it.
 SCRIPT = """
@@ -210,15 +209,13 @@ async def test_stop_ends_a_pause_at_once(tmp_path: Path) -> None:
         await one.child.stop()
 
 
-def test_the_board_tells_the_latest_state() -> None:
-    board = Board.new()
-    assert board.read() == []
+def test_proxy_is_ready_while_a_worker_is_up(tmp_path: Path) -> None:
     up = ProcessState("worker 0", "up", 1.0, 0)
     down = ProcessState("worker 1", "restarting", 1.0, 7, -7)
-    board.write([down, down, down])
-    board.write([up, down])
-    assert board.read() == [up, down]
-    ready, told = readiness(board.read())
+    write_states(tmp_path, [down, down, down])
+    write_states(tmp_path, [up, down])
+    assert read_states(tmp_path) == [up, down]
+    ready, told = readiness(read_states(tmp_path))
     assert ready
     assert told[1] == {
         "name": "worker 1",

@@ -1,6 +1,7 @@
 """Workers of a proxy agree on an episode's version: whoever proposes first is followed."""
 
 import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ Step = tuple[int, int, int, int]
     )
 )
 def test_the_first_servable_proposal_is_what_all_get(steps: list[Step]) -> None:
-    one = SharedPins.new()
+    one = SharedPins(os.memfd_create("pins"))
     workers = [one, SharedPins(one.page), SharedPins(one.page)]
     kept: dict[tuple[str, str], int] = {}
     for worker, policy, episode, proposed in steps:
@@ -86,7 +87,7 @@ def test_the_first_servable_proposal_is_what_all_get(steps: list[Step]) -> None:
 
 def test_a_full_set_loses_its_oldest_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pins, "SETS", 1)
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     for number in range(WAYS + 1):
         assert pins.agree("m", f"e{number}", number, any_version) == number
     assert [pins.kept("m", f"e{number}") for number in range(WAYS + 1)] == [
@@ -96,7 +97,7 @@ def test_a_full_set_loses_its_oldest_entry_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_names_do_not_run_into_each_other() -> None:
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     assert pins.agree("m", "ab", 1, any_version) == 1
     assert pins.kept("ma", "b") is None
     assert pins.agree("m", "\ud800", 2, any_version) == 2
@@ -104,7 +105,7 @@ def test_names_do_not_run_into_each_other() -> None:
 
 
 def test_processes_that_propose_at_the_same_time_get_the_same() -> None:
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROPOSES, str(pins.page), str(version)],
@@ -128,7 +129,7 @@ time.sleep(600)
 
 
 def test_a_worker_that_was_stopped_with_a_lock_stops_no_other() -> None:
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(pins.page)], pass_fds=[pins.page], stdout=subprocess.PIPE
     )
@@ -150,7 +151,7 @@ def test_without_memory_a_worker_decides_alone(monkeypatch: pytest.MonkeyPatch) 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     monkeypatch.setattr("os.pwrite", full)
     with capture_logs() as logs:
         assert pins.agree("m", "e", 3, any_version) == 3
@@ -162,7 +163,7 @@ def test_without_memory_a_worker_decides_alone(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def two() -> tuple[Versions, Versions]:
     """Two workers that see version 0 serving."""
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     known = [version(0, "serving")]
     return Versions(known, shared=pins), Versions(known, shared=SharedPins(pins.page))
 
@@ -197,7 +198,7 @@ def test_one_whose_version_was_retired_goes_on_with_the_same_one_everywhere(
 def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
     asks_first: bool, known: PolicyState | None
 ) -> None:
-    pins = SharedPins.new()
+    pins = SharedPins(os.memfd_create("pins"))
     news = [version(0, "published"), version(1, "serving")]
     looks: list[int] = []
     behind: Versions
@@ -217,7 +218,7 @@ def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
 
 
 def test_policies_that_go_live_together_keep_to_it_at_another_worker() -> None:
-    pins, table = SharedPins.new(), parse_policies(TOGETHER, "policies.toml")
+    pins, table = SharedPins(os.memfd_create("pins")), parse_policies(TOGETHER, "policies.toml")
 
     def at(number: int, old: Callable[[int], PolicyState]) -> list[PolicyVersion]:
         return [
@@ -237,7 +238,7 @@ def test_policies_that_go_live_together_keep_to_it_at_another_worker() -> None:
 
 
 def test_what_another_proxy_knows_counts_more_than_what_was_live_together() -> None:
-    pins, table = SharedPins.new(), parse_policies(TOGETHER, "policies.toml")
+    pins, table = SharedPins(os.memfd_create("pins")), parse_policies(TOGETHER, "policies.toml")
     one, other = (Versions(shared=SharedPins(pins.page), table=table) for _ in range(2))
     old = [version(0, "serving", name) for name in ("writes", "checks")]
     both_see(old, one, other)

@@ -1,1 +1,0 @@
-"""Count in several processes, in shared memory, which no full or failing disk can stop."""

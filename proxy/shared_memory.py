@@ -1,0 +1,178 @@
+"""Share metrics, the workers' states and pinned versions among the processes of one proxy.
+
+The supervisor makes a folder of files in memory, which every process is given. Each process that
+counts holds a numbered slot in it, whose files are prometheus_client's (its multiprocess mode).
+What a process counted stays there for the next one that takes the slot, so the number of files is
+bounded by the number of processes that run at once, however often they are started again.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry, values
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from proxy.errors import SpoolInUse
+from proxy.spool.folders import Lock, hold, is_held
+
+log = structlog.get_logger()
+
+MEMORY: Final = Path("/dev/shm")
+PREFIX: Final = "pawl-proxy-"
+OWNER: Final = "supervisor.lock"
+STATES: Final = "states.json"
+PINS: Final = "pins"
+# The variable in which prometheus_client looks for the folder.
+VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+# Bytes set aside for each kind of file, of which a series takes about 250. Writing to a mapped page
+# that memory has no room for would kill the process.
+ROOM: Final = {
+    **dict.fromkeys(("counter", "histogram"), 2**20),
+    **dict.fromkeys(("gauge_sum", "gauge_livesum", "gauge_livemax", "gauge_livemostrecent"), 2**16),
+}
+
+
+class SharedFolder:
+    """Make and keep the folder; only the supervisor does so."""
+
+    def __init__(self) -> None:
+        """Make an empty folder, and remove those whose supervisor was killed.
+
+        Raises:
+            OSError: neither memory nor the disk for temporary files has room.
+        """
+        parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._owner: Lock = hold(self.path / OWNER)
+
+    def remove(self) -> None:
+        """Remove the folder: all processes have ended."""
+        self._owner.release()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{PREFIX}*"):
+        # It may be another user's, or be removed at this moment.
+        with suppress(OSError):
+            if (folder / OWNER).exists() and not any(map(is_held, folder.glob("*.lock"))):
+                shutil.rmtree(folder)
+
+
+def count_in(folder: Path) -> None:
+    """Keep this process's metrics in `folder`; to be called before any metric is made.
+
+    Without room for them the process counts alone, which is logged: it has calls to answer.
+    """
+    try:
+        slot = _take_slot(folder)
+    except OSError as error:
+        log.error("counts_alone", reason=str(error))
+        return
+    os.environ[VARIABLE] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: slot)  # type: ignore[no-untyped-call]
+
+
+def _take_slot(folder: Path) -> int:
+    for slot in count():
+        with suppress(SpoolInUse):
+            # Held until this process ends.
+            hold(folder / f"{slot}.lock")
+            break
+    _forget_gauges(folder, slot)
+    for kind, room in ROOM.items():
+        file = os.open(folder / f"{kind}_{slot}.db", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(file, 0, room)
+        finally:
+            os.close(file)
+    return slot
+
+
+def _forget_gauges(folder: Path, slot: int) -> None:
+    """Remove what a process that has ended said of the present."""
+    mark_process_dead(slot, str(folder))  # type: ignore[no-untyped-call]
+
+
+def is_shared() -> bool:
+    """Return whether this process's metrics are in a shared folder."""
+    return VARIABLE in os.environ
+
+
+def registry() -> CollectorRegistry:
+    """Return the metrics of all processes that share a folder, or of this one if it counts alone.
+
+    Counters, histograms and gauges of mode `sum` include those of processes that have ended.
+    """
+    if not is_shared():
+        return REGISTRY
+    folder = Path(os.environ[VARIABLE])
+    for path in folder.glob("[0-9]*.lock"):
+        # Held meanwhile, so that no process that starts takes the slot.
+        with suppress(SpoolInUse):
+            lock = hold(path)
+            _forget_gauges(folder, int(path.stem))
+            lock.release()
+    together = CollectorRegistry()
+    MultiProcessCollector(together, str(folder))  # type: ignore[no-untyped-call]
+    return together
+
+
+State = Literal["starting", "up", "restarting", "stopping"]
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """Describe one process that the supervisor runs; times are Unix time in seconds."""
+
+    name: str
+    state: State
+    since: float
+    # How often it was started again after it ended unasked.
+    restarts: int
+    # How it last ended: its exit status, or the negative number of the signal that ended it.
+    last_exit: int | None = None
+
+
+def write_states(folder: Path, states: list[ProcessState]) -> None:
+    """Replace the workers' states, from which the ingester answers `/readyz`.
+
+    Raises:
+        OSError: memory has no room.
+    """
+    partial = folder / f"{STATES}.part"
+    partial.write_bytes(msgspec.json.encode(states))
+    partial.replace(folder / STATES)
+
+
+def read_states(folder: Path) -> list[ProcessState]:
+    """Return the workers' states."""
+    return msgspec.json.decode((folder / STATES).read_bytes(), type=list[ProcessState])
+
+
+def readiness(states: list[ProcessState] | None) -> tuple[bool, list[dict[str, object]]]:
+    """Return whether a worker takes calls, and each worker's state for `/readyz`.
+
+    `states` is None if no supervisor runs the workers: they are then taken to be up.
+    """
+    if states is None:
+        return True, []
+    workers: list[dict[str, object]] = [
+        {
+            "name": one.name,
+            "state": one.state,
+            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one.since)),
+            "restarts": one.restarts,
+            "last_exit": one.last_exit,
+        }
+        for one in states
+    ]
+    return any(one.state == "up" for one in states), workers
