@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, Frame, Gap
 from proxy.identity.question import question_of
-from proxy.keeper.letters import FOLDER, LETTER, REASON
-from proxy.keeper.removing.deleted import names_in
-from proxy.keeper.transcribe import NO_READERS, record_of
+from proxy.ingester.letters import FOLDER, LETTER, REASON
+from proxy.ingester.removing.deleted import names_in
+from proxy.ingester.transcribe import NO_READERS, record_of
 from proxy.redaction import Redactor
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import decode_payload, read_pieces
@@ -45,7 +45,7 @@ class SpoolView(Record, frozen=True, kw_only=True):
     Attributes:
         segments: number of segment files.
         records: readable records in them; some may be in the database already.
-        damaged: records that can no longer be read; the keeper makes dead letters of them.
+        damaged: records that can no longer be read; the ingester makes dead letters of them.
         bytes: size of all segments.
         dead_letters: the dead letters, oldest first.
     """

@@ -1,7 +1,7 @@
 """Define the proxy's Prometheus metrics in one place, so that names and labels stay few.
 
-Workers and keeper count in shared files, and the keeper adds up (`proxy.shared_memory`); a gauge's
-`multiprocess_mode` says how its values are joined.
+Workers and ingester count in shared files, and the ingester adds up (`proxy.shared_memory`); a
+gauge's `multiprocess_mode` says how its values are joined.
 """
 
 from bisect import bisect_left
@@ -156,7 +156,7 @@ OUTDATED = Counter(
     " `unspent` episodes, which no policy had consumed.",
     ["what"],
 )
-# Workers count these alone, in one step, and the keeper adds them to both totals that they belong
+# Workers count these alone, in one step, and the ingester adds them to both totals that they belong
 # to (`exposed`): two steps could be seen, or ended by a kill, halfway.
 UNWRITTEN = Counter(
     "pawl_records_unwritten_total",

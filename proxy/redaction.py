@@ -1,10 +1,11 @@
 """Redaction: rules take secrets out of calls and feedback before they are recorded.
 
-A worker applies the rules before a record is on its disk. It reads the captured call as the keeper
-does, since a stream may split a secret over its events. If a rule hits, it records the ledger's
-record, without what was made of the redacted texts: token ids spell a text out, and a fingerprint
-can be checked against a guess. A call that cannot be redacted is recorded without its content. The
-keeper applies the rules again to what was recorded before they were set (docs/howto/redact.md).
+A worker applies the rules before a record is on its disk. It reads the captured call as the
+ingester does, since a stream may split a secret over its events. If a rule hits, it records the
+ledger's record, without what was made of the redacted texts: token ids spell a text out, and a
+fingerprint can be checked against a guess. A call that cannot be redacted is recorded without its
+content. The ingester applies the rules again to what was recorded before they were set
+(docs/howto/redact.md).
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from proxy.errors import BadRedaction
 from proxy.formats.base import read_request
 from proxy.formats.repeated import repeated_name
 from proxy.identity.stitch import PREFIXES
-from proxy.keeper.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
+from proxy.ingester.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
 from proxy.metrics import REDACTED as REDACTED_RECORDS
 from proxy.metrics import WITHHELD, labelled
 from proxy.settings import ProxySettings
@@ -372,7 +373,7 @@ class Redactor:
         self._rules = rules
         self._readers = settings.tool_results
         self._most_reply = settings.max_reply_mb * 2**20
-        # Its thread starts with the first call: the keeper needs none.
+        # Its thread starts with the first call: the ingester needs none.
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
     async def capture(self, captured: CapturedCall) -> Frame:
@@ -395,7 +396,7 @@ class Redactor:
         return redacted
 
     def record(self, record: SpoolRecord) -> SpoolRecord:
-        """Return a record as the keeper may store it; no content if it cannot be redacted."""
+        """Return a record as the ingester may store it; no content if it cannot be redacted."""
         if isinstance(record, FeedbackRecord):
             return self.feedback(record)
         # What a worker redacted is not redacted again: a replacement may match a pattern.

@@ -172,11 +172,11 @@ class ProxySettings(StoreSettings):
         return 0.75 * self.stop_grace_s
 
     @property
-    def keeper_ends_s(self) -> float:
-        """Return the seconds that the keeper may take to end after the workers have ended."""
+    def ingester_ends_s(self) -> float:
+        """Return the seconds that the ingester may take to end after the workers have ended."""
         return self.stop_grace_s - self.workers_end_s
 
     @property
     def last_drain_s(self) -> float:
-        """Return the seconds that the keeper may spend draining the spool before it closes."""
-        return 0.6 * self.keeper_ends_s
+        """Return the seconds that the ingester may spend draining the spool before it closes."""
+        return 0.6 * self.ingester_ends_s

@@ -1,6 +1,6 @@
 """Keep the ledger; no other package contains SQL.
 
-Proxy and trainer both depend on it, and it depends on neither. The keeper's drainer writes
+Proxy and trainer both depend on it, and it depends on neither. The ingester's drainer writes
 calls and feedback; the trainer claims episodes, records updates and moves policies. Callers
 exchange only the frozen records of `store.records` with it.
 """

@@ -5,7 +5,7 @@ are started; one of four things is done (`--kills`, `--outage`, `--calls`, `--fe
 the clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
 own, is full or gives I/O errors for a moment, and one record in 200 is poison; `--plain` leaves
 that out, and needs neither root nor a C compiler. With `--full` the disk also stays full for so
-many seconds, while workers, keeper and supervisor are killed.
+many seconds, while workers, ingester and supervisor are killed.
 
 `--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
 is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at

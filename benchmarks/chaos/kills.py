@@ -30,7 +30,7 @@ PAUSE_S: Final = 0.02
 QUIET_S: Final = (0.05, 1.0)
 FAULT_S: Final = (0.3, 1.5)
 # What is killed while the disk stays full.
-ON_FULL_DISK: Final[tuple[Part, ...]] = ("worker", "worker", "keeper", "supervisor")
+ON_FULL_DISK: Final[tuple[Part, ...]] = ("worker", "worker", "ingester", "supervisor")
 # One fault to so many kills, and one of each kind at least.
 KILLS_A_FAULT: Final = 4
 # Every worker that has calls has told the ledger of what it missed after so many more of them.

@@ -16,7 +16,7 @@ DRAIN_S: Final = 300.0
 
 
 async def memory(stand: Stand, calls: int) -> dict[str, Any]:
-    """Return memory of worker and keeper over so many calls, once their caches are full."""
+    """Return memory of worker and ingester over so many calls, once their caches are full."""
     await stand.ready()
     load = Load(stand.port, at_once=AT_ONCE, pause_s=0.0, calls_per_episode=10)
     load.start()
@@ -42,7 +42,7 @@ async def memory(stand: Stand, calls: int) -> dict[str, Any]:
 def _resident(stand: Stand) -> dict[str, float]:
     """Return resident MiB by process."""
     found = {}
-    for kind in ("keeper", "worker"):
+    for kind in ("ingester", "worker"):
         for number, process in enumerate(stand.processes(kind)):
             found[f"{kind} {number}"] = round(process.memory_info().rss / 2**20, 1)
     return found

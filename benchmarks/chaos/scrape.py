@@ -25,7 +25,7 @@ class Scrapes:
     """Count what was seen."""
 
     read: int = 0
-    # The keeper was away, or not up yet.
+    # The ingester was away, or not up yet.
     unanswered: int = 0
     # Answered, and not with metrics.
     failed: list[str] = field(default_factory=list)

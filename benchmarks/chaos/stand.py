@@ -20,8 +20,8 @@ from benchmarks.proxy.machine import running
 from benchmarks.stack import free_port
 from store.embedded import EmbeddedPostgres
 
-Part = Literal["worker", "keeper", "supervisor", "postgres"]
-PARTS: Final[tuple[Part, ...]] = ("worker", "keeper", "supervisor", "postgres")
+Part = Literal["worker", "ingester", "supervisor", "postgres"]
+PARTS: Final[tuple[Part, ...]] = ("worker", "ingester", "supervisor", "postgres")
 READY_S: Final = 60.0
 POLL_S: Final = 0.05
 
@@ -75,7 +75,7 @@ class Stand:
             return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Return the supervisor's workers, or its keeper; of an empty kind all of them."""
+        """Return the supervisor's workers, or its ingester; of an empty kind all of them."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.supervisor.pid).children():
@@ -117,7 +117,7 @@ class Stand:
         await start_again(self.postgres)
 
     async def ready(self) -> None:
-        """Wait until keeper and workers are there and the database is up.
+        """Wait until ingester and workers are there and the database is up.
 
         A supervisor that has ended is noted, and started again: what it did to the calls is to be
         seen, too.
@@ -135,7 +135,7 @@ class Stand:
             await asyncio.sleep(POLL_S)
 
     async def _is_ready(self) -> bool:
-        if len(self.processes("worker")) < self.workers or not self.processes("keeper"):
+        if len(self.processes("worker")) < self.workers or not self.processes("ingester"):
             return False
         try:
             said = json.loads((await fetch(self.admin, "/readyz")).body)

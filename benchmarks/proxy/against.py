@@ -31,7 +31,7 @@ COLUMNS: Final = (
     TimeElapsedColumn(),
 )
 # What is compared, by the group of processes whose CPU it is.
-CPU: Final = {"serving": "worker", "beside": "keeper", "postgres": "PostgreSQL"}
+CPU: Final = {"serving": "worker", "beside": "ingester", "postgres": "PostgreSQL"}
 HEADS: Final = ("calls/s", "median latency", *(f"{name}: CPU a call" for name in CPU.values()))
 # Ratios of one kind of load, a pair of turns each, by what is compared.
 Ratios = Mapping[str, Sequence[float]]

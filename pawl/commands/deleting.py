@@ -88,7 +88,7 @@ def delete(flags: DeleteFlags) -> None:
     knows that it was consumed. Run it again after a kill: nothing is deleted twice.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR), and PAWL_SPOOL_DIR for
-    the dead letters of this machine; keepers elsewhere remove their own. Status 1: records of a
+    the dead letters of this machine; ingesters elsewhere remove their own. Status 1: records of a
     deleted episode still wait in the spool, and `pawl proxy` has to run to remove them. Status 2: a
     name is not recorded; nothing is deleted then.
     """
@@ -134,7 +134,7 @@ async def _delete(flags: DeleteFlags, selection: "Selection | None") -> int:
         left = 0 if flags.dry_run else await drained(engine, spool_dir, flags.patience_s)
     if left:
         print(
-            f"{left} records of deleted episodes still wait in {spool_dir}: the keeper of "
+            f"{left} records of deleted episodes still wait in {spool_dir}: the ingester of "
             "`pawl proxy` removes them; start it, or look again once it is not busy",
             file=sys.stderr,
         )

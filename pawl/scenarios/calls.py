@@ -55,7 +55,7 @@ async def _answered(metrics_url: str) -> int:
 
 
 async def _all(expected: int, count: Callable[[], Awaitable[int | None]]) -> int:
-    """Wait until the keeper has stored so many; return how many are stored."""
+    """Wait until the ingester has stored so many; return how many are stored."""
     deadline = asyncio.get_running_loop().time() + STORED_S
     while True:
         stored = await count() or 0

@@ -1,1 +1,1 @@
-"""Run the processes of `pawl proxy`: a supervisor, a keeper, and workers."""
+"""Run the processes of `pawl proxy`: a supervisor, an ingester, and workers."""

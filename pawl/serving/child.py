@@ -1,4 +1,4 @@
-"""Run one process of the supervisor's: `python -m pawl.serving.child keeper|worker …`."""
+"""Run one process of the supervisor's: `python -m pawl.serving.child ingester|worker …`."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ from proxy.spool.folders import PASSING
 log = structlog.get_logger()
 
 PATIENCE_S: Final = 30.0
-KEEPER_NICENESS: Final = 10
+INGESTER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
 LARGE_BYTES: Final = 2**20
 _M_MMAP_THRESHOLD: Final = -3
@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD: Final = -1
 
 
 def _nothing() -> None:
-    """Do nothing: the keeper has no calls in progress that a signal would have to limit."""
+    """Do nothing: the ingester has no calls in progress that a signal would have to limit."""
 
 
 async def _until_stopped(
@@ -101,14 +101,14 @@ def _is_up(ready: int) -> None:
 
 
 async def _keep(ready: int, shared: Path) -> None:
-    from proxy.keeper.keeper import keeping
+    from proxy.ingester.ingester import ingesting
 
     spare_the_collector()
     # Calls come first: records can wait on disk, but clients wait for their replies.
-    os.nice(KEEPER_NICENESS)
-    # A keeper whose supervisor was killed holds the spool until it has stored what it can.
+    os.nice(INGESTER_NICENESS)
+    # An ingester whose supervisor was killed holds the spool until it has stored what it can.
     states = partial(read_states, shared)
-    async with keeping(ProxySettings(), patience_s=PATIENCE_S, processes=states):
+    async with ingesting(ProxySettings(), patience_s=PATIENCE_S, processes=states):
         _is_up(ready)
         await _until_stopped()
 
@@ -131,9 +131,9 @@ async def _work(ready: int, shared: Path, listener: int) -> None:
 
 
 def main() -> None:
-    """Run the keeper or a worker, as the arguments say, until it is told to end."""
+    """Run the ingester or a worker, as the arguments say, until it is told to end."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["keeper", "worker"])
+    parser.add_argument("kind", choices=["ingester", "worker"])
     parser.add_argument("--shared", type=Path)
     for descriptor in ("--ready", "--listener"):
         parser.add_argument(descriptor, type=int)
@@ -142,7 +142,7 @@ def main() -> None:
     # Must come before the imports in `_keep` and `_work`: these create the metrics.
     count_in(arguments.shared)
     try:
-        if arguments.kind == "keeper":
+        if arguments.kind == "ingester":
             uvloop.run(_keep(arguments.ready, arguments.shared))
         else:
             uvloop.run(_work(arguments.ready, arguments.shared, arguments.listener))

@@ -1,4 +1,4 @@
-"""Run one keeper and N workers on one port (`pawl proxy`), and restart those that end.
+"""Run one ingester and N workers on one port (`pawl proxy`), and restart those that end.
 
 The supervisor owns the sockets: while a worker is replaced, connections wait in their queues.
 SIGTERM and SIGINT end all processes, calls in progress first, within `PAWL_STOP_GRACE_S`. SIGHUP
@@ -69,7 +69,7 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 async def serve(settings: ProxySettings) -> None:
-    """Run keeper and workers until SIGTERM or SIGINT.
+    """Run ingester and workers until SIGTERM or SIGINT.
 
     Errors of the first start are raised. A process that was up once is restarted without end.
 
@@ -97,27 +97,27 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """Keep the keeper and the workers, with what they share: metrics, states, and pins.
+    """Keep the ingester and the workers, with what they share: metrics, states, and pins.
 
     Attributes:
-        keeper: the keeper.
+        ingester: the ingester.
         workers: the workers, in the order of their sockets.
         gave_up: gets a `DoesNotStart` if one of them never comes up.
     """
 
     def __init__(self, settings: ProxySettings, listeners: Sequence[socket.socket]) -> None:
-        """Prepare the keeper, and a worker for each of the sockets; nothing is started yet."""
+        """Prepare the ingester, and a worker for each of the sockets; nothing is started yet."""
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._shared = SharedFolder()
         run, shared = run_module("pawl.serving.child"), ["--shared", str(self._shared.path)]
-        # The keeper must not inherit the sockets: holding one would keep the port taken.
-        self.keeper = Child(
-            "keeper",
-            [*run, "keeper", *shared],
+        # The ingester must not inherit the sockets: holding one would keep the port taken.
+        self.ingester = Child(
+            "ingester",
+            [*run, "ingester", *shared],
             (),
             self._tell,
             self.gave_up,
-            stop_s=settings.keeper_ends_s,
+            stop_s=settings.ingester_ends_s,
         )
         self.workers = [
             Child(
@@ -132,13 +132,13 @@ class Fleet:
         ]
 
     async def start(self) -> None:
-        """Start all processes, the keeper first.
+        """Start all processes, the ingester first.
 
         Raises:
             OSError: the operating system cannot start a process now.
         """
         self._tell()
-        for child in (self.keeper, *self.workers):
+        for child in (self.ingester, *self.workers):
             await child.start()
 
     async def replace(self) -> None:
@@ -154,8 +154,8 @@ class Fleet:
     async def stop(self) -> None:
         """Let all processes finish their work and end."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))
-        # The keeper ends last, so that it stores what the workers have written until their end.
-        await self.keeper.stop()
+        # The ingester ends last, so that it stores what the workers have written until their end.
+        await self.ingester.stop()
         self._shared.remove()
 
     def _tell(self) -> None:

@@ -61,7 +61,7 @@ class Process:
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._ingester: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
@@ -73,7 +73,7 @@ class Process:
         """Start the process, and restart it from now on whenever it ends by itself."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         await self._spawn()
-        self._keeper = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
+        self._ingester = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     async def stop(self) -> None:
         """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`."""
@@ -87,9 +87,9 @@ class Process:
                 self._kill_group()
                 await self._process.wait()
         self._kill_group()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._ingester is not None:
+            self._ingester.cancel()
+            await asyncio.wait([self._ingester])
 
     def last_words(self, lines: int = 12) -> str:
         """Return the last lines of its log."""

@@ -1,7 +1,7 @@
 """Capture a call: its bytes as they were, and what only the worker could know.
 
-A worker parses only what serving needs. The keeper reads the bytes again through the same format
-and makes the ledger's record of them (`proxy.keeper.transcribe`).
+A worker parses only what serving needs. The ingester reads the bytes again through the same format
+and makes the ledger's record of them (`proxy.ingester.transcribe`).
 """
 
 import zlib

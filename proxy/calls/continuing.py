@@ -18,7 +18,7 @@ from proxy.upstreams.routing import shown
 from store.link.responses import is_response
 from store.tenants import own_digests, scoped
 
-# A response of another worker is known once the keeper has stored it, which takes a moment.
+# A response of another worker is known once the ingester has stored it, which takes a moment.
 WAIT_S: Final = 2.0
 LOOK_S: Final = 0.25
 PAUSE_S: Final = 0.1

@@ -53,7 +53,7 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 STRUCTURED: Final = "structured_outputs"
 GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
-# Marks that `proxy.keeper.sampling` adds to the settings.
+# Marks that `proxy.ingester.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
 ONE_CALL: Final = "one_call"
 UNREADABLE: Final = "unreadable"

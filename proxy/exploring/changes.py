@@ -1,7 +1,7 @@
 """Choose what exploration changes of a call, where the call can be learned from then (pure).
 
 A change maps a setting's name to its new value, or to None if it is left out. The worker sends and
-records it; the keeper makes it again, and reads of the changed request what was sampled with.
+records it; the ingester makes it again, and reads of the changed request what was sampled with.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from proxy.exploring.choice import Exploring
 from proxy.exploring.requests import STRICT, Changes, with_explored
 from proxy.formats.base import ModelRequest, WireFormat
 from proxy.formats.sampling import SamplingRules
-from proxy.keeper.sampling import sampling_settings
+from proxy.ingester.sampling import sampling_settings
 from store.policy_table import Explore
 from store.values.distribution import distribution_of
 from store.values.sampling import number_of

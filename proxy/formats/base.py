@@ -111,7 +111,7 @@ class StreamTranscript(Transcript, Protocol):
 
 
 class ReplyReader(Transcript, Protocol):
-    """Follow one recorded reply in the keeper, as the worker did, for all that is stored of it."""
+    """Follow a recorded reply in the ingester, as the worker did, for all that is stored of it."""
 
     def read(self, raw: bytes) -> None:
         """Take all bytes that the upstream sent, for their facts only."""
@@ -153,7 +153,7 @@ class WireFormat(Protocol):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Return the request's large fields, without which the keeper can read the reply."""
+        """Return the request's large fields, without which the ingester can read the reply."""
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool

@@ -1,8 +1,8 @@
 """Read what a request asks: what users say in it, whatever the instructions beside it (pure).
 
 Instructions may hold the time of day or a session's id, and are then never the same twice. What was
-said by the assistant, and what tools gave, is no question either. The keeper hands `question_of` to
-the store, which asks only where an episode's task may come of it. Episodes of one question are a
+said by the assistant, and what tools gave, is no question either. The ingester hands `question_of`
+to the store, which asks only where an episode's task may come of it. Episodes of one question are a
 group in the database, so that the digest of the same bytes must never change.
 """
 

@@ -3,7 +3,7 @@
 Every check is in memory. A wrong, a revoked and a valid key cost the same: one hash, a look-up by
 the public id, and a comparison in constant time.
 
-The keeper reads the keys from the database and writes them to a file of hashes, which the workers
+The ingester reads the keys from the database and writes them to a file of hashes, which the workers
 watch. The file's folder is made with the first key ever, and stays: where the folder is, and no
 readable file, keys exist but are unknown, and nobody is let in.
 """
@@ -158,7 +158,7 @@ class Gate:
         if self._known is None:
             raise KeysUnknown(
                 "The proxy cannot read its API keys, so it lets nobody in. It reads them again as "
-                "soon as its keeper reaches the database; its log has the details"
+                "soon as its ingester reaches the database; its log has the details"
             )
         if shown.credential is None:
             raise NoKey(f"This proxy asks for an API key: {_SEND}", code="missing_api_key")
@@ -321,7 +321,7 @@ class KeyFile:
 
 
 class KeyPublisher:
-    """Keep the file of keys up to date with the database; only the keeper does so."""
+    """Keep the file of keys up to date with the database; only the ingester does so."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Begin with an unknown file: the first `bring` writes it."""

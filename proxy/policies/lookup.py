@@ -79,7 +79,7 @@ class Lookup:
     def _url(self) -> str | None:
         if self._configured_url is not None:
             return self._configured_url.get_secret_value()
-        # The keeper that starts an embedded server writes the URL of its socket into this file.
+        # The ingester that starts an embedded server writes the URL of its socket into this file.
         return self._url_file.read_text() if self._url_file.exists() else None
 
     async def close(self) -> None:

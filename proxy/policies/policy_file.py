@@ -1,4 +1,4 @@
-"""Pass policies and versions on as a file, written by the keeper and watched by the workers."""
+"""Pass policies and versions on as a file, written by the ingester and watched by the workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ WATCH_S: Final = 0.1
 
 
 class PolicyFile:
-    """Keep the versions that can be asked for in a file, as the keeper last read them."""
+    """Keep the versions that can be asked for in a file, as the ingester last read them."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Place the file in `spool_dir`; nothing is read yet."""
@@ -56,7 +56,7 @@ class PolicyFile:
         try:
             return msgspec.json.decode(content, type=list[PolicyVersion])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # The versions known so far go on serving until the keeper writes the file again.
+            # The versions known so far go on serving until the ingester writes the file again.
             log.error("policies_unreadable", path=str(self._path), reason=str(error))
             return None
 

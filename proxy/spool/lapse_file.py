@@ -4,13 +4,13 @@ Such a time is a lapse. Its mark is written in place, over bytes that were alloc
 had room, so that a full disk cannot refuse it; and it is durable before any call of that time is
 answered, so that no kill loses it. Each worker's folder has one file of three pages:
 
-    | state with an even number | state with an odd number | what the keeper has told |
+    | state with an even number | state with an odd number | what the ingester has told |
 
 A state is a number, an id, and two moments (Unix time in seconds; an end of 0: it lasts). Of the
 worker's two pages the one with the higher number counts. If a write is torn, the state before it
 counts: before a beginning nobody was answered yet, and before an end the lapse still lasts.
 
-One file holds one lapse. If another begins before the keeper has told PostgreSQL of the last one,
+One file holds one lapse. If another begins before the ingester has told PostgreSQL of the last one,
 both and the time between become one.
 """
 
@@ -48,7 +48,7 @@ class Lapse(NamedTuple):
 
 
 class State(NamedTuple):
-    """Hold what a file says: the worker's last lapse, and what the keeper has told last."""
+    """Hold what a file says: the worker's last lapse, and what the ingester has told last."""
 
     number: int
     lapse: Lapse | None
@@ -56,7 +56,7 @@ class State(NamedTuple):
 
     @property
     def unreported(self) -> Lapse | None:
-        """Return the lapse, unless the keeper has told all of it."""
+        """Return the lapse, unless the ingester has told all of it."""
         return None if self.lapse == self.reported else self.lapse
 
 
@@ -179,7 +179,7 @@ def read_lapse(path: Path) -> State:
 
 
 def note_reported(path: Path, lapse: Lapse) -> None:
-    """Note in a file that PostgreSQL has been told of a lapse; only the keeper does so.
+    """Note in a file that PostgreSQL has been told of a lapse; only the ingester does so.
 
     Raises:
         OSError: the disk refuses it.

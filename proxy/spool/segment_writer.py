@@ -51,7 +51,7 @@ class SegmentWriter:
     def append(self, data: bytes) -> bool:
         """Make `data` durable at the segment's end, and return whether that worked.
 
-        Bytes that failed are cut off, and the segment ends there, for two reasons. The keeper may
+        Bytes that failed are cut off, and the segment ends there, for two reasons. The ingester may
         have read them, so no others may take their offsets. And after a failed sync it is not
         known how much of the segment's end is on disk.
         """

@@ -7,8 +7,8 @@ cannot be written (the disk is full, say) are cut off again, so that the segment
 their futures give False.
 
 A worker locks a folder of its own under the spool's root. The segment that it is writing is
-`ID_MARK.open`; one that will not grow any more is `ID_MARK.seg`. The keeper reads both and deletes
-the latter (`proxy.keeper.drain`).
+`ID_MARK.open`; one that will not grow any more is `ID_MARK.seg`. The ingester reads both and
+deletes the latter (`proxy.ingester.drain`).
 
 Whatever the disk does, every future gets a result and the thread goes on. An error gives False at
 once. So does a commit that takes longer than `PATIENCE_S`; until the disk answers, new frames are
@@ -34,7 +34,7 @@ from proxy.spool.segment_writer import SegmentWriter
 
 log = structlog.get_logger()
 
-# A segment that has not grown for this long is sealed, so that the keeper can delete it.
+# A segment that has not grown for this long is sealed, so that the ingester can delete it.
 QUIET_S: Final = 5.0
 # After a commit of at least `BUSY` frames the next one waits `GATHER_S` for more: each commit
 # wakes the writer thread up, and calls wait for that.

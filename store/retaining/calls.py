@@ -16,7 +16,7 @@ _COUNTS: Final = """
 """
 _CALLS: Final = "SELECT id FROM transitions WHERE episode_id = ANY($1) AND id < $2"
 _DELETE: Final = "DELETE FROM transitions WHERE episode_id = ANY($1) AND id < $2"
-# Until all keepers have seen that a day is outdated, and after it, no call of it is stored.
+# Until all ingesters have seen that a day is outdated, and after it, no call of it is stored.
 _NOTE: Final = """
     INSERT INTO outdated_days (tenant, day) SELECT unnest($1::text[]), unnest($2::date[]) - 1
     ON CONFLICT (tenant) DO UPDATE SET day = greatest(outdated_days.day, excluded.day)

@@ -4,7 +4,7 @@ An episode is outdated once the last call of all its parts was made before the f
 kept of its tenant's. Episodes go first, some at a time, each time in one transaction; then whole
 days of calls, of which only those of episodes that go on are left
 (docs/decisions/070-deleting-episodes.md). Of a tenant whose days are fewer than another's the calls
-go row by row instead. One keeper does this at a time.
+go row by row instead. One ingester does this at a time.
 
 What batches of records wait for is short: once a day is noted, no call of it is stored any more, so
 that its episodes are looked for, and its calls counted, without any lock.
@@ -33,7 +33,7 @@ from store.retaining.tenant_cuts import NOWHERE, id_at, parameters, with_cut
 from store.schema.partitions import partition_name
 from store.tenants import tenant_of
 
-# Key of the advisory lock of whoever removes: another keeper does nothing meanwhile.
+# Key of the advisory lock of whoever removes: another ingester does nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
 # Most episodes, or statements, that one transaction removes.
 MOST: Final = 200

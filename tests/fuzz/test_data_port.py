@@ -8,8 +8,8 @@ from uuid import UUID
 
 from hypothesis import given
 
+from proxy.ingester.transcribe import transcribe
 from proxy.intake.intake import Intake
-from proxy.keeper.transcribe import transcribe
 from tests.fuzz import calls
 from tests.fuzz.loops import run
 from tests.fuzz.profile import fuzzing

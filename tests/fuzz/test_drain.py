@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import CapturedCall
-from proxy.keeper.drain import Drainer
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
 from store.ids import new_id
 from tests.fuzz import calls

@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from store.errors import Damaged, Refused
 from store.ids import new_id
 from store.records import SpoolRecord

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.base import ModelRequest, Transcript, read_request
 from proxy.formats.registry import FORMATS
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from store.records import CallRecord
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
@@ -129,7 +129,7 @@ def test_any_stream_is_read_again(
 def _read_again(
     name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any], *, streamed: bool
 ) -> CallRecord:
-    """Read a call as the keeper does: facts, ids, results of tools, sampling settings."""
+    """Read a call as the ingester does: facts, ids, results of tools, sampling settings."""
     seen = captured(
         dialect=name,
         request=body,

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.serving.supervisor import listening
-from proxy.keeper.keeper import keeping
+from proxy.ingester.ingester import ingesting
 from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from proxy.worker import serving
@@ -97,15 +97,15 @@ async def working(settings: ProxySettings) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def running(settings: ProxySettings) -> AsyncIterator[None]:
-    """A keeper and a worker in this process."""
-    async with keeping(settings), working(settings):
+    """An ingester and a worker in this process."""
+    async with ingesting(settings), working(settings):
         yield
 
 
 @asynccontextmanager
 async def proxy_with(settings: ProxySettings, engine: AsyncEngine) -> AsyncIterator[Proxy]:
-    """The same, and a client of it; the worker begins once the keeper has read who serves."""
-    async with keeping(settings):
+    """The same, and a client of it; the worker begins once the ingester has read who serves."""
+    async with ingesting(settings):
         file = PolicyFile(settings.spool_dir)
         await until(lambda: "m" in serving_of(file.read() or []))
         async with working(settings), aiohttp.ClientSession() as session:

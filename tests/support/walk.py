@@ -1,6 +1,6 @@
 """Walk through the code (`python -m tests.support.walk`): the files of a call and a reward.
 
-A keeper and a worker run in this process. A profile function notes each entry into one of the
+An ingester and a worker run in this process. A profile function notes each entry into one of the
 project's files, and the file it was entered from (the nearest of the project's on the stack, or
 the event loop). What the process does while nobody calls is measured first and left out, function
 by function: what a timer enters by one function, a call may enter by another. A hand-over is a pair
@@ -30,10 +30,10 @@ from tests.support.servers.fake_upstream import fake_upstream
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("store", "proxy", "pawl")
-# Longer than any pause between two looks of the keeper's but those of ten minutes: some are of ten
-# seconds, and one is twenty times as long as its look (`proxy.keeper.evaluating`).
+# Longer than any pause between two looks of the ingester's but those of ten minutes: some are of
+# ten seconds, and one is twenty times as long as its look (`proxy.ingester.evaluating`).
 IDLE_S: Final = 30.0
-# For so long the keeper is given to count what it has settled.
+# For so long the ingester is given to count what it has settled.
 COUNTED_S: Final = 2.0
 LOOP: Final = "the event loop"
 

@@ -34,9 +34,9 @@ from store.connection.engine import make_engine
 # Each as often as its place in the list.
 VICTIMS: Final = (
     *("steward", "steward", "trainer", "trainer", "model server"),
-    *("worker", "keeper", "supervisor"),
+    *("worker", "ingester", "supervisor"),
 )
-OF_THE_PROXY: Final[tuple[ProxyPart, ...]] = ("worker", "keeper", "supervisor")
+OF_THE_PROXY: Final[tuple[ProxyPart, ...]] = ("worker", "ingester", "supervisor")
 QUIET_S: Final = (0.2, 1.5)
 AWAY_S: Final = (0.0, 0.5)
 LOOK_S: Final = 0.1

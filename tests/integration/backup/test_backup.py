@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pawl.cli import app
 from pawl.policies.check import faults
 from pawl.spool import look
-from proxy.keeper.keeper import keeping
+from proxy.ingester.ingester import ingesting
 from store.connection.engine import make_engine
 from store.embedded import EmbeddedPostgres
 from store.updates.claims import begin_update
@@ -132,7 +132,7 @@ async def test_what_was_answered_before_a_backup_is_in_it_once(
         assert set(said.values()) <= {1}
         return sorted(left | (set(rewarded) - said.keys()))
 
-    async with keeping(settings):
+    async with ingesting(settings):
         assert await awaited(missing, lambda names: not names) == []
 
         async def waiting() -> int:

@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.deleting import UnknownEpisodes, as_text, choose, delete, drained
 from proxy.calls.capture import Frame, Gap
-from proxy.keeper.letters import Letter, bury
-from proxy.keeper.removing import deleted as deleting
+from proxy.ingester.letters import Letter, bury
+from proxy.ingester.removing import deleted as deleting
 from proxy.spool.segments import decode_payload, encode_frame, encode_payload
 from store.deleting.choosing import Selection
 from store.deleting.receipts import Receipt
@@ -125,7 +125,7 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
     assert (again.state, again.removed) == ("deleted_before", {"dead_letters": 0})
 
 
-async def test_a_keeper_elsewhere_removes_its_own_letters(
+async def test_an_ingester_elsewhere_removes_its_own_letters(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deleting, "LOOK_S", 0.01)
@@ -143,7 +143,7 @@ async def test_a_keeper_elsewhere_removes_its_own_letters(
         await asyncio.wait([keeping])
 
 
-async def test_what_waits_for_a_keeper_is_told(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_what_waits_for_an_ingester_is_told(engine: AsyncEngine, tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     frames = [captured(GONE), captured("kept"), reward(1.0, episode=GONE)]
     segment = tmp_path / "0" / "a.open"

@@ -12,9 +12,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame, Gap
-from proxy.keeper.letters import Letter, bury
-from proxy.keeper.removing import outdated
-from proxy.keeper.removing.outdated import remove_all, remove_old_letters
+from proxy.ingester.letters import Letter, bury
+from proxy.ingester.removing import outdated
+from proxy.ingester.removing.outdated import remove_all, remove_old_letters
 from proxy.spool.segments import encode_payload
 from store.ids import lowest_id_at, time_of
 from store.read.stats import totals
@@ -269,7 +269,7 @@ def test_dead_letters_are_kept_for_the_days_of_their_tenant(tmp_path: Path) -> N
     assert remove_old_letters(tmp_path, cuts) == 0
 
 
-async def test_a_keeper_goes_on_whatever_fails(
+async def test_an_ingester_goes_on_whatever_fails(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outdated, "FIRST_S", 0.01)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 OLD = 450
 CALLERS = 4
-KILLS: tuple[Part, ...] = ("keeper", "worker", "supervisor", "keeper")
+KILLS: tuple[Part, ...] = ("ingester", "worker", "supervisor", "ingester")
 LONG_S = 300.0
 ANSWERED = 200
 
@@ -144,9 +144,10 @@ async def test_nothing_of_it_is_left_in_files_and_tables_and_nothing_else_is_los
     async def begun() -> bool:
         return await left_of_old(engine) < OLD
 
-    # The keeper removes what is old 200 at a time, some seconds after its start: it is killed then.
+    # The ingester removes what is old 200 at a time, some seconds after its start: it is killed
+    # then.
     await eventually(begun, within_s=LONG_S)
-    await stand.kill("keeper", 0)
+    await stand.kill("ingester", 0)
     done.set()
     await calling
     assert await drained(stand.admin, Scrapes(), within_s=LONG_S) is not None

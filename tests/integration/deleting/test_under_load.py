@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keeper.removing.outdated import remove_all
+from proxy.ingester.removing.outdated import remove_all
 from store.ids import lowest_id_at
 from store.records import CallRecord, SpoolRecord
 from store.retaining.periods import Cuts
@@ -55,7 +55,7 @@ def records_of(kind: str, number: int, dice: random.Random) -> list[SpoolRecord]
 
 
 async def store_all(engine: AsyncEngine, batches: Sequence[Sequence[SpoolRecord]]) -> None:
-    """Store batches one after the other, as a keeper does."""
+    """Store batches one after the other, as an ingester does."""
     ingester = Ingester()
     for batch in batches:
         await ingester.store(engine, batch)
@@ -73,7 +73,7 @@ async def test_what_is_deleted_is_gone_and_all_else_is_there(
         [record for episode in episodes[at : at + 5] for record in episode]
         for at in range(0, len(episodes), 5)
     ]
-    # Each batch is stored by one keeper or the other, and many by both.
+    # Each batch is stored by one ingester or the other, and many by both.
     first, second = batches[: 2 * len(batches) // 3], batches[len(batches) // 3 :]
     storing = asyncio.gather(store_all(engine, first), store_all(engine, second))
     while not storing.done():
@@ -89,7 +89,7 @@ async def test_what_is_deleted_is_gone_and_all_else_is_there(
     _, err = await asyncio.to_thread(ended.communicate)
     assert ended.returncode == 0, err
     await remove_all(engine, CUTS)
-    # Everything comes once more, as after a kill of the keepers.
+    # Everything comes once more, as after a kill of the ingesters.
     await store_all(engine, batches)
     found = await exported(engine)
     parts = {call["call"] for line in found.values() for call in line["calls"]}

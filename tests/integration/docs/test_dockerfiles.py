@@ -169,7 +169,7 @@ def test_exactly_the_lock_is_installed(image: Stage) -> None:
 
 def test_no_torch_is_there_and_none_is_imported(image: Stage) -> None:
     image.sh(
-        'python -c "import proxy.worker, proxy.keeper.keeper, sys;'
+        'python -c "import proxy.worker, proxy.ingester.ingester, sys;'
         " assert 'torch' not in sys.modules\""
     )
     names = installed(image).keys()

@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keeper import drain, held, settling
-from proxy.keeper.drain import Drainer
+from proxy.ingester import drain, held, settling
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.connection.engine import make_engine
 from store.ids import new_id

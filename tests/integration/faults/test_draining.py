@@ -1,4 +1,4 @@
-"""The drain stores each record once, many at a time, and goes on where a keeper ended."""
+"""The drain stores each record once, many at a time, and goes on where an ingester ended."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,8 @@ from zlib import crc32
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keeper import backlog, drain
-from proxy.keeper.drain import Drainer
+from proxy.ingester import backlog, drain
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEADER, encode_frame
 from proxy.spool.spool import Spool
 from store.connection.engine import make_engine
@@ -135,7 +135,7 @@ async def test_a_record_that_cannot_be_read_is_one_dead_letter_however_long_the_
     await engine.dispose()
 
 
-async def test_a_new_keeper_counts_all_of_a_segment_that_is_read_in_pieces(
+async def test_a_new_ingester_counts_all_of_a_segment_that_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backlog, "READ_BYTES", 4096)
@@ -148,7 +148,7 @@ async def test_a_new_keeper_counts_all_of_a_segment_that_is_read_in_pieces(
     assert ledger()["pawl_records_spooled"] == 50
 
 
-async def test_the_next_keeper_goes_on_where_a_killed_one_ended(
+async def test_the_next_ingester_goes_on_where_a_killed_one_ended(
     database_url: str, tmp_path: Path
 ) -> None:
     engine = make_engine(database_url)

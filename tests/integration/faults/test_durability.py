@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from proxy.keeper.drain import Drainer
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import LONG_BYTES, Spool
 from store.connection.engine import make_engine
@@ -129,7 +129,7 @@ async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
 async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper reads whole frames of a commit that is then cut off again."""
+    """The ingester reads whole frames of a commit that is then cut off again."""
     import os
 
     engine = make_engine(database_url)
@@ -137,12 +137,12 @@ async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     assert await spool.append(encode_frame(captured("first")))
     real = os.write
-    half_written, read_by_keeper = threading.Event(), threading.Event()
+    half_written, read_by_ingester = threading.Event(), threading.Event()
 
     def half(handle: int, data: memoryview) -> int:
         if len(data) < 2 * len(encode_frame(captured("lost"))):
             half_written.set()
-            read_by_keeper.wait(PATIENCE_S)
+            read_by_ingester.wait(PATIENCE_S)
             raise OSError(28, "No space left on device")
         return real(handle, data[: len(data) // 2])
 
@@ -150,7 +150,7 @@ async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
     lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
     assert await asyncio.to_thread(half_written.wait, PATIENCE_S)
     assert await drainer.drain_once() == 2
-    read_by_keeper.set()
+    read_by_ingester.set()
     assert await lost == [False, False]
     monkeypatch.undo()
     assert await spool.append(encode_frame(captured("later")))

@@ -18,7 +18,7 @@ from benchmarks.chaos.ledger import kept
 from benchmarks.chaos.scrape import Scrapes, scrape
 from benchmarks.chaos.stand import Stand
 from proxy.calls.recent import Recent
-from proxy.keeper.drain import Drainer
+from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder
 from proxy.spool.segments import encode_frame

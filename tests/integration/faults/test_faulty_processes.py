@@ -140,10 +140,10 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
-async def test_a_killed_keeper_is_noticed_by_nobody(stand: Stand) -> None:
+async def test_a_killed_ingester_is_noticed_by_nobody(stand: Stand) -> None:
     load = load_on(stand)
     await load.reached(50)
-    await stand.kill("keeper", 0)
+    await stand.kill("ingester", 0)
     await load.reached(len(load.outcome.complete) + 50)
     await load.stop()
     assert load.outcome.failed == []
@@ -157,7 +157,7 @@ async def test_a_killed_supervisor_takes_the_others_with_it_and_a_new_one_stores
     go_on = asyncio.Event()
     slow(go_on, upstream)
     reader, writer = await begun(stand.port)
-    children = stand.processes("worker") + stand.processes("keeper")
+    children = stand.processes("worker") + stand.processes("ingester")
     await asyncio.to_thread(stand.postgres.stop)
     stand.supervisor.kill()
     stand.supervisor.wait()

@@ -134,7 +134,7 @@ async def test_a_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
     assert await answered(stand)
 
     # Who is killed is started again, on the same full disk.
-    for process in [*stand.processes("worker"), *stand.processes("keeper")]:
+    for process in [*stand.processes("worker"), *stand.processes("ingester")]:
         process.kill()
         await asyncio.to_thread(psutil.wait_procs, [process], 30)
     await stand.ready()

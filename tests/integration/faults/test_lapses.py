@@ -15,9 +15,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.recent import Recent
-from proxy.keeper import lapses as telling_of
-from proxy.keeper.drain import Drainer
-from proxy.keeper.lapses import Lapses
+from proxy.ingester import lapses as telling_of
+from proxy.ingester.drain import Drainer
+from proxy.ingester.lapses import Lapses
 from proxy.spool import recorder as recording
 from proxy.spool import segment_writer
 from proxy.spool.lapse_file import LAPSE, LapseFile, read_lapse

@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame
-from proxy.keeper import settling, transcribe
-from proxy.keeper.drain import Drainer
-from proxy.keeper.letters import Letter, bury
+from proxy.ingester import settling, transcribe
+from proxy.ingester.drain import Drainer
+from proxy.ingester.letters import Letter, bury
 from proxy.spool.segments import encode_frame
 from store.ids import new_id
 from store.read.episodes import episode_ids
@@ -96,7 +96,7 @@ async def test_a_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled:
 async def test_a_drain_that_is_cancelled_while_it_buries_has_counted_nothing_twice(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper that stops cancels it, and tells of its counters until it has ended."""
+    """An ingester that stops cancels it, and tells of its counters until it has ended."""
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(root: Path, letters: Sequence[Letter]) -> None:
@@ -215,7 +215,7 @@ async def test_an_error_that_hits_all_calls_makes_no_dead_letter_of_any(
     assert await spooled.stored() == 0
     assert spooled.drainer.progress.held == 12
     assert_adds_up()
-    # A keeper that starts anew finds them all.
+    # An ingester that starts anew finds them all.
     follower = Drainer(
         spooled.folder,
         lambda: spooled.engine,
@@ -276,7 +276,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
     assert spooled.drainer.progress.held == 1
     # It is never given up: what PostgreSQL says is no word against the record.
     storing(lambda record: None)
-    monkeypatch.setattr("proxy.keeper.held.UNANSWERED_AGAIN_S", 0.0)
+    monkeypatch.setattr("proxy.ingester.held.UNANSWERED_AGAIN_S", 0.0)
     await spooled.drain()
     assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (7, [], [])
 
@@ -284,7 +284,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
 async def test_counting_what_was_stored_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from proxy.keeper import settling
+    from proxy.ingester import settling
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -81,7 +81,7 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     assert took < GRACE_S
     text = stand.log.read_text()
     assert text.count('"status":"client_gone"') == EACH
-    # The keeper may be in the middle of storing so much: the rest stays in the spool.
+    # The ingester may be in the middle of storing so much: the rest stays in the spool.
     assert not [line for line in text.splitlines() if "child_killed" in line and "worker" in line]
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
 from proxy.idempotency.key_files import KEEP_S, KeyFiles
-from proxy.keeper.keeper import keeping
+from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.segment_writer import SegmentWriter
 from proxy.worker import serving
@@ -40,12 +40,12 @@ class Place:
     database_url: str
     session: aiohttp.ClientSession
 
-    async def worker(self, folder: Path, *, database: bool = True, keeper: bool = False) -> Proxy:
+    async def worker(self, folder: Path, *, database: bool = True, ingester: bool = False) -> Proxy:
         """One on the spool in `folder`, which has a database or not."""
         url = self.database_url if database else None
         settings = settings_for(url, self.upstream.url, folder)
-        if keeper:
-            await self.exits.enter_async_context(keeping(settings))
+        if ingester:
+            await self.exits.enter_async_context(ingesting(settings))
         [listener] = listening(settings.listen, 1)
         await self.exits.enter_async_context(serving(settings, listener))
         return Proxy(settings, self.engine, self.session)
@@ -87,7 +87,7 @@ async def both(one: Proxy, other: Proxy, values: tuple[float, float], key: str) 
 
 
 async def test_two_bodies_at_once_at_one_worker(place: Place, tmp_path: Path) -> None:
-    worker = await place.worker(tmp_path, keeper=True)
+    worker = await place.worker(tmp_path, ingester=True)
     for number in range(5):
         answers = await both(worker, worker, (number, number + 0.5), uuid4().hex)
         assert sorted(status for status, _ in answers) == [202, 409]
@@ -99,7 +99,7 @@ async def test_two_bodies_at_once_at_one_worker(place: Place, tmp_path: Path) ->
 
 
 async def test_a_repeat_at_the_same_time_has_the_same_answer(place: Place, tmp_path: Path) -> None:
-    worker = await place.worker(tmp_path, keeper=True)
+    worker = await place.worker(tmp_path, ingester=True)
     [one, other] = await both(worker, worker, (1, 1), uuid4().hex)
     assert one == other
     assert one[0] == 202
@@ -139,9 +139,9 @@ async def test_two_proxies_without_a_database_lose_nothing(place: Place, tmp_pat
     assert [status for status, _ in answers] == [202, 202]
     assert (await proxies[1].feedback(said(2), **{"Idempotency-Key": key}))[0] == 202
     for folder in folders:
-        # A keeper that has a database drains what the worker spooled without one.
+        # An ingester that has a database drains what the worker spooled without one.
         settings = settings_for(place.database_url, place.upstream.url, folder)
-        await place.exits.enter_async_context(keeping(settings))
+        await place.exits.enter_async_context(ingesting(settings))
 
     async def stored() -> bool:
         return await place.values() == [1.0, 2.0]

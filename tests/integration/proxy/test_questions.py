@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
 from proxy.calls.capture import CapturedCall
-from proxy.keeper.drain import Drainer
-from proxy.keeper.letters import Letter, bury
+from proxy.ingester.drain import Drainer
+from proxy.ingester.letters import Letter, bury
 from proxy.spool.segments import encode_frame, encode_payload
 from tests.support.records import captured
 

@@ -208,7 +208,7 @@ async def test_a_lapse_of_days_is_told_in_transactions_of_bounded_size(
     assert max(Counter(written.values()).values()) <= 3
 
 
-async def test_a_lapse_of_which_some_was_told_when_its_keeper_was_killed_is_told_whole(
+async def test_a_lapse_of_which_some_was_told_when_its_ingester_was_killed_is_told_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.link.lapses.MOST", 3)

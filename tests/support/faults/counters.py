@@ -27,7 +27,7 @@ def assert_adds_up() -> None:
 
 
 async def until_adds_up() -> None:
-    """The same of a keeper at work, which counts a record a moment after it has moved it."""
+    """The same of an ingester at work, which counts a record a moment after it has moved it."""
     await until(lambda: (found := _made_and_placed())[0] == sum(found[1].values()))
 
 

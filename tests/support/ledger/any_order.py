@@ -1,4 +1,4 @@
-"""Store records in batches of two keepers, in the order of their making or any other."""
+"""Store records in batches of two ingesters, in the order of their making or any other."""
 
 import random
 from collections.abc import Awaitable, Callable, Sequence

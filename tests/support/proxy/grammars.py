@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.calls.trainable import why_not_trainable
 from proxy.formats.base import Sampled, read_request
 from proxy.formats.registry import FORMATS
-from proxy.keeper.sampling import sampling_settings
+from proxy.ingester.sampling import sampling_settings
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
 

@@ -1,4 +1,4 @@
-"""Read the files below a folder in which a keeper is at work: it takes some of them away."""
+"""Read the files below a folder in which an ingester is at work: it takes some of them away."""
 
 import os
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ from proxy.door.routes import Kind, find_route
 from proxy.errors import BadRequest, NotAllowed, ProxyError
 from proxy.feedback.statements import parse_feedback
 from proxy.identity.names import episode_names, read_hints
-from proxy.keeper.admin import admin_app
-from proxy.keeper.progress import Progress
+from proxy.ingester.admin import admin_app
+from proxy.ingester.progress import Progress
 from proxy.shared_memory import ProcessState, State, readiness
 from store.ids import new_id
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.records import CallRecord
 from tests.support.records import captured

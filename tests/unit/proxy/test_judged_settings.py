@@ -11,8 +11,8 @@ from proxy.calls.capture import CapturedCall
 from proxy.calls.trainable import Judged, why_not_replayed
 from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
-from proxy.keeper import sampling
-from proxy.keeper.sampling import judged_settings, sampling_settings
+from proxy.ingester import sampling
+from proxy.ingester.sampling import judged_settings, sampling_settings
 
 VALUES = st.sampled_from(
     [

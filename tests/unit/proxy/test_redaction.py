@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRedaction
-from proxy.keeper.transcribe import Entry, read_entry
+from proxy.ingester.transcribe import Entry, read_entry
 from proxy.redaction import (
     Redacted,
     Redactor,

@@ -9,7 +9,7 @@ import pytest
 from proxy.calls.trainable import why_not_trainable
 from proxy.formats.base import NOTHING_SAMPLED, Sampled
 from proxy.formats.registry import FORMATS
-from proxy.keeper.sampling import sampling_settings
+from proxy.ingester.sampling import sampling_settings
 from store.values.distribution import distribution_of
 
 WHOLE = Sampled(

@@ -22,13 +22,13 @@ PAGE = ROOT / "docs/howto/add-a-field-of-a-call.md"
 LINES = [one.text for one in split_blocks(PAGE, PAGE.read_text())[1] if one.language == "python"]
 # The two places, each with the line before which a line is added.
 DEFINITION = ("store/records.py", "    trainable: Annotated[bool, ", f"    {LINES[0]}")
-VALUE = ("proxy/keeper/transcribe.py", "        finish=facts.finish,\n", f"        {LINES[1]}")
+VALUE = ("proxy/ingester/transcribe.py", "        finish=facts.finish,\n", f"        {LINES[1]}")
 # Records a call, writes its row, and reads the row back as an episode's call.
 WRITE_AND_READ = """
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from store.read.assembly import assemble, whole_texts
 from store.schema.recorded import transitions
 from store.write.rows import storable_call

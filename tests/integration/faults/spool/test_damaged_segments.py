@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
 from proxy.calls.capture import Tape
-from proxy.keeper import backlog, settling
-from proxy.keeper.drain import Drainer
+from proxy.ingester import backlog, settling
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEAD_BYTES, encode_frame
 from proxy.spool.spool import Spool
 from tests.integration.faults.test_poison import Spooled, spooled
@@ -140,7 +140,7 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
     assert spooled.drainer.progress.held == 3
     assert_adds_up()
     monkeypatch.setattr(settling, "bury", real)
-    # The next keeper stores again what stands behind the first of them, and loses nothing.
+    # The next ingester stores again what stands behind the first of them, and loses nothing.
     spooled.drainer = Drainer(
         spooled.folder,
         lambda: spooled.engine,
@@ -151,12 +151,12 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
     assert (await spooled.stored(), len(spooled.letters()), spooled.segments()) == (3, 3, [])
 
 
-async def test_held_letters_are_written_by_the_same_keeper_too(
+async def test_held_letters_are_written_by_the_same_ingester_too(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = settling.bury
     monkeypatch.setattr(settling, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    monkeypatch.setattr("proxy.keeper.held.LETTER_AGAIN_S", 0.0)
+    monkeypatch.setattr("proxy.ingester.held.LETTER_AGAIN_S", 0.0)
     spooled.write(captured("bad", dialect="none such"), captured("a"))
     await spooled.drain()
     assert spooled.drainer.progress.held == 1

@@ -12,7 +12,7 @@ from prometheus_client.values import MutexValue
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.recent import Recent
-from proxy.keeper.drain import Drainer
+from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder
 from store.read.episodes import episode_ids, read_episodes

@@ -220,7 +220,7 @@ async def test_keys_that_cannot_be_read_let_nobody_in(
                 reply = await proxy.chat(headers=headers)
                 assert (reply.status, reply.headers["x-pawl-fault"]) == (503, "proxy")
                 assert int(reply.headers["Retry-After"]) >= 1
-    # The keeper writes it again.
+    # The ingester writes it again.
     async with proxy_with(settings, engine) as proxy:
         await taken(proxy, key)
 

@@ -15,8 +15,8 @@ from proxy.exploring.requests import with_explored
 from proxy.formats.base import read_request
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.keeper.sampling import sampling_settings
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.sampling import sampling_settings
+from proxy.ingester.transcribe import transcribe
 from proxy.upstreams.members import SamplingDefaults
 from store.policy_table import Explore
 from store.records import EXPLORED
@@ -221,7 +221,7 @@ TOOLS = st.lists(
 def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
     name: str, fields: dict[str, Any], tools: Any, temperature: float, parser: tuple[bool, Any]
 ) -> None:
-    """The keeper reads of the client's own request what the server reads of the changed one."""
+    """The ingester reads of the client's own request what the server reads of the changed one."""
     asked = ASKED[name] | fields | ({} if tools is None else {"tools": tools})
     request = read_request(msgspec.json.encode(asked))
     grammars, tag = parser

@@ -17,8 +17,8 @@ from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
 from proxy.identity.question import question_of
 from proxy.identity.stitch import needed_fingerprints, provided_fingerprints
+from proxy.ingester.transcribe import transcribe
 from proxy.intake.intake import Intake
-from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from store.values.tokens import unpack_ids
 from store.write.rows import derived_task
@@ -34,7 +34,7 @@ EVENTS = [(b"Content-Type", b"text/event-stream")]
 
 
 class Seen(NamedTuple):
-    """What the server was asked, the client was answered, and the keeper makes of the record."""
+    """What the server was asked, the client was answered, and the ingester makes of the record."""
 
     asked: dict[str, Any]
     head: bytes

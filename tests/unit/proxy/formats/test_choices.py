@@ -251,7 +251,7 @@ def test_a_streamed_text_completion_is_put_together() -> None:
 
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), max_size=8), st.sampled_from([STREAM]))
-def test_a_worker_passes_on_what_the_keeper_reads(cuts: list[int], stream: bytes) -> None:
+def test_a_worker_passes_on_what_the_ingester_reads(cuts: list[int], stream: bytes) -> None:
     """Followed for serving alone, a reply leaves as the same bytes, and its summary is the same."""
     followers = [
         StreamedReply(asked(), "agent@3"),

@@ -30,7 +30,7 @@ def rewritten(wire_format: WireFormat, **fields: Any) -> ModelRequest:
 
 
 def whole(wire_format: WireFormat, body: bytes, **fields: Any) -> bytes:
-    """What leaves; the keeper's reading of it is the same, and none that can be trained on."""
+    """What leaves; the ingester's reading of it is the same, and none that can be trained on."""
     request = rewritten(wire_format, **fields)
     reader = wire_format.whole_reader(request, "agent@3")
     replies = [wire_format.whole(request, "agent@3"), reader]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from tests.support.records import captured
 
 URL = "data:image/png;base64,AAAA"

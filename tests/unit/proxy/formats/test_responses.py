@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.base import ModelRequest, read_request
 from proxy.formats.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from store.values.tokens import unpack_ids
 from tests.support.records import captured
 

@@ -1,4 +1,4 @@
-"""A segment that its worker seals, and so renames, while the keeper reads it."""
+"""A segment that its worker seals, and so renames, while the ingester reads it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.keeper.backlog import BEGIN, Place, Segment
-from proxy.keeper.drain import Drainer
+from proxy.ingester.backlog import BEGIN, Place, Segment
+from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.connection.engine import make_engine
 from tests.support.records import captured

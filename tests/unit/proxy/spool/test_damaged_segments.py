@@ -123,7 +123,7 @@ def test_whatever_is_in_a_segment_is_read_without_an_error(parts: list[bytes], e
 def test_what_is_read_while_it_grows_is_what_is_read_at_its_end(
     cut: int, flipped: int, flip: bool
 ) -> None:
-    """The keeper counts a segment that grows, and drains it later: both see the same pieces."""
+    """The ingester counts a segment that grows, and drains it later: both see the same pieces."""
     data = bytearray(SEGMENT)
     if flip:
         data[flipped] ^= 4

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from proxy.tools.quotes import MOST_QUOTES, quoted_digests, text_digest
 from proxy.tools.result_readers import parse_readers
 from store.records import CallRecord
@@ -49,7 +49,7 @@ def test_each_text_is_named_once_and_not_more_than_a_few() -> None:
     assert len(quoted_digests([str(number) for number in range(99)])) == MOST_QUOTES
 
 
-# In every format, through the keeper
+# In every format, through the ingester
 
 
 def chat(arguments: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.formats.conversation import ToolResult
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.keeper.transcribe import transcribe
+from proxy.ingester.transcribe import transcribe
 from proxy.tools import tool_results
 from proxy.tools.result_readers import ResultReaders, parse_readers
 from store.records import ToolEvent
@@ -240,7 +240,7 @@ def test_the_same_call_gives_the_same_ids_and_another_call_others() -> None:
     assert not {e.id for e in once} & {e.id for e in other}
 
 
-# Through the keeper
+# Through the ingester
 
 
 def transcribed(api: str, request: Any, rules: str = "", **changes: Any) -> list[ToolEvent]:
@@ -249,7 +249,7 @@ def transcribed(api: str, request: Any, rules: str = "", **changes: Any) -> list
 
 
 @every_format
-def test_the_keeper_reads_them(api: str) -> None:
+def test_the_ingester_reads_them(api: str) -> None:
     found = transcribed(api, WRITERS[api]([FIRST]), "*=json_error+exit_code")
     assert [(e.tool_id, e.status, e.source) for e in found] == [
         ("a", "error", "reader"),
@@ -257,7 +257,7 @@ def test_the_keeper_reads_them(api: str) -> None:
     ]
 
 
-def test_the_keeper_keeps_what_the_header_said_beside_it() -> None:
+def test_the_ingester_keeps_what_the_header_said_beside_it() -> None:
     told = (tool_event("denied", "a"),)
     found = transcribed("messages", messages([SECOND]), tool_events=told)
     assert [(e.tool_id, e.status, e.source) for e in found] == [

@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import CapturedCall, Frame, Gap
-from proxy.keeper.removing.deleted import letters_of, names_in, replace_letter
+from proxy.ingester.removing.deleted import letters_of, names_in, replace_letter
 from proxy.metrics import OUTDATED
 from proxy.spool.segments import decode_payload
 from store.connection.availability import is_unavailable

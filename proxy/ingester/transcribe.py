@@ -28,7 +28,7 @@ from proxy.formats.base import (
 )
 from proxy.formats.raw_json import Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.keeper.sampling import judged_settings
+from proxy.ingester.sampling import judged_settings
 from proxy.spool.segments import Piece, decode_payload
 from proxy.tools.quotes import text_digest
 from proxy.tools.result_readers import ResultReaders

@@ -13,7 +13,7 @@ No record's content stops the drain:
 - A record that PostgreSQL does not take while it answers is held and tried again.
 - A dead letter that the disk does not take is held and tried again.
 
-Only the keeper counts records, as it finds them in the workers' folders. Whichever process is
+Only the ingester counts records, as it finds them in the workers' folders. Whichever process is
 killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped + deleted.
 """
 
@@ -28,12 +28,12 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED
-from proxy.keeper.backlog import Segment, segment_files
-from proxy.keeper.lapses import Lapses
-from proxy.keeper.letters import make_private
-from proxy.keeper.progress import Progress
-from proxy.keeper.settling import CANNOT_READ, Settler
-from proxy.keeper.transcribe import NO_READERS
+from proxy.ingester.backlog import Segment, segment_files
+from proxy.ingester.lapses import Lapses
+from proxy.ingester.letters import make_private
+from proxy.ingester.progress import Progress
+from proxy.ingester.settling import CANNOT_READ, Settler
+from proxy.ingester.transcribe import NO_READERS
 from proxy.metrics import (
     DRAIN_LAG,
     DRAIN_STUCK,
@@ -77,7 +77,7 @@ class Drainer:
             connect: returns the engine, or None while there is no connection.
             batch: most records stored in one transaction.
             readers: how the results of tools are read.
-            counted_before: how many of the records on disk an earlier keeper counted already.
+            counted_before: how many of the records on disk an earlier ingester counted already.
             most_reply: longest reply that is read into memory, in bytes.
             redactor: applied to each record before it is stored.
         """

@@ -1,6 +1,6 @@
 """Run the process beside the workers: drain their spool, migrate the database, serve metrics.
 
-Serving does not need it: while the keeper is away, records wait on disk.
+Serving does not need it: while the ingester is away, records wait on disk.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import structlog
 
 from proxy.admin_port import listen_on
 from proxy.errors import SpoolInUse
-from proxy.keeper.admin import admin_app, unsettled
-from proxy.keeper.cleaning import clean_keys
-from proxy.keeper.database import Database
-from proxy.keeper.drain import Drainer
-from proxy.keeper.evaluating import show_evaluations
-from proxy.keeper.owning import OwnersFile
-from proxy.keeper.removing.deleted import keep_deleted
-from proxy.keeper.removing.outdated import remove_outdated
+from proxy.ingester.admin import admin_app, unsettled
+from proxy.ingester.cleaning import clean_keys
+from proxy.ingester.database import Database
+from proxy.ingester.drain import Drainer
+from proxy.ingester.evaluating import show_evaluations
+from proxy.ingester.owning import OwnersFile
+from proxy.ingester.removing.deleted import keep_deleted
+from proxy.ingester.removing.outdated import remove_outdated
 from proxy.keys.gate import Gate, KeyFile
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
@@ -34,21 +34,21 @@ LOOK_S = 0.1
 
 
 @asynccontextmanager
-async def keeping(
+async def ingesting(
     settings: ProxySettings,
     *,
     patience_s: float = 0.0,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> AsyncIterator[None]:
-    """Run a keeper: it works when the context is entered, and drains what it can when left.
+    """Run an ingester: it works when the context is entered, and drains what it can when left.
 
     Args:
         settings: the proxy's settings.
-        patience_s: how long to wait for another keeper to release the spool directory.
+        patience_s: how long to wait for another ingester to release the spool directory.
         processes: returns the workers' states; None if no supervisor runs them.
 
     Raises:
-        SpoolInUse: another keeper holds the spool directory.
+        SpoolInUse: another ingester holds the spool directory.
         OSError: the admin port is taken.
         BadRedaction: the file of rules cannot be used.
     """
@@ -61,7 +61,7 @@ async def keeping(
             yield
     finally:
         lock.release()
-        log.info("keeper_down")
+        log.info("ingester_down")
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def _working(
     redactor: Redactor | None,
     processes: Callable[[], list[ProcessState]] | None,
 ) -> AsyncIterator[None]:
-    """Do a keeper's work in a spool directory that it holds."""
+    """Do an ingester's work in a spool directory that it holds."""
     database = Database(settings)
     drainer = _drainer(settings, database, redactor)
     gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
@@ -82,7 +82,7 @@ async def _working(
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
     aside = _aside(settings, database)
-    log.info("keeper_up", admin=settings.admin_listen)
+    log.info("ingester_up", admin=settings.admin_listen)
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ async def _working(
 
 
 def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
-    """Begin what a keeper does beside draining; each task runs until it is cancelled."""
+    """Begin what an ingester does beside draining; each task runs until it is cancelled."""
     root, connect = settings.spool_dir, database.engine
     work = {
         "clean-keys": clean_keys(root, connect),
@@ -144,6 +144,6 @@ async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: 
             while await drainer.drain_once():
                 pass
     except Exception as error:
-        # The rest of the keeper must still shut down in order.
+        # The rest of the ingester must still shut down in order.
         note = log.warning if is_no_records_fault(error) else log.exception
         note("spool_left", reason=type(error).__name__)

@@ -1,6 +1,6 @@
 """Settle records, each in one of three ways: stored and counted, a dead letter, or held for later.
 
-No error over one record keeps those after it from being settled (`proxy.keeper.held`).
+No error over one record keeps those after it from being settled (`proxy.ingester.held`).
 """
 
 import asyncio
@@ -15,10 +15,10 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.identity.question import question_of
-from proxy.keeper.backlog import Segment
-from proxy.keeper.held import TOLD, Held, Why, is_due
-from proxy.keeper.letters import Letter, bury
-from proxy.keeper.transcribe import Entry, raised_at, read_entry
+from proxy.ingester.backlog import Segment
+from proxy.ingester.held import TOLD, Held, Why, is_due
+from proxy.ingester.letters import Letter, bury
+from proxy.ingester.transcribe import Entry, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
     DELETED,
@@ -190,7 +190,7 @@ class Settler:
         """Write entries as dead letters, or hold them and return False if the disk refuses."""
         if not entries:
             return True
-        # Unique to the record, and the same if a kill makes the next keeper write it again.
+        # Unique to the record, and the same if a kill makes the next ingester write it again.
         letters = [
             Letter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
             for entry in entries

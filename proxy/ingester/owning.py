@@ -1,6 +1,6 @@
 """Know whose each policy is, as the file of policies says now.
 
-Workers are replaced when the file is to be read again, and the keeper is not.
+Workers are replaced when the file is to be read again, and the ingester is not.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class OwnersFile:
                 self._owners = Owners(open_policies(self._path))
                 self._seen, self._trouble = mark, ""
             except BadPolicies as error:
-                # What the keeper has to do besides must not wait for the file.
+                # What the ingester has to do besides must not wait for the file.
                 if str(error) != self._trouble:
                     log.error("owners_unreadable", reason=str(error))
                 self._trouble = str(error)

@@ -1,4 +1,4 @@
-"""Connect the keeper to PostgreSQL, migrate it, and watch the policy versions and the API keys.
+"""Connect the ingester to PostgreSQL, migrate it, and watch the policy versions and the API keys.
 
 The versions that have their files, and the keys, are read twice a second and kept in files that
 every worker watches. A proxy that starts while the database is away therefore routes as the last
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
-# Longest single wait for an embedded server. Short, so that the keeper can be stopped meanwhile.
+# Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
 LOOK_S: Final = 5.0
 
 
@@ -85,7 +85,7 @@ class Database:
         self._stopping.set()
 
     async def close(self) -> None:
-        """Close the connections, and stop an embedded server that this keeper started."""
+        """Close the connections, and stop an embedded server that this ingester started."""
         if self._engine is not None:
             await self._engine.dispose()
         if self._embedded is not None:

@@ -1,6 +1,6 @@
 """Follow segments into the database: how far each is counted, and how far it is stored.
 
-The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new keeper
+The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new ingester
 goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
 written, some records are stored a second time, and storing is idempotent.
 """
@@ -17,7 +17,7 @@ from zlib import crc32
 
 import structlog
 
-from proxy.keeper.held import Held
+from proxy.ingester.held import Held
 from proxy.spool.folders import OPEN, SEALED, is_held
 from proxy.spool.segments import NUMBERS, Piece, read_pieces
 
@@ -49,10 +49,10 @@ BEGIN: Final = Place(0, None)
 
 
 class Segment:
-    """Follow one segment file, with the keeper's position in it."""
+    """Follow one segment file, with the ingester's position in it."""
 
     def __init__(self, path: Path) -> None:
-        """Read the position that an earlier keeper left beside the segment at `path`."""
+        """Read the position that an earlier ingester left beside the segment at `path`."""
         self.path = path
         self._at = path.with_suffix(AT)
         self._frames_mark = _mark_of(path.stem)
@@ -169,7 +169,7 @@ class Segment:
         self._mark()
 
     def _mark(self) -> None:
-        """Save where the next keeper has to begin: at the first held piece, if there is one."""
+        """Save where the next ingester has to begin: at the first held piece, if there is one."""
         place = self.stored
         if self.held:
             first = self.held[min(self.held)].piece
@@ -192,7 +192,7 @@ class Segment:
             self._marked = True
 
     def _read_place(self) -> Place:
-        """Return the position of an earlier keeper, or the beginning if that cannot be read."""
+        """Return the position of an earlier ingester, or the beginning if that cannot be read."""
         try:
             data = self._at.read_bytes()
             size = self._with_file(Path.stat).st_size

@@ -12,9 +12,9 @@ from proxy.door.refusal import CHALLENGE, UNAUTHORIZED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
 from proxy.http.peers import is_loopback
-from proxy.keeper.database import Database
-from proxy.keeper.drain import Drainer
-from proxy.keeper.owning import OwnersFile
+from proxy.ingester.database import Database
+from proxy.ingester.drain import Drainer
+from proxy.ingester.owning import OwnersFile
 from proxy.keys.gate import Gate, shown_in
 from proxy.keys.limits import Usage
 from proxy.metrics import REFUSED, exposed
@@ -160,10 +160,10 @@ def _database_state(database: Database) -> str:
 
 
 def unsettled() -> int:
-    """Return the number of records that earlier keepers counted and that have not ended yet.
+    """Return the number of records that earlier ingesters counted and that have not ended yet.
 
     A record ends stored, dead-lettered, dropped or deleted. The number is 0 where counters are not
-    shared: no earlier keeper's are known then.
+    shared: no earlier ingester's are known then.
     """
     if not is_shared():
         return 0

@@ -1,7 +1,7 @@
 """Tell which records on this machine's disk are about deleted episodes, and remove their letters.
 
 The drain leaves such records out by itself, and deletes their segment once it is stored. Dead
-letters are not drained: every keeper looks through its own, whoever deleted the episode.
+letters are not drained: every ingester looks through its own, whoever deleted the episode.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.calls.capture import CapturedCall, Frame, Gap
-from proxy.keeper.backlog import segment_files
-from proxy.keeper.letters import FOLDER, LETTER, REASON
+from proxy.ingester.backlog import segment_files
+from proxy.ingester.letters import FOLDER, LETTER, REASON
 from proxy.spool.segments import decode_payload, encode_payload, read_frames
 from store.connection.availability import is_unavailable
 from store.deleting.names import (
