@@ -24,7 +24,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policy_lock import base_model, lock_policy
 from trainer.publishing import adapters
-from trainer.publishing.adapters import PROGRESS, NewVersion, read_base, sha256_of
+from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
 from trainer.publishing.foreign import (
     WEIGHTS,
     read_config,
@@ -65,7 +65,8 @@ async def import_adapter(
         try:
             await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)
-            if not _names_base_by_hash(directory):
+            # Else the learner compares the base models by a hash.
+            if not (directory / BASE_FILE).exists():
                 _refuse(directory, why_another_base(config, model))
             learner = await asyncio.to_thread(
                 Learner, model, recipe, settings.seed, settings.scratch
@@ -167,11 +168,6 @@ class Import:
                 f"{version.served_name} was rejected, and the version before it serves on: {why}"
             )
         return version
-
-
-def _names_base_by_hash(directory: Path) -> bool:
-    """Return whether the adapter has the hash of its base, which the learner compares."""
-    return (directory / PROGRESS).exists() and read_base(directory) is not None
 
 
 def _refuse(directory: Path, why: str | None) -> None:

@@ -30,7 +30,6 @@ from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.claiming import Claiming
-from trainer.updates.ending import Ending
 from trainer.updates.expiring import Expiring
 from trainer.updates.holding import Holding, HoldReason, looks_like_a_fault
 from trainer.updates.plan import Plan, claim_rule
@@ -78,7 +77,6 @@ class Loop:
         )
         self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
-        self._ending = Ending(recipe.optimizer)
         self._versions = Versions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
         self._planning = Planning(self._training, recipe, self._try_servers)
@@ -190,8 +188,6 @@ class Loop:
         # one alone makes any wait.
         parent = await self._parent()
         await self._expiring.expire(parent.version)
-        if self._ending.has_come(self._versions.folder(parent.version)):
-            return False
         try:
             if not await self._update_from(parent):
                 return False

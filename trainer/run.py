@@ -17,7 +17,6 @@ from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
 from trainer.chosen import Chosen, chosen_policies, load_recipes
-from trainer.credit.air import STEP_WARNING
 from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.budget import says_no_room
 from trainer.learners.distributed.several import Leader, follow, has_companions, is_follower
@@ -216,8 +215,6 @@ def _trainee(
         return loop
 
     log.info("trainer_up", policy=policy, recipe=chosen.recipe)
-    if recipe.credit.air_assignment == "step":
-        log.warning("air_by_step", policy=policy, why=STEP_WARNING)
     return Trainee(policy, begin)
 
 

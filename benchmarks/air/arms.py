@@ -16,11 +16,14 @@ from store.records import Group
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.learners.learner import Learner
-from trainer.recipes.adapter import LoraOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.training import BatchOptions, OptimizerOptions
+from trainer.recipes.recipe import (
+    BatchOptions,
+    ClaimOptions,
+    CreditOptions,
+    LoraOptions,
+    OptimizerOptions,
+    Recipe,
+)
 
 GROUP_SIZE: Final = 8
 # The policy is looked at before every second wave, on so many tasks that it never trains on.

@@ -143,7 +143,7 @@ def export_version(
     """Copy a version's adapter into a folder that PEFT and vLLM load.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
-    PAWL_ADAPTER_DIR; neither is changed. The folder has `progress.json`, too, by which an import
+    PAWL_ADAPTER_DIR; neither is changed. The folder has `base.json`, too, by which an import
     elsewhere knows the base model.
 
     Status 2: there is no such policy or version, its files are damaged, or the folder cannot be

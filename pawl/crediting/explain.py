@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.credit.air import STEP_WARNING
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
@@ -42,9 +41,4 @@ def explain_file(file: str, recipe: Recipe) -> Explained:
                 f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
             ) from error
     credited = credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
-    return Explained(credited, warnings(recipe))
-
-
-def warnings(recipe: Recipe) -> list[str]:
-    """Return the warnings that a recipe's credit rules call for."""
-    return [STEP_WARNING] if recipe.credit.air_assignment == "step" else []
+    return Explained(credited, [])

@@ -6,13 +6,12 @@ from uuid import UUID
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.crediting.explain import Explained, warnings
+from pawl.crediting.explain import Explained
 from store.read.past import PastUpdate, past_update
 from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
-from trainer.recipes.recorded import recorded_recipe
 from trainer.updates.plan import Plan, lost_in, plan_update
 from trainer.updates.staleness import far_in
 from trainer.updates.unreplayed import unreplayed_in
@@ -43,12 +42,12 @@ async def explain_update(
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited
     ]
-    return Explained(lines, [*warnings(recipe), *_differences(past, plan)])
+    return Explained(lines, _differences(past, plan))
 
 
 def _recipe(past: PastUpdate) -> Recipe:
     try:
-        return recorded_recipe(past.recipe)
+        return Recipe.model_validate(past.recipe)
     except ValidationError as error:
         raise RecipeError(
             "this version of Pawl cannot read the recipe that the update recorded"

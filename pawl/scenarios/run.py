@@ -35,7 +35,7 @@ from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from store.records import Record
-from trainer.credit.baselines.registry import baselines
+from trainer.credit.baselines import BASELINES
 from trainer.recipes.recipe import Recipe, load_recipe
 
 DEMO: Final = "calculator"
@@ -311,5 +311,5 @@ def tasks_a_wave(recipe: Recipe) -> int:
     apart, and where successes are imitated those with and those without one: of twice as many as an
     update needs, one kind or the other is enough.
     """
-    apart = baselines()[recipe.credit.baseline].needs_group or recipe.kept is not None
+    apart = BASELINES[recipe.credit.baseline].needs_group or recipe.kept is not None
     return recipe.claim.groups * (2 if apart else 1)

@@ -21,10 +21,9 @@ from store.version_states import change_state, lock_policies, roll_back
 from store.versions import Actor, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.pacing import fewest_slots
+from trainer.publishing.pacing import LONGEST_PIN_S, fewest_slots
 from trainer.publishing.publisher import PROXY_REFRESH_S
 from trainer.publishing.reconciler import belonging, load_version, to_load
-from trainer.recipes.adapter import PublishOptions
 
 log = structlog.get_logger()
 
@@ -182,7 +181,7 @@ async def make_room(
                 version,
                 known,
                 PROXY_REFRESH_S,
-                PublishOptions().longest_pin_s,
+                LONGEST_PIN_S,
                 actor=actor,
             )
     except (DBAPIError, TimeoutError, StateChanged) as error:

@@ -6,8 +6,7 @@ from typing import Any
 
 from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.training import SftOptions
+from trainer.recipes.recipe import CreditOptions, SftOptions
 
 
 def reward(value: float | str | None, at: int = 0, metric: str = "reward") -> dict[str, Any]:

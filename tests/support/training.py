@@ -17,15 +17,15 @@ from transformers import (
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
-from trainer.recipes.adapter import LoraOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.training import (
+from trainer.recipes.recipe import (
     BatchOptions,
+    CreditOptions,
     KlOptions,
+    LoraOptions,
     OffPolicyOptions,
     OptimizerOptions,
     PpoOptions,
+    Recipe,
     SftOptions,
 )
 
@@ -113,8 +113,7 @@ def merged_and_not(
     model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
 ) -> list[dict[str, Any]]:
     """Update a new learner twice, with prefixes merged and without; return both's metrics."""
-    choices = ("auto", "never")
-    made = [Learner(model, make(merge_prefixes=one), seed=0, scratch=folder) for one in choices]
+    made = [Learner(model, make(), seed=0, scratch=folder, may_merge=may) for may in (True, False)]
     return [one.update(batch) for one in made]
 
 

@@ -1,15 +1,12 @@
-"""Compare returns, normalise the differences, and share them out among calls (pure).
+"""Compare returns and normalise the differences (pure).
 
-    advantage of a call = share · ((final − baseline of finals) / max(s, smallest_spread)
-                                   + (air − baseline of airs) / max(s, air_spread))
+    advantage of a call = (final − baseline of finals) / max(s, SMALLEST_SPREAD)
+                        + (air − baseline of airs) / max(s, AIR_SPREAD)
 
-`share` is the call's part of its episode's return (`returns`). The recipe names the baseline
-(`baselines`), which final rewards and AIR each have of their own, and the normalisation that gives
-`s`, the spread of the *final* rewards (`normalisations`). AIR is not divided by its own spread:
-among episodes that all fail that spread is small, and the division would undo the limit on AIR.
-
-A recipe with `air_spread = None` is one from before there was that key: AIR is then a part of the
-final reward, and `s` is the spread of their sum.
+The recipe names the baseline, which final rewards and AIR each have of their own, and the
+normalisation that gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). AIR is
+not divided by its own spread: among episodes that all fail that spread is small, and the division
+would undo the limit on AIR.
 """
 
 from collections.abc import Sequence
@@ -17,14 +14,23 @@ from typing import Final
 
 from store.records import Record
 from store.values.families import task_family
-from trainer.credit.accounts import EpisodeAccount
-from trainer.credit.baselines.baseline import Baseline, BaselineValue, ComparedReturns, NoSignal
-from trainer.credit.baselines.registry import baselines
+from trainer.credit.baselines import (
+    BASELINES,
+    NORMALISATIONS,
+    Baseline,
+    BaselineValue,
+    ComparedReturns,
+    NoSignal,
+)
 from trainer.credit.means import mean_of
 from trainer.credit.moving import MovingBaselines
-from trainer.credit.normalisations.registry import normalisations
-from trainer.credit.returns import CallReturn
-from trainer.recipes.credit import CreditOptions
+from trainer.credit.returns import CallReturn, EpisodeAccount
+from trainer.recipes.recipe import CreditOptions
+
+# Lower limit of the spread that differences of final rewards are divided by, in reward units.
+SMALLEST_SPREAD: Final = 0.1
+# The same of AIR: without any spread, AIR weighs air_lambda / AIR_SPREAD of a success.
+AIR_SPREAD: Final = 0.5
 
 
 class EpisodeReturns(Record, frozen=True, kw_only=True):
@@ -53,30 +59,17 @@ class ScoredCalls(Record, frozen=True, kw_only=True):
     """Hold the scored calls that are compared as one: an episode's, or those of one of its agents.
 
     `episode` is the episode's index in the update, `positions` are those of the calls in the
-    episode, and `finals` and `airs` are the calls' returns, in the order of `positions`.
+    episode, and `finals` and `airs` are the calls' returns, in the order of `positions`. What has
+    the same `compared_with` (a group, or a task family) and agent is compared with each other.
     """
 
     episode: int
-    group: int
+    compared_with: int | str
     family: str
     agent: str
     positions: tuple[int, ...]
     finals: tuple[float, ...]
     airs: tuple[float, ...]
-
-
-class Against(Record, frozen=True, kw_only=True):
-    """Hold what the final rewards and the AIR of an episode's calls are compared with."""
-
-    final: BaselineValue
-    air: BaselineValue
-
-    @property
-    def reason(self) -> NoSignal | None:
-        """Return why neither comparison gives a signal, or None if one does."""
-        if self.final.reason == "alone" or self.air.reason is not None:
-            return self.final.reason
-        return None
 
 
 def advantages(
@@ -87,58 +80,55 @@ def advantages(
     Advantages are ordered by episode, then by call. `before` are the moving baselines that the
     last update left; they are returned unchanged unless the recipe's baseline needs them.
     """
-    baseline = baselines()[rule.baseline]
+    baseline = BASELINES[rule.baseline]
     units = [
         unit
         for index, episode in enumerate(episodes)
         for unit in _scored_calls(index, episode, rule, baseline)
     ]
-    after = before
-    if baseline.needs_moving_averages:
-        after = _updated_moving(units, rule.baseline_rate, before)
+    after = _updated_moving(units, before) if baseline.needs_moving_averages else before
     against = _compared(units, baseline, before, after)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, other, own in zip(units, against, _scaled(units, against, rule), strict=True):
-        for position, value in zip(unit.positions, own, strict=True):
-            share = episodes[unit.episode].returns[position].share
-            result[unit.episode][position] = _advantage(share, value, other.reason)
+    for unit, (final, air), values in zip(
+        units, against, _scaled(units, against, rule), strict=True
+    ):
+        # No signal, unless final rewards or AIR give one.
+        reason = final.reason if final.reason == "alone" or air.reason is not None else None
+        for position, value in zip(unit.positions, values, strict=True):
+            advantage = Advantage(value=value if reason is None else 0.0, reason=reason)
+            result[unit.episode][position] = advantage
     return result, after.pruned()
+
+
+# What the final rewards and the AIR of some calls are compared with.
+Against = tuple[BaselineValue, BaselineValue]
 
 
 def _scaled(
     units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions
 ) -> list[list[float]]:
     """Return the sum of both scaled differences of each call, in the order of `units`."""
-    normalisation = normalisations()[rule.normalisation]
-    values = [other.final for other in against]
+    normalisation = NORMALISATIONS[rule.normalisation]
+    values = [final for final, _ in against]
+    pairs = list(zip(units, against, strict=True))
     finals = normalisation.centred(
-        [_minus(unit.finals, other.final) for unit, other in zip(units, against, strict=True)],
-        values,
+        [[value - final.value for value in unit.finals] for unit, (final, _) in pairs], values
     )
     airs = normalisation.centred(
-        [_minus(unit.airs, other.air) for unit, other in zip(units, against, strict=True)], values
+        [[value - air.value for value in unit.airs] for unit, (_, air) in pairs], values
     )
     spreads = normalisation.spreads(finals, values)
     return [
         [
-            final / _divisor(spread, rule.smallest_spread) + air / _divisor(spread, rule.air_spread)
+            final / _divisor(spread, SMALLEST_SPREAD) + air / _divisor(spread, AIR_SPREAD)
             for final, air in zip(own, own_airs, strict=True)
         ]
         for own, own_airs, spread in zip(finals, airs, spreads, strict=True)
     ]
 
 
-def _minus(returns: Sequence[float], baseline: BaselineValue) -> list[float]:
-    return [value - baseline.value for value in returns]
-
-
-def _divisor(spread: float | None, least: float | None) -> float:
-    """Return what to divide by; there is nothing to divide if `least` is None (no AIR apart)."""
-    return 1.0 if spread is None or least is None else max(spread, least)
-
-
-def _advantage(share: float, value: float, reason: NoSignal | None) -> Advantage:
-    return Advantage(value=share * value if share and reason is None else 0.0, reason=reason)
+def _divisor(spread: float | None, least: float) -> float:
+    return 1.0 if spread is None else max(spread, least)
 
 
 def _scored_calls(
@@ -148,17 +138,17 @@ def _scored_calls(
         # Only a group's own statistics have a use for an episode that is consumed already.
         return []
     by_agent = rule.assignment == "per_agent" or baseline.needs_moving_averages
+    family = task_family(episode.account.task)
     scored: dict[str, list[tuple[int, float, float]]] = {}
     for position, call in enumerate(episode.returns):
-        if call.final is not None:
+        if call.r_final is not None:
             agent = episode.account.calls[position].agent if by_agent else ""
-            parts = _parts(call.final, call.air, rule)
-            scored.setdefault(agent, []).append((position, *parts))
+            scored.setdefault(agent, []).append((position, call.r_final, call.r_air))
     return [
         ScoredCalls(
             episode=index,
-            group=episode.group,
-            family=task_family(episode.account.task),
+            compared_with=family if baseline.needs_moving_averages else episode.group,
+            family=family,
             agent=agent,
             positions=tuple(position for position, _, _ in own),
             finals=tuple(final for _, final, _ in own),
@@ -168,23 +158,13 @@ def _scored_calls(
     ]
 
 
-def _parts(final: float, air: float, rule: CreditOptions) -> tuple[float, float]:
-    """Return the final reward and AIR as they are compared: without `air_spread` as one."""
-    return (final + air, 0.0) if rule.air_spread is None else (final, air)
-
-
-def _updated_moving(
-    units: Sequence[ScoredCalls], rate: float, before: MovingBaselines
-) -> MovingBaselines:
+def _updated_moving(units: Sequence[ScoredCalls], before: MovingBaselines) -> MovingBaselines:
     finals: dict[tuple[str, str], list[float]] = {}
     airs: dict[tuple[str, str], list[float]] = {}
     for unit in units:
         finals.setdefault((unit.family, unit.agent), []).append(mean_of(unit.finals))
         airs.setdefault((unit.family, unit.agent), []).append(mean_of(unit.airs))
-    after = before.updated(finals, rate)
-    return MovingBaselines(
-        families=after.families, airs=before.of_airs().updated(airs, rate).families
-    )
+    return before.updated(finals, airs)
 
 
 def _compared(
@@ -194,30 +174,30 @@ def _compared(
     after: MovingBaselines,
 ) -> list[Against]:
     """Return what each unit is compared with, in the order of `units`."""
-    compared: dict[tuple[object, str], list[int]] = {}
+    compared: dict[tuple[int | str, str], list[int]] = {}
     for index, unit in enumerate(units):
-        over = unit.family if baseline.needs_moving_averages else unit.group
-        compared.setdefault((over, unit.agent), []).append(index)
+        compared.setdefault((unit.compared_with, unit.agent), []).append(index)
     by_index: dict[int, Against] = {}
     for indices in compared.values():
         own = [units[index] for index in indices]
-        finals = baseline.values(_returns([unit.finals for unit in own], own[0], before, after))
-        airs = baseline.values(
-            _returns([unit.airs for unit in own], own[0], before.of_airs(), after.of_airs())
+        family, agent = own[0].family, own[0].agent
+        finals = baseline.values(
+            ComparedReturns(
+                returns=tuple(unit.finals for unit in own),
+                family=family,
+                agent=agent,
+                before=before,
+                after=after,
+            )
         )
-        by_index |= {
-            index: Against(final=final, air=air)
-            for index, final, air in zip(indices, finals, airs, strict=True)
-        }
+        airs = baseline.values(
+            ComparedReturns(
+                returns=tuple(unit.airs for unit in own),
+                family=family,
+                agent=agent,
+                before=before.of_airs(),
+                after=after.of_airs(),
+            )
+        )
+        by_index |= zip(indices, zip(finals, airs, strict=True), strict=True)
     return [by_index[index] for index in range(len(units))]
-
-
-def _returns(
-    returns: Sequence[tuple[float, ...]],
-    first: ScoredCalls,
-    before: MovingBaselines,
-    after: MovingBaselines,
-) -> ComparedReturns:
-    return ComparedReturns(
-        returns=tuple(returns), family=first.family, agent=first.agent, before=before, after=after
-    )

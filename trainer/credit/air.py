@@ -15,53 +15,23 @@ refuses scores under which a malformed call is not worse than every clean failur
 """
 
 import json
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable
 
 from store.read.facts import MatchedEvent
 from trainer.credit.means import mean_of
-from trainer.recipes.credit import CreditOptions
-
-STEP_WARNING: Final = (
-    'air_assignment = "step" rewards each call for its own tools, whatever the task came to:'
-    " calls that need no tool earn less than easy ones that do. Watch the final reward, and set"
-    ' air_assignment = "episode" if it falls.'
-)
+from trainer.recipes.recipe import CreditOptions
 
 
-def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions) -> list[float]:
-    """Return r_air of each of an episode's calls, from each call's events; 0 if there are none."""
-    scores = counted_scores(calls, rule)
-    if rule.air_assignment == "step":
-        return [_air_reward(own, rule.air_lambda) for own in scores]
-    whole = _air_reward([score for own in scores for score in own], rule.air_lambda)
-    return [whole] * len(calls)
-
-
-def counted_scores(
-    calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions
-) -> list[list[float]]:
-    """Return the scores that count, by call.
-
-    Of several outcomes of the same tool with the same arguments the worst counts, and of
-    equally bad ones the earliest, which belongs to the earliest call.
-    """
-    counted: dict[object, tuple[float, int]] = {}
-    for position, events in enumerate(calls):
-        for index, event in enumerate(events):
-            score = _score(event, rule)
-            key = _execution_key(event) or (position, index)
-            if key not in counted or score < counted[key][0]:
-                counted[key] = (score, position)
-    by_call: list[list[float]] = [[] for _ in calls]
-    for score, position in counted.values():
-        by_call[position].append(score)
-    return by_call
-
-
-def _score(event: MatchedEvent, rule: CreditOptions) -> float:
-    own = rule.air_tools.get(event.tool or "", {})
-    return own.get(event.status, rule.air_scores[event.status])
+def air_reward(events: Iterable[MatchedEvent], rule: CreditOptions) -> float:
+    """Return r_air from the tool events of an episode's calls; 0 if there are none."""
+    worst: dict[object, float] = {}
+    for index, event in enumerate(events):
+        key = _execution_key(event) or index
+        score = rule.air_scores[event.status]
+        worst[key] = min(score, worst.get(key, score))
+    if not worst:
+        return 0.0
+    return rule.air_lambda * max(-1.0, min(1.0, mean_of(list(worst.values()))))
 
 
 def _execution_key(event: MatchedEvent) -> tuple[str | None, ...] | None:
@@ -91,9 +61,3 @@ def _normalise_numbers(value: object) -> object:
     if isinstance(value, list):
         return [_normalise_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _air_reward(scores: Sequence[float], air_lambda: float) -> float:
-    if not scores:
-        return 0.0
-    return air_lambda * max(-1.0, min(1.0, mean_of(scores)))

@@ -1,21 +1,51 @@
-"""Assign credit for the trainer: groups of episodes in, credited transitions out (pure)."""
+"""Assign credit: from the episodes of an update to the credit of each call (pure).
 
-from collections.abc import Callable, Mapping, Sequence
+Returns, advantages, the choice of what is trained, and loss weights: the trainer calls
+`assign_credit` on the store's groups, `pawl credit` calls `credit_accounts` on exported lines.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 from uuid import UUID
 
 import msgspec
 
 from store.records import Episode, Group, Record, TransitionRow
-from store.values.rewards import REWARD_ALONE, RewardRule
-from trainer.credit.accounts import EpisodeAccount, account_of
-from trainer.credit.calls import CallCredit, credit_accounts
+from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
+from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
-from trainer.credit.returns import MeanReturn
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.training import SftOptions
+from trainer.credit.returns import (
+    CallReturn,
+    EpisodeAccount,
+    Return,
+    account_of,
+    call_returns,
+    mean_return,
+)
+from trainer.recipes.recipe import CreditOptions, SftOptions
 
+# Reasons why an episode is not imitated: its final reward, or the returns of others.
+LOW_REWARD: Final = "low_reward"
+NOT_BEST: Final = "not_best"
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
+
+
+class CallCredit(Record, frozen=True, kw_only=True):
+    """Hold one call's rewards, advantage and share of the update's loss.
+
+    `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
+    the call is not trained; it is None for calls that are. `parts` are what each metric adds to
+    `r_final`, where that is a sum.
+    """
+
+    r_final: float | None
+    r_air: float
+    r_total: float | None
+    advantage: float | None
+    weight: float
+    reason: str | None
+    parts: Mapping[str, float] = NO_PARTS
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
@@ -27,11 +57,19 @@ class TransitionCredit(CallCredit, frozen=True, kw_only=True):
     position: int
 
 
+class CreditedAccounts(Record, frozen=True, kw_only=True):
+    """Hold credit and mean returns by episode, and the next moving baselines."""
+
+    calls: tuple[tuple[CallCredit, ...], ...]
+    returns: tuple[Return, ...]
+    baselines: MovingBaselines
+
+
 class Credited(Record, frozen=True, kw_only=True):
     """Hold an update's credit by transition, each episode's mean return, and the next baselines."""
 
     transitions: tuple[TransitionCredit, ...]
-    returns: Mapping[UUID, MeanReturn]
+    returns: Mapping[UUID, Return]
     baselines: MovingBaselines
 
 
@@ -68,19 +106,25 @@ def assign_credit(
     credited = credit_accounts(accounts, rule, baselines, kept)
     flat = [pair for group in accounted for pair in group]
     new = [
-        (episode, credit, mean_return)
-        for (episode, account), credit, mean_return in zip(
+        (episode, credit, mean)
+        for (episode, account), credit, mean in zip(
             flat, credited.calls, credited.returns, strict=True
         )
         if not account.earlier
     ]
     return Credited(
         transitions=tuple(
-            _transition(episode, position, credit)
+            TransitionCredit(
+                **msgspec.structs.asdict(credit),
+                episode_id=episode.id,
+                episode=episode.key,
+                call=episode.calls[position],
+                position=position,
+            )
             for episode, own, _ in new
             for position, credit in enumerate(own)
         ),
-        returns={episode.id: mean_return for episode, _, mean_return in new},
+        returns={episode.id: mean for episode, _, mean in new},
         baselines=credited.baselines,
     )
 
@@ -121,17 +165,148 @@ def _stale(episode: Episode, oldest_version: int) -> str | None:
     return "stale" if any(version < oldest_version for version in versions) else None
 
 
-def _transition(episode: Episode, position: int, credit: CallCredit) -> TransitionCredit:
-    return TransitionCredit(
-        episode_id=episode.id,
-        episode=episode.key,
-        call=episode.calls[position],
-        position=position,
-        r_final=credit.r_final,
-        r_air=credit.r_air,
-        r_total=credit.r_total,
-        advantage=credit.advantage,
-        weight=credit.weight,
-        reason=credit.reason,
-        parts=credit.parts,
+def credit_accounts(
+    groups: Sequence[Sequence[EpisodeAccount]],
+    rule: CreditOptions,
+    baselines: MovingBaselines = NO_MOVING_BASELINES,
+    kept: SftOptions | None = None,
+) -> CreditedAccounts:
+    """Return the credit of every call, ordered by group, episode and call.
+
+    Of each group only the episodes are trained that `kept` keeps (None: all).
+    """
+    episodes = [
+        EpisodeReturns(group=number, account=account, returns=tuple(call_returns(account, rule)))
+        for number, group in enumerate(groups)
+        for account in group
+    ]
+    if kept is not None:
+        episodes = with_best_kept(episodes, kept)
+    by_episode, after = advantages(episodes, rule, baselines)
+    reasons = [
+        [_reason(episode, position, advantage) for position, advantage in enumerate(own)]
+        for episode, own in zip(episodes, by_episode, strict=True)
+    ]
+    sampled = [
+        [
+            call.sampled if reason is None else None
+            for call, reason in zip(episode.account.calls, own, strict=True)
+        ]
+        for episode, own in zip(episodes, reasons, strict=True)
+    ]
+    weights = loss_weights(sampled, rule)
+    return CreditedAccounts(
+        calls=tuple(
+            tuple(map(_call_credit, episode.returns, own, weight, reason))
+            for episode, own, weight, reason in zip(
+                episodes, by_episode, weights, reasons, strict=True
+            )
+        ),
+        returns=tuple(mean_return(episode.returns) for episode in episodes),
+        baselines=after,
     )
+
+
+def _call_credit(
+    call: CallReturn, advantage: Advantage, weight: float, reason: str | None
+) -> CallCredit:
+    return CallCredit(
+        r_final=call.r_final,
+        r_air=call.r_air,
+        r_total=call.r_total,
+        advantage=advantage.value,
+        weight=weight,
+        reason=reason,
+        parts=call.parts,
+    )
+
+
+def _reason(episode: EpisodeReturns, position: int, advantage: Advantage) -> str | None:
+    """Return why a call is not trained, or None; reasons of the whole episode come first."""
+    account, call = episode.account, episode.returns[position]
+    if account.excluded is not None or account.earlier:
+        return account.excluded or "earlier"
+    if call.r_final is None:
+        return "failed" if account.failed else call.lacks or "unscored"
+    if advantage.reason is not None:
+        return advantage.reason
+    if not any(each.trainable for each in account.calls):
+        return "no_trainable_call"
+    if account.withheld is not None:
+        return account.withheld
+    own = account.calls[position]
+    return None if own.trainable else own.reason or "not_trainable"
+
+
+def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list[EpisodeReturns]:
+    """Return the episodes, withheld with the reason if a learner is not to imitate them.
+
+    An episode is kept if its final reward is at least `sft.min_reward`; and, with
+    `sft.most_per_task`, if not so many others of its task have a higher return. Of equal returns
+    the later episode is kept: a newer version sampled it. What could not be trained anyway takes
+    nobody's place. Episodes of one group follow each other.
+    """
+    reasons: dict[int, str] = {}
+    for _, group in groupby(enumerate(episodes), key=lambda pair: pair[1].group):
+        reasons |= _left_out([(index, one) for index, one in group if _may_be_kept(one)], rule)
+    return [
+        msgspec.structs.replace(
+            one, account=msgspec.structs.replace(one.account, withheld=reasons[index])
+        )
+        if index in reasons
+        else one
+        for index, one in enumerate(episodes)
+    ]
+
+
+def _may_be_kept(one: EpisodeReturns) -> bool:
+    account = one.account
+    if account.excluded is not None or account.earlier or account.withheld is not None:
+        return False
+    is_scored = mean_return(one.returns).r_final is not None
+    return is_scored and any(call.trainable for call in account.calls)
+
+
+def _left_out(group: Iterable[tuple[int, EpisodeReturns]], rule: SftOptions) -> dict[int, str]:
+    """Return why, by index, for the members of a group that are not kept."""
+    ranked: list[tuple[float, int]] = []
+    reasons: dict[int, str] = {}
+    for index, one in group:
+        mean = mean_return(one.returns)
+        assert mean.r_final is not None
+        if mean.r_final < rule.min_reward:
+            reasons[index] = LOW_REWARD
+        else:
+            ranked.append((mean.r_final + mean.r_air, index))
+    ranked.sort(reverse=True)
+    worse = [] if rule.most_per_task is None else ranked[rule.most_per_task :]
+    return reasons | {index: NOT_BEST for _, index in worse}
+
+
+def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditOptions) -> list[list[float]]:
+    """Return each call's share of the update's loss, by episode; 1 in sum.
+
+    `sampled` holds each call's number of sampled tokens, or None for a call that is not
+    trained, whose weight is 0. The recipe's `equal_weight` says what has the same weight:
+
+    - `episode`: each trained episode, divided equally among its trained calls.
+    - `call`: each trained call.
+    - `token`: each sampled token. Like Dr. GRPO (arXiv:2503.20783 §3.2) this leaves out the mean
+      over a call's own tokens; the divisor is the update's token count instead of a constant.
+    """
+    if rule.equal_weight == "episode":
+        counts = [sum(count is not None for count in own) for own in sampled]
+        episodes = sum(1 for count in counts if count)
+        return [
+            [0.0 if tokens is None else 1.0 / (episodes * count) for tokens in own]
+            for own, count in zip(sampled, counts, strict=True)
+        ]
+    sizes = [[_size(count, rule) for count in own] for own in sampled]
+    total = sum(size for own in sizes for size in own)
+    return [[size / total if size else 0.0 for size in own] for own in sizes]
+
+
+def _size(sampled: int | None, rule: CreditOptions) -> int:
+    if sampled is None:
+        return 0
+    return max(sampled, 1) if rule.equal_weight == "token" else 1

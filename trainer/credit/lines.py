@@ -14,11 +14,10 @@ from store.read.facts import MatchedEvent
 from store.records import EVAL, TRAIN, Feedback, Record, Split, ToolStatus
 from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, Reward, RewardRule, reward_of
-from trainer.credit.accounts import CallAccount, EpisodeAccount
-from trainer.credit.calls import CallCredit, credit_accounts
+from trainer.credit.assign import CallCredit, credit_accounts
+from trainer.credit.returns import CallAccount, EpisodeAccount
 from trainer.errors import CreditLineError
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.training import SftOptions
+from trainer.recipes.recipe import CreditOptions, SftOptions
 
 # Seconds since 1970, up to the end of the year 9999.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]

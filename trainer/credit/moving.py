@@ -1,7 +1,7 @@
 """Keep a running average of what the episodes of each task family earn each agent (pure).
 
 They are for tasks that come only once, as in production: with no group to compare an episode
-with, the average of earlier returns is its baseline (`baselines.moving`).
+with, the average of earlier returns is its baseline (`baselines.MovingMean`).
 
 The n returns of one update have no order among each other, so all have the same weight in the
 average. Together they weigh what n single steps would, 1 − (1 − rate)ⁿ; the result is the
@@ -16,6 +16,8 @@ from typing import Any, Final
 from store.records import Record
 from trainer.credit.means import mean_of, mean_square
 
+# The weight of each new return in an average.
+RATE: Final = 0.05
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.
 MAX_FAMILIES: Final = 1000
@@ -29,11 +31,15 @@ class MovingAverage(Record, frozen=True, kw_only=True):
     count: int
 
 
+Averages = Mapping[str, Mapping[str, MovingAverage]]
+# Returns by family and agent.
+NewReturns = Mapping[tuple[str, str], Sequence[float]]
+
+
 class MovingBaselines(Record, frozen=True, kw_only=True):
     """Hold a policy's moving averages by family and agent, before or after an update.
 
-    `families` are those of final rewards, and `airs` those of AIR. An update of before there were
-    two left those of their sum in `families`: its successor compares AIR with its own mean.
+    `families` are those of final rewards, and `airs` those of AIR.
     """
 
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
@@ -54,17 +60,15 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         return None if average is None else sqrt(average.variance)
 
     def updated(
-        self, returns: Mapping[tuple[str, str], Sequence[float]], rate: float
+        self, finals: NewReturns, airs: NewReturns, rate: float = RATE
     ) -> "MovingBaselines":
-        """Return the baselines after an update with these final rewards, by (family, agent).
+        """Return the baselines after an update with these final rewards and AIR.
 
         The average of a pair that was never seen starts as the mean of its returns.
         """
-        families = {family: dict(agents) for family, agents in self.families.items()}
-        for (family, agent), values in sorted(returns.items()):
-            agents = families.setdefault(family, {})
-            agents[agent] = _updated_average(agents.get(agent), values, rate)
-        return MovingBaselines(families=families, airs=self.airs)
+        return MovingBaselines(
+            families=_updated(self.families, finals, rate), airs=_updated(self.airs, airs, rate)
+        )
 
     def pruned(self) -> "MovingBaselines":
         """Return the `MAX_FAMILIES` most seen families, sorted by name, as they are stored."""
@@ -72,7 +76,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         def seen(family: str) -> int:
             return sum(average.count for average in self.families[family].values())
 
-        def kept(averages: Mapping[str, Mapping[str, MovingAverage]]) -> dict[str, Any]:
+        def kept(averages: Averages) -> dict[str, Any]:
             return {
                 name: dict(sorted(averages[name].items())) for name in names if name in averages
             }
@@ -84,6 +88,14 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
 
 # The baselines of a policy that was never trained.
 NO_MOVING_BASELINES: Final = MovingBaselines()
+
+
+def _updated(averages: Averages, returns: NewReturns, rate: float) -> Averages:
+    families = {family: dict(agents) for family, agents in averages.items()}
+    for (family, agent), values in sorted(returns.items()):
+        agents = families.setdefault(family, {})
+        agents[agent] = _updated_average(agents.get(agent), values, rate)
+    return families
 
 
 def _updated_average(

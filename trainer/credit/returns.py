@@ -3,8 +3,6 @@
 - `identical`: each call gets the episode's return (Agent Lightning, arXiv:2508.03680 §3.3.2).
 - `per_agent`: each call gets its agent's return: the mean of the rewards given to single calls
   of that agent (the episode's reward if there are none), plus AIR of that agent's tools.
-- `discounted`: the episode's return times `discount` for each call that came after.
-- `first_call`, `last_call`: the episode's return goes to its first or last trainable call.
 - `call`: the reward given to the call itself, or the episode's if it was given none.
 
 Rewards for single calls count under `per_agent` and `call` only. Elsewhere they would be
@@ -13,100 +11,128 @@ added to the episode's reward, of which they are a part already.
 
 from collections.abc import Mapping, Sequence
 
-from store.records import Record
-from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward
-from trainer.credit.accounts import EpisodeAccount
-from trainer.credit.air import air_rewards
+from store.read.facts import MatchedEvent, has_failed, matched_events
+from store.records import Episode, Record, TransitionRow
+from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward, RewardRule, reward_of
+from store.values.tokens import unpack_ids
+from trainer.credit.air import air_reward
 from trainer.credit.means import mean_of
-from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import CreditOptions
 
 
-class CallReturn(Record, frozen=True, kw_only=True):
-    """Hold the return that a call's episode is compared by, and the call's share of it.
+class CallAccount(Record, frozen=True, kw_only=True):
+    """Hold the facts about one call that count for credit.
 
-    Episodes are compared by `value`. The call gets `share` of it (0 to 1), and the same share
-    of the advantage. Comparing what is left after sharing would put the first calls of every
-    long success below the mean (docs/decisions/017-credit.md). `parts` are what each metric adds to
-    `final` where that is a sum; `lacks` says why there is no `final` although something was stated.
+    `reason` says why it is not trainable (None if it is). `sampled` is the number of its
+    sampled tokens. `earned` is the reward given to this call alone.
     """
 
-    final: float | None
-    air: float
-    share: float
-    parts: Mapping[str, float] = NO_PARTS
-    lacks: Lack | None = None
-
-    @property
-    def value(self) -> float | None:
-        """Return final reward plus AIR before sharing, or None if nobody scored the call."""
-        return None if self.final is None else self.final + self.air
-
-    @property
-    def r_final(self) -> float | None:
-        """Return the call's share of the final reward, or None if nobody scored the call."""
-        return None if self.final is None else _shared(self.share, self.final)
-
-    @property
-    def r_air(self) -> float:
-        """Return the call's share of AIR."""
-        return _shared(self.share, self.air)
-
-    @property
-    def r_total(self) -> float | None:
-        """Return r_final + r_air, or None if nobody scored the call."""
-        return None if self.r_final is None else self.r_final + self.r_air
+    agent: str
+    trainable: bool
+    reason: str | None
+    sampled: int
+    earned: Reward = UNSCORED
+    events: tuple[MatchedEvent, ...] = ()
 
 
-class MeanReturn(Record, frozen=True, kw_only=True):
-    """Hold an episode's return: the mean over its calls, before it is shared out among them."""
+class EpisodeAccount(Record, frozen=True, kw_only=True):
+    """Hold the facts about one episode that count for credit.
+
+    `earned` is the reward given to the whole episode. `withheld` says why the episode is not
+    trained although the others of its group are compared with it (None: nothing forbids it).
+    `excluded` says why it is not even compared. `earlier` marks an episode that an earlier update
+    has consumed: the group is compared with it, and it is not trained again.
+    """
+
+    task: str | None
+    failed: bool
+    earned: Reward = UNSCORED
+    calls: tuple[CallAccount, ...]
+    withheld: str | None = None
+    excluded: str | None = None
+    earlier: bool = False
+
+
+def account_of(
+    episode: Episode, rule: RewardRule, *, withheld: str | None = None, earlier: bool = False
+) -> EpisodeAccount:
+    """Return the account of an episode that was read from the store, scored by `rule`."""
+    return EpisodeAccount(
+        task=episode.task,
+        failed=has_failed(episode),
+        earned=reward_of(episode.feedback, rule),
+        calls=tuple(_call(call, rule) for call in episode.calls),
+        withheld=withheld,
+        excluded=episode.quarantined_reason,
+        earlier=earlier,
+    )
+
+
+def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
+    return CallAccount(
+        agent=call.agent,
+        trainable=call.trainable,
+        reason=call.reason,
+        sampled=len(unpack_ids(call.tokens.sampled_ids)),
+        earned=reward_of(call.feedback, rule),
+        events=matched_events(call),
+    )
+
+
+class Return(Record, frozen=True, kw_only=True):
+    """Hold a return in its parts; `r_final` is None if nobody scored it."""
 
     r_final: float | None
     r_air: float
 
     @property
     def r_total(self) -> float | None:
-        """Return r_final + r_air, or None if nobody scored the episode."""
+        """Return r_final + r_air, or None if nobody scored it."""
         return None if self.r_final is None else self.r_final + self.r_air
+
+
+class CallReturn(Return, frozen=True, kw_only=True):
+    """Hold the return of a call.
+
+    `parts` are what each metric adds to `r_final` where that is a sum; `lacks` says why there is no
+    `r_final` although something was stated.
+    """
+
+    parts: Mapping[str, float] = NO_PARTS
+    lacks: Lack | None = None
 
 
 def call_returns(episode: EpisodeAccount, rule: CreditOptions) -> list[CallReturn]:
     """Return the return of each call of an episode, in the order of calls."""
-    shares = _shares(episode, rule)
+    finals, airs = _final_rewards(episode, rule), _air_rewards(episode, rule)
     return [
-        CallReturn(final=earned.value, air=air, share=share, parts=earned.parts, lacks=earned.lacks)
-        for earned, air, share in zip(
-            _final_rewards(episode, rule), _air_rewards(episode, rule), shares, strict=True
-        )
+        CallReturn(r_final=earned.value, r_air=air, parts=earned.parts, lacks=earned.lacks)
+        for earned, air in zip(finals, airs, strict=True)
     ]
 
 
-def mean_return(returns: Sequence[CallReturn]) -> MeanReturn:
+def mean_return(returns: Sequence[Return]) -> Return:
     """Return the mean of an episode's call returns; calls that nobody scored are left out."""
-    finals = [call.final for call in returns if call.final is not None]
-    airs = [call.air for call in returns]
-    return MeanReturn(
-        r_final=mean_of(finals) if finals else None, r_air=mean_of(airs) if airs else 0.0
-    )
-
-
-def _shared(share: float, whole: float) -> float:
-    return share * whole if share else 0.0
+    finals = [call.r_final for call in returns if call.r_final is not None]
+    airs = [call.r_air for call in returns]
+    return Return(r_final=mean_of(finals) if finals else None, r_air=mean_of(airs) if airs else 0.0)
 
 
 def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[Reward]:
     """Return each call's final reward; a failed, unscored episode takes `failed_reward`."""
-    whole = episode.earned
-    if whole.value is None and episode.failed and rule.failed_reward is not None:
-        whole = Reward(value=rule.failed_reward)
+    of_episode = episode.earned
+    if of_episode.value is None and episode.failed and rule.failed_reward is not None:
+        of_episode = Reward(value=rule.failed_reward)
     if episode.excluded is not None:
         return [UNSCORED] * len(episode.calls)
-    single = [UNSCORED] * len(episode.calls)
     if rule.assignment == "call":
         single = [call.earned for call in episode.calls]
     elif rule.assignment == "per_agent":
         of_agent = {call.agent: _agent_reward(episode, call.agent) for call in episode.calls}
         single = [of_agent[call.agent] for call in episode.calls]
-    return [_or_whole(own, whole) for own in single]
+    else:
+        return [of_episode] * len(episode.calls)
+    return [_or_whole(own, of_episode) for own in single]
 
 
 def _or_whole(own: Reward, whole: Reward) -> Reward:
@@ -125,23 +151,11 @@ def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
 
 
 def _air_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:
+    def air(agent: str | None) -> float:
+        calls = (call for call in episode.calls if agent in (None, call.agent))
+        return air_reward([event for call in calls for event in call.events], rule)
+
     if rule.assignment != "per_agent":
-        return air_rewards([call.events for call in episode.calls], rule)
-    by_position = [0.0] * len(episode.calls)
-    for agent in {call.agent for call in episode.calls}:
-        own = [position for position, call in enumerate(episode.calls) if call.agent == agent]
-        airs = air_rewards([episode.calls[position].events for position in own], rule)
-        for position, air in zip(own, airs, strict=True):
-            by_position[position] = air
-    return by_position
-
-
-def _shares(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:
-    count = len(episode.calls)
-    if rule.assignment == "discounted":
-        return [rule.discount ** (count - 1 - position) for position in range(count)]
-    if rule.assignment in ("first_call", "last_call"):
-        trainable = [position for position, call in enumerate(episode.calls) if call.trainable]
-        credited = trainable[:1] if rule.assignment == "first_call" else trainable[-1:]
-        return [1.0 if position in credited else 0.0 for position in range(count)]
-    return [1.0] * count
+        return [air(None)] * len(episode.calls)
+    of_agent = {agent: air(agent) for agent in {call.agent for call in episode.calls}}
+    return [of_agent[call.agent] for call in episode.calls]

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import AdapterError
-from trainer.publishing.adapters import PROGRESS, read_base
+from trainer.publishing.adapters import BASE_FILE, read_base
 from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
 
 
@@ -22,9 +22,10 @@ def check_weights(model: PeftModel, base_hash: str, folder: Path) -> None:
     Raises:
         AdapterError: it cannot be a version; the message says why, and what to do.
     """
-    if (folder / PROGRESS).exists() and read_base(folder) not in (None, base_hash):
+    if (folder / BASE_FILE).exists() and read_base(folder) != base_hash:
         raise _refused(
-            folder, f"it was trained on another base model, says its {PROGRESS}: import one of this"
+            folder,
+            f"it was trained on another base model, says its {BASE_FILE}: import one of this",
         )
     weights = _read(folder / WEIGHTS)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}

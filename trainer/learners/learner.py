@@ -44,7 +44,15 @@ class Learner:
     _trainer: Any
     _step: Any
 
-    def __init__(self, model: str | Base, recipe: Recipe, seed: int, scratch: Path) -> None:
+    def __init__(
+        self,
+        model: str | Base,
+        recipe: Recipe,
+        seed: int,
+        scratch: Path,
+        *,
+        may_merge: bool = True,
+    ) -> None:
         """Begin with a new adapter of a base model; learners may share one, and take turns.
 
         Args:
@@ -52,6 +60,7 @@ class Learner:
             recipe: how it is trained.
             seed: that of the first adapter's weights.
             scratch: a folder where TRL may write.
+            may_merge: whether shared prefixes are computed once, if the model allows it.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
@@ -60,6 +69,7 @@ class Learner:
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
+        self._may_merge = may_merge
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
@@ -80,7 +90,7 @@ class Learner:
     def _start(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         if self._merge is None:
-            self._merge = can_merge(self._model, self._recipe.batch)
+            self._merge = self._may_merge and can_merge(self._model)
             tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
             self._budget = Budget(tokens, merge=self._merge, alone=alone)
         attend(self._model, merge=self._merge)
@@ -88,7 +98,7 @@ class Learner:
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
         )
-        self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
+        self._step = Step(self._trainer, self._interrupted, self.processes)
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
@@ -103,7 +113,7 @@ class Learner:
         self._stands_at = IN_BETWEEN
         self._start(adapter)
         if adapter is not None:
-            self._step.taken = load_state(self._resumed(), adapter)
+            load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
     @says_no_room("while a trial's adapter was made")
@@ -150,7 +160,7 @@ class Learner:
 
     def probe_rows(self) -> list[Row]:
         """Return rows to probe a version with."""
-        return probe_rows(self._tokenizer, self._recipe.publish.probe_rows)
+        return probe_rows(self._tokenizer)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""
@@ -343,7 +353,7 @@ class Learner:
         if self.processes.rank > 0:
             return
         save_adapter(self._model, folder)
-        save_state(self._resumed(), self._step.taken, self._base.hash, folder)
+        save_state(self._resumed(), self._base.hash, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""

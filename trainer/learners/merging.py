@@ -8,7 +8,6 @@ import torch
 from trainer.batches.rows import Row, bare_row
 from trainer.learners.kernels.tree_attention import NAME
 from trainer.learners.scoring import score_rows
-from trainer.recipes.training import BatchOptions
 
 log = structlog.get_logger()
 
@@ -17,11 +16,8 @@ DEFAULT_ATTENTION: Final = "sdpa"
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
-def can_merge(model: Any, options: BatchOptions) -> bool:
-    """Prepare `model` for merged prefixes if that is wanted and possible; return whether it is."""
-    if options.merge_prefixes == "never":
-        attend(model, merge=False)
-        return False
+def can_merge(model: Any) -> bool:
+    """Prepare `model` for merged prefixes if that is possible; return whether it is."""
     why = why_separate(model)
     if why is not None:
         log.warning("prefixes_not_merged", reason=why)

@@ -8,8 +8,9 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from accelerate import PartialState
@@ -22,13 +23,16 @@ from trainer.errors import LearnerError
 from trainer.learners.adapted.attach import attach_adapter, detach
 from trainer.learners.blame import check_ids
 from trainer.learners.distributed.processes import Processes
-from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.lean import make_base_lean
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.vocabulary import Vocabulary
+from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import Recipe
 
+# How many values of each parameter count for a model's hash: models that were trained differ in
+# nearly all.
+HASHED_VALUES: Final = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -85,6 +89,19 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     return base, tokenizer
 
 
+def base_hash(base: Any) -> str:
+    """Return a hash of the parameters of `base`: of their names, shapes, and some of their values.
+
+    It is the same in every precision that the weights are loaded in.
+    """
+    digest = sha256()
+    for name, parameter in base.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+        some = parameter.detach().flatten()[:HASHED_VALUES].to(torch.bfloat16).cpu()
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 class Holder(Protocol):
     """Hold a base model for as long as it is one's turn."""
 
@@ -97,7 +114,7 @@ class Base:
 
     Attributes:
         tokenizer: that of the model.
-        hash: tells it from other models (`trainer.learners.fit`).
+        hash: tells it from other models (`base_hash`).
         processes: those that compute together; the base is sharded over them.
     """
 
@@ -149,11 +166,16 @@ class Base:
     def misfit(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it may be.
 
+        A name tells nothing: a folder may be moved, and another model put in its place. So each
+        version keeps a hash of its base.
+
         Raises:
-            AdapterError: a file is missing or damaged.
-            FilesUnread: a file cannot be read for now.
+            AdapterError: the file with the hash is missing or damaged.
+            FilesUnread: it cannot be read for now.
         """
-        return why_misfit(self._model, self.hash, adapter)
+        if read_base(adapter) == self.hash:
+            return None
+        return "it was trained on another base model"
 
     def why_unreplayable(
         self, distribution: Distribution, sampled_ids: Sequence[int]

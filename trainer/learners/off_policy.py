@@ -30,6 +30,8 @@ from trainer.errors import DriftOutOfBounds, Unusable
 
 # Sums of sums past it may be past any float.
 LARGEST: Final = 1e300
+# Sampled tokens of the call that the recipe's bounds on a sequence are for.
+LENGTH: Final = 20
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
@@ -65,13 +67,13 @@ def keeps_loss(
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
 
 
-def bounds_by_length(mask: Tensor, least: float, most: float, length: int) -> tuple[Tensor, Tensor]:
+def bounds_by_length(mask: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
     """Return the bounds of exp(mean d) of each sequence, (B, 1) each; `mask` is (B, T).
 
-    `least` and `most` are those of a sequence of `length` tokens; the logarithms of the others are
-    √(length / tokens) times as large.
+    `least` and `most` are those of a sequence of `LENGTH` tokens; the logarithms of the others are
+    √(LENGTH / tokens) times as large.
     """
-    factor = (length / mask.sum(1, keepdim=True)).sqrt()
+    factor = (LENGTH / mask.sum(1, keepdim=True)).sqrt()
     return least**factor, most**factor
 
 

@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -13,10 +13,10 @@ from trainer.batches.rows import Row
 from trainer.errors import Interrupted, Unusable
 from trainer.learners.budget import Budget, MicroBatches, NoRoom, needs_memory, says_no_room
 from trainer.learners.distributed.processes import Processes
-from trainer.recipes.schedule import rate_share
-from trainer.recipes.training import OptimizerOptions
 
 Seen = TypeVar("Seen")
+# The norm that gradients are clipped to, policy and critic apart.
+MAX_GRAD_NORM: Final = 1.0
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
 FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
@@ -58,23 +58,20 @@ def update_figures(
 
 
 class Step:
-    """Take optimiser steps with one TRL trainer; `taken` counts them from the base model on."""
+    """Take optimiser steps with one TRL trainer."""
 
     def __init__(
         self,
         trainer: Any,
-        rule: OptimizerOptions,
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:
         """Store what a step needs; the optimiser's present learning rates are the full ones."""
         self._processes = processes
         self._trainer = trainer
-        self._rule = rule
         self._interrupted = interrupted
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        self.taken = 0
-        # What this update's learning rates are of those that the schedule gives.
+        # What this update's learning rates are of the full ones.
         self.share = 1.0
 
     def survey(
@@ -142,18 +139,16 @@ class Step:
         self._processes.add_up([*policy, *critic])
         # Clipped separately: a critic with much to learn must not shrink the policy's step.
         norms = [
-            float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
+            float(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM))
             for parameters in (policy, critic)
         ]
         if not all(map(math.isfinite, norms)):
             self._trainer.optimizer.zero_grad()
             figures = " and ".join(map(str, norms))
             raise Unusable(f"the gradients' norms are {figures}: the update was not applied")
-        share = self.share * rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * share
+            group["lr"] = rate * self.share
         self._apply_gradients()
-        self.taken += 1
         return norms[0]
 
     def _apply_gradients(self) -> None:

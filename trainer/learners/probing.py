@@ -23,10 +23,10 @@ PROBE_TEXTS: Final = (
 PROBE_LENGTH: Final = 32
 
 
-def probe_rows(tokenizer: Any, count: int = len(PROBE_TEXTS)) -> list[Row]:
-    """Return rows of the first `count` texts, to compare the served log-probabilities of."""
+def probe_rows(tokenizer: Any) -> list[Row]:
+    """Return a row for each text, to compare the served log-probabilities of."""
     rows = []
-    for number, text in enumerate(PROBE_TEXTS[:count]):
+    for number, text in enumerate(PROBE_TEXTS):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         # A tokenizer of few words has few ids for a text.
         ids = (ids * PROBE_LENGTH)[:PROBE_LENGTH]

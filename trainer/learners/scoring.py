@@ -83,10 +83,7 @@ def plain_logprobs(model: Any, rows: Sequence[Row], *, merge: bool) -> list[list
 
 def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
     if model.config._attn_implementation != NAME:
-        raise LearnerError(
-            "prefixes cannot be merged: the model's attention takes no tree; set"
-            ' batch.merge_prefixes = "never"'
-        )
+        raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     states, parents = tree_states(model, rows)
     labels = [token for row in rows for token in row.sampled_ids]
     places = places_of(rows, parents)

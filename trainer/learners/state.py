@@ -1,6 +1,6 @@
 """Write and read the state that resuming needs beside the adapter, with each version.
 
-    <version>/progress.json          steps taken since the base, and which it is; kept for good
+    <version>/base.json              which base model it was trained on; kept for good
     <version>/trainer/optimizer.pt   moments; kept by the versions' states (`publishing.cleaning`)
     <version>/trainer/<name>.pt      what a learner adds: a value head
 
@@ -18,16 +18,14 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.errors import AdapterError, FilesUnread
-from trainer.publishing.adapters import STATE, read_progress, reading, write_progress
+from trainer.publishing.adapters import STATE, reading, write_base
 
 log = structlog.get_logger()
 
 OPTIMIZER: Final = "optimizer"
 
 
-def save_state(
-    objects: Mapping[str, Any], steps_taken: int, base: str, version_folder: Path
-) -> None:
+def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> None:
     """Write the state of `objects` (with `state_dict`, by name) into a version's folder.
 
     `base` is the base model's hash.
@@ -42,7 +40,7 @@ def save_state(
         written = io.BytesIO()
         torch.save(one.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
-    write_progress(version_folder, steps_taken, base)
+    write_base(version_folder, base)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -58,8 +56,8 @@ def save_adapter(model: Any, folder: Path) -> None:
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:
-    """Restore `objects` from a version's folder; return the optimiser steps taken until then.
+def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
+    """Restore `objects` from a version's folder.
 
     One whose file was swept starts anew, with a warning in the log: a roll-back may go
     further back than states are kept.
@@ -83,7 +81,6 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:
             raise AdapterError(
                 f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
             ) from error
-    return read_progress(version_folder)
 
 
 def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any]:

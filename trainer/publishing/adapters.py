@@ -3,7 +3,7 @@
     <adapter_dir>/<policy>/<version>/
         adapter_config.json  adapter_model.safetensors     what the model server reads
         manifest.json                                      update, parent, hashes, outcomes
-        progress.json                                      optimiser steps, hash of the base model
+        base.json                                          hash of the base model
         trainer/                                           what resuming needs
 
 A version exists from the moment of the rename. Its manifest holds all that is needed to record and
@@ -243,55 +243,35 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-PROGRESS: Final = "progress.json"
+BASE_FILE: Final = "base.json"
 
 
-class Progress(Record, frozen=True, kw_only=True):
-    """Hold the content of `progress.json`: optimiser steps between the base and a version.
+class BaseHash(Record, frozen=True, kw_only=True):
+    """Hold what `base.json` has: the hash of a base model (`trainer.learners.model.base_hash`)."""
 
-    `base` is the hash of that base model (`trainer.learners.fit`), or None if whoever wrote the
-    file did not know it.
-    """
-
-    steps_taken: int
-    base: str | None = None
+    base: str
 
 
-def write_progress(folder: Path, steps_taken: int, base: str | None = None) -> None:
-    """Write the progress file into a version's folder.
+def write_base(folder: Path, base: str) -> None:
+    """Write the hash of the base model into a version's folder.
 
     Raises:
         OSError: the disk refused the write.
     """
-    progress = Progress(steps_taken=steps_taken, base=base)
-    (folder / PROGRESS).write_bytes(msgspec.json.encode(progress))
+    (folder / BASE_FILE).write_bytes(msgspec.json.encode(BaseHash(base=base)))
 
 
-def read_progress(folder: Path) -> int:
-    """Return the optimiser steps taken up to the version in `folder`.
-
-    Raises:
-        AdapterError: the file is missing or damaged.
-        FilesUnread: it cannot be read for now.
-    """
-    return _read(folder).steps_taken
-
-
-def read_base(folder: Path) -> str | None:
-    """Return the hash of the base model of the version in `folder`, or None if it is not known.
+def read_base(folder: Path) -> str:
+    """Return the hash of the base model of the version in `folder`.
 
     Raises:
         AdapterError: the file is missing or damaged.
         FilesUnread: it cannot be read for now.
     """
-    return _read(folder).base
-
-
-def _read(folder: Path) -> Progress:
-    path = folder / PROGRESS
+    path = folder / BASE_FILE
     try:
         with reading(path):
-            return msgspec.json.decode(path.read_bytes(), type=Progress)
+            return msgspec.json.decode(path.read_bytes(), type=BaseHash).base
     except msgspec.DecodeError as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
@@ -341,7 +321,7 @@ def why_altered(version: PolicyVersion) -> str | None:
 
 
 # The last one tells the base model by its hash, so that an import need not go by its name.
-EXPORTED: Final = (*SERVED, PROGRESS)
+EXPORTED: Final = (*SERVED, BASE_FILE)
 
 
 def export_adapter(version: Path, directory: Path) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from trainer.errors import AdapterError
 from trainer.publishing.adapters import SERVED
-from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.recipe import LoraOptions
 
 CONFIG, WEIGHTS = SERVED
 SIDES: Final = (".lora_A.weight", ".lora_B.weight")

@@ -126,7 +126,7 @@ class ModelServer:
                     f"the model server did not load {name}: {status} {answer}; check that it"
                     f" reads {folder}, that it was started with --enable-lora, --max-lora-rank of"
                     " lora.rank at least and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and that it"
-                    " supports LoRA in the layers of lora.target_modules and lora.experts",
+                    " supports LoRA in the layers of lora.target_modules",
                 )
             listed = (await self.models()).get(name)
         if listed is None and refusal is not None:

@@ -58,6 +58,11 @@ async def fewest_slots(servers: Replicas) -> int:
     return min(await named_slots(servers), default=USUAL_SLOTS)
 
 
+# Where all slots are taken, a version that lost the traffic so many seconds ago is retired for the
+# next; its episodes go on with the version that serves.
+LONGEST_PIN_S: Final = 3600.0
+
+
 class Pacing:
     """Decide whether a policy's next version may be made."""
 
@@ -74,7 +79,7 @@ class Pacing:
         """Store the model servers, the policy's name and the recipe, whose bounds are kept.
 
         `configured` are the slots of each server; None: as it says itself. Where all slots are
-        taken, a version that lost the traffic `publish.longest_pin_s` ago is retired for the next.
+        taken, a version that lost the traffic `LONGEST_PIN_S` ago is retired for the next.
         `together` are the policies that must go live together, this one among them, if any must;
         the first version of theirs waits for room for all, up to `publish.wait_for_others_s`.
         `clock` returns seconds. `known` are the configured policies (None: all are): what serves
@@ -135,7 +140,7 @@ class Pacing:
             connection,
             self._policy,
             PROXY_REFRESH_S,
-            self._rule.longest_pin_s,
+            LONGEST_PIN_S,
             self._together,
             self._known_policies,
         )
@@ -179,14 +184,13 @@ class Pacing:
     async def _retire_longest(
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> None:
-        longest_s = self._rule.longest_pin_s
-        if not await adapter_slots.has_longest(connection, self._policy, longest_s):
+        if not await adapter_slots.has_longest(connection, self._policy, LONGEST_PIN_S):
             return
         if not await is_wanted():
             return
-        name = await adapter_slots.retire_longest(connection, self._policy, longest_s)
+        name = await adapter_slots.retire_longest(connection, self._policy, LONGEST_PIN_S)
         if name is not None:
-            log.warning("version_retired_for_its_slot", version=name, after_s=longest_s)
+            log.warning("version_retired_for_its_slot", version=name, after_s=LONGEST_PIN_S)
 
     def _warn(self, live: Live, known: int) -> None:
         """Log once each what settings do not fit the server."""

@@ -122,7 +122,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
         return (
             f"the model server loads an adapter that it {what} (its log-probabilities differ by"
             f" {adapter:.3g} nats a token, more than publish.tolerance = {tolerance:g}): does it"
-            " support LoRA in the layers of lora.target_modules and lora.experts?"
+            " support LoRA in the layers of lora.target_modules?"
         )
     sampled = _difference(compared.served_sampled, compared.own_sampled)
     if sampled <= tolerance:

@@ -1,8 +1,8 @@
 """Publish a written version: load it, probe it, and promote it, or let it wait for that.
 
 A version that has gone too far from its base model, does not load or fails the probe is rejected,
-and the one before keeps the traffic. With a gate (`trainer.recipes.gate`) one that passes becomes a
-candidate, which the steward tries on live traffic.
+and the one before keeps the traffic. With a gate one that passes becomes a candidate,
+which the steward tries on live traffic.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,7 @@ from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.reconciler import Reconciler, served_logprobs
-from trainer.recipes.adapter import PublishOptions
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions, PublishOptions
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from trainer.errors import (
 from trainer.publishing.adapters import check_files, probe_of
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.probe import ProbeRow, compare, rejection_reason
-from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.recipe import PublishOptions
 
 log = structlog.get_logger()
 

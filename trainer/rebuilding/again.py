@@ -24,7 +24,6 @@ from trainer.errors import RecipeError, Unusable
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing.adapters import NewVersion
 from trainer.recipes.recipe import Recipe
-from trainer.recipes.recorded import recorded_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.plan import Plan, lost_in, plan_update
 from trainer.updates.planning import Planning
@@ -197,7 +196,7 @@ class Again:
 
 def _recipe(past: PastClaim) -> Recipe:
     try:
-        return recorded_recipe(past.recipe)
+        return Recipe.model_validate(past.recipe)
     except ValidationError as error:
         raise RecipeError(
             "this version of Pawl cannot read the recipe of an update to rebuild"

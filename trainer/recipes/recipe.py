@@ -1,37 +1,496 @@
-"""Read recipes: which learner to use, and its numbers, as TOML with known keys and ranges."""
+"""Define the recipe: which learner to use, and its numbers, as TOML with known keys and ranges.
+
+The packaged recipes are the TOML files of this folder.
+"""
 
 import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
+    BaseModel,
+    ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
+    field_validator,
     model_serializer,
     model_validator,
 )
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from store.records import TOOL_STATUSES
 from store.table_file import instead
-from store.values.rewards import RewardRule
-from trainer.credit.baselines.registry import baselines
-from trainer.credit.normalisations.registry import normalisations
+from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm
+from trainer.credit.baselines import BASELINES, NORMALISATIONS
 from trainer.errors import RecipeError
-from trainer.recipes.adapter import LoraOptions, PublishOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.gate import GateOptions
-from trainer.recipes.options import RecipeOptions
-from trainer.recipes.reward import RewardOptions, rule_of
-from trainer.recipes.training import (
-    BatchOptions,
-    KlOptions,
-    OffPolicyOptions,
-    OptimizerOptions,
-    PpoOptions,
-    SftOptions,
-)
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+# `lora.target_modules`: the layers are chosen by the model's architecture.
+AUTO: Final = "auto"
+# As long as a text may be that `/feedback` takes.
+LONGEST_TEXT: Final = 256
+# A week: whoever waits for longer learns of a version when it is long past.
+LONGEST_DELAY_S: Final = 604_800.0
+
+
+@dataclass(frozen=True, slots=True)
+class NameFrom:
+    """Annotate a text that must be one of the names that `names` returns."""
+
+    names: Callable[[], Sequence[str]]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return the schema of the text, with a check of the name."""
+        return no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the JSON schema of the text, with the names that it may be."""
+        return handler(core_schema) | {"enum": list(self.names())}
+
+    def _known(self, name: str) -> str:
+        known = self.names()
+        if name not in known:
+            raise ValueError(f"{name!r} is not known: use one of {', '.join(known)}")
+        return name
+
+
+class RecipeOptions(BaseModel):
+    """Refuse unknown keys in a table of the recipe, and changes of its values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RewardOptions(RecipeOptions):
+    """Set `[reward.METRIC]`: what a metric of `/feedback` adds to the reward."""
+
+    weight: Finite = Field(
+        default=1.0, description="Factor of the metric's value in the sum; below 0 for a cost."
+    )
+    range: tuple[Finite, Finite] = Field(
+        description="Lowest and highest value; what lies outside counts as the nearest of them.",
+    )
+    default: Finite | None = Field(
+        default=None,
+        description="Value where the metric was not stated. Unset: an episode without it is "
+        "unscored, whatever else was said.",
+    )
+    values: dict[str, Finite] = Field(
+        default={},
+        description="Values of what may be stated in words: values = {good = 1.0, bad = 0.0}. "
+        "Another text counts for nothing (`undeclared_text`).",
+    )
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> "RewardOptions":
+        low, high = self.range
+        if low >= high:
+            raise ValueError("range must be [lowest, highest] with lowest below highest")
+        if self.weight == 0:
+            raise ValueError("weight must not be 0: leave the metric out instead")
+        named = {"default": self.default} | {f"values.{key}": v for key, v in self.values.items()}
+        for name, value in named.items():
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} is {value}, outside of range: {low} to {high}")
+        for text in self.values:
+            if not 0 < len(text) <= LONGEST_TEXT:
+                raise ValueError(f"a text of values must have 1 to {LONGEST_TEXT} characters")
+        return self
+
+
+class ClaimOptions(RecipeOptions):
+    """Set `[claim]`: the episodes that make an update (`store.updates.ready.ClaimRule`)."""
+
+    group_size: Count = Field(
+        default=8,
+        description="Episodes of one task that are compared as a group. 1 takes episodes one by "
+        "one, for a baseline that needs no group.",
+    )
+    groups: Count = Field(
+        default=16,
+        description="Groups in an update. With a baseline that compares within groups, only groups "
+        "whose rewards differ count, and as many others are taken along; an update of fewer takes "
+        "a step that is smaller by as much.",
+    )
+    smallest_group: Count = Field(
+        default=2,
+        description="Fewest episodes of a group that is taken although it is incomplete. The "
+        "default is 1 if group_size is 1.",
+    )
+    max_age_s: Positive = Field(
+        default=600.0,
+        description="An incomplete group is taken this long after its first reward.",
+    )
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        default=64,
+        description="Versions with traffic that may lie between sampling and training; older "
+        "episodes are consumed, untrained. It only keeps anything from waiting forever: what is "
+        "too far off the policy is measured (off_policy.min_effective_sample). Not less than twice "
+        "the model server's adapter slots, or long episodes are lost.",
+    )
+    call_rewards_after_s: Positive = Field(
+        default=60.0,
+        description="An episode with rewards for single calls only counts as scored after this "
+        "long without a call or such a reward, if credit.assignment uses these rewards.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_is_smallest_of_one(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("group_size") == 1:
+            return {"smallest_group": 1} | values
+        return values
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> "ClaimOptions":
+        if self.smallest_group > self.group_size:
+            raise ValueError("smallest_group must not be larger than group_size")
+        return self
+
+
+class CreditOptions(RecipeOptions):
+    """Set `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
+
+    assignment: Literal["identical", "per_agent", "call"] = Field(
+        default="identical",
+        description="How an episode's return is assigned to its calls (`trainer.credit.returns`).",
+    )
+    baseline: Annotated[str, NameFrom(lambda: tuple(BASELINES))] = Field(
+        default="group",
+        description="Value that a return is compared with (`trainer.credit.baselines`).",
+    )
+    normalisation: Annotated[str, NameFrom(lambda: tuple(NORMALISATIONS))] = Field(
+        default="group",
+        description="What the difference from the baseline is divided by: the spread that belongs "
+        'to the baseline ("group"), that of the update ("batch"), or nothing ("none").',
+    )
+    equal_weight: Literal["episode", "call", "token"] = Field(
+        default="episode",
+        description="What has the same weight in the loss: each episode whatever its number of "
+        "calls, each call, or each token.",
+    )
+    failed_reward: Finite | None = Field(
+        default=None,
+        description="Final reward of an episode that failed (its last call was refused for what it "
+        "says, as where it outgrew the context) and that nobody scored. Unset: such episodes are "
+        "not trained.",
+    )
+    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = Field(
+        default=0.2,
+        description="Factor of automatic intermediate rewards (`trainer.credit.air`); 0: none.",
+    )
+    air_scores: dict[str, Finite] = Field(
+        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
+        description="Score of each tool status.",
+    )
+
+    @property
+    def pays_single_calls(self) -> bool:
+        """Return whether rewards for single calls count (`trainer.credit.returns`)."""
+        return self.assignment in ("call", "per_agent")
+
+    @model_validator(mode="after")
+    def _statuses_are_known(self) -> "CreditOptions":
+        if set(self.air_scores) != set(TOOL_STATUSES):
+            raise ValueError(
+                f"air_scores must give a score to each of {', '.join(TOOL_STATUSES)}, and to no"
+                " other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _malformed_is_worst(self) -> "CreditOptions":
+        """Refuse scores under which a malformed call is not worse than every clean failure.
+
+        Otherwise a policy would garble a call to avoid a failure. Means are clipped at −1, so no
+        score is worse than −1.
+        """
+        malformed = self.air_scores["malformed"]
+        clean = min(score for key, score in self.air_scores.items() if key != "malformed")
+        if max(malformed, -1.0) >= clean:
+            raise ValueError(
+                "air_scores: malformed must score below every clean failure, and scores below -1"
+                f" count as -1: {clean} is not above {malformed}"
+            )
+        return self
+
+
+Epochs = Annotated[
+    Count,
+    Field(description="Passes over an update's rows, each in batch.steps optimiser steps."),
+]
+
+
+class OptimizerOptions(RecipeOptions):
+    """Set `[optimizer]`: AdamW at a constant rate."""
+
+    learning_rate: Positive = Field(default=2e-4, description="Learning rate.")
+
+
+class BatchOptions(RecipeOptions):
+    """Set `[batch]`: how an update is computed; only `steps` changes the result."""
+
+    steps: Count = Field(default=1, description="Optimiser steps in an update.")
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = Field(
+        default=1024, description="Tokens that are computed at once, at most."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Save memory by computing activations a second time."
+    )
+
+
+class OffPolicyOptions(RecipeOptions):
+    """Set `[off_policy]`: limits for samples of another policy than the one in training."""
+
+    ratio_cap: Annotated[Finite, Field(gt=0)] = Field(
+        default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
+    )
+    sequence_min: NotNegative = Field(
+        default=0.5,
+        description="A call of 20 tokens whose geometric mean ratio is below this carries no loss. "
+        "The logarithm of the limit of a longer call is smaller, and of a shorter one larger: by "
+        "the root of the lengths.",
+    )
+    sequence_max: Positive = Field(
+        default=2.0,
+        description="A call of 20 tokens whose geometric mean ratio is above this carries no loss; "
+        "of other lengths as with sequence_min.",
+    )
+    min_effective_sample: Share = Field(
+        default=0.5,
+        description="An episode that another version sampled is consumed, untrained, if its "
+        "effective sample size under the policy is below this share of its tokens. 0: never.",
+    )
+    max_drift: Positive = Field(
+        default=0.1,
+        description="Largest divergence of model server and trainer about the newest version, in "
+        "nats per token; an update past it is not applied.",
+    )
+
+    @model_validator(mode="after")
+    def _one_is_inside(self) -> "OffPolicyOptions":
+        if not self.sequence_min <= 1.0 <= self.sequence_max:
+            raise ValueError("sequence_min must not be above 1, nor sequence_max below it")
+        return self
+
+
+class KlOptions(RecipeOptions):
+    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.losses.kl`)."""
+
+    coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="Whether the penalty is part of the loss or of the reward."
+    )
+
+
+class PpoOptions(RecipeOptions):
+    """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
+
+    clip: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
+    )
+    value_learning_rate: Positive = Field(default=1e-2, description="Learning rate of the critic.")
+    gae_lambda: Share = Field(default=0.95, description="GAE's λ, from token to token.")
+    epochs: Epochs = 2
+
+
+class SftOptions(RecipeOptions):
+    """Set `[sft]`: the episodes that the learner "sft" trains on; the other learners ignore it."""
+
+    min_reward: Finite = Field(
+        default=1.0,
+        description="Least final reward of an episode that is trained. An update waits for groups "
+        "with such an episode (claim.groups); all other episodes are consumed, untrained "
+        "(`low_reward`).",
+    )
+    most_per_task: Count | None = Field(
+        default=None,
+        description="Most episodes of one task that an update trains: those with the highest "
+        "return, the others are consumed, untrained (`not_best`). Unset: all of them.",
+    )
+    epochs: Epochs = 1
+
+
+class LoraOptions(RecipeOptions):
+    """Set `[lora]`: the adapter's shape."""
+
+    rank: Count = Field(
+        default=16, description="LoRA rank; not above the model server's --max-lora-rank."
+    )
+    alpha: Positive = Field(default=32.0, description="LoRA scale: updates count alpha / rank.")
+    target_modules: str | list[str] = Field(
+        default=AUTO,
+        description="Layers with an adapter, as PEFT names them. "
+        '"auto" chooses by the architecture: every linear layer but the LM head, and of a mixture '
+        "of experts neither the routers nor the experts.",
+    )
+
+
+class PublishOptions(RecipeOptions):
+    """Set `[publish]`: when a version passes the probe, and when one is retired."""
+
+    tolerance: Positive = Field(
+        default=0.15,
+        description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
+        "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
+    )
+    retire_after_s: Positive = Field(
+        default=900.0,
+        description="A version that lost the traffic is retired after this long without a call.",
+    )
+    wait_for_others_s: Positive = Field(
+        default=600.0,
+        description="A version of a policy with publish_with waits this long for those of the "
+        "others; then it goes live without them.",
+    )
+
+
+# All new episodes but a few go to the version that serves, which the others are compared with.
+Portion = Annotated[float, Field(gt=0, le=0.5)]
+
+
+class GateOptions(RecipeOptions):
+    """Set `[gate]`: whether live rewards decide about a version, and by what test."""
+
+    mode: Literal["immediate", "gated"] = Field(
+        default="immediate",
+        description='"immediate": a version serves as soon as it passes the probe. "gated": it '
+        "gets a share of the new episodes first, and the traffic once their rewards show that it "
+        "is no worse.",
+    )
+    updates_per_candidate: Count = Field(
+        default=1, description="Updates after each other that make one candidate for the gate."
+    )
+    canary_share: Portion = Field(
+        default=0.1, description="Share of the new episodes that the version on trial gets."
+    )
+    base_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        default=0.02,
+        description="Share of the new episodes that the base model keeps for good, by which a "
+        "change of the world is told from one of a version. 0: none, and what serves is never "
+        'rolled back by its rewards. Without the key it is 0 in the mode "immediate".',
+    )
+    margin: Positive = Field(
+        default=0.02,
+        description="By how much the mean reward may be lower for a version to count as no worse, "
+        "in units of the reward.",
+    )
+    reward_range: tuple[Finite, Finite] = Field(
+        default=(0.0, 1.0),
+        description="Lowest and highest reward; what lies outside counts as the nearest of them, "
+        "and while more than one in twenty of a version's do, nothing is promoted. An episode that "
+        "failed counts as the lowest.",
+    )
+    reward_delay_s: Annotated[float, Field(gt=0, le=LONGEST_DELAY_S)] = Field(
+        default=600.0,
+        description="Seconds after its beginning until an episode counts: its calls must have "
+        "ended, and its reward have come, by then. One whose first call has not ended counts as "
+        "failed. Longer than the longest call, and no shorter than `PAWL_SILENCE_S`.",
+    )
+    deadline_s: Positive = Field(
+        default=86400.0,
+        description="Seconds after which a version on trial that was not seen to be no worse is "
+        "rolled back.",
+    )
+    mistakes: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.05,
+        description="Largest probability of a wrong decision about a version, over all looks.",
+    )
+    replay_states: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Recorded calls that a candidate answers before it gets any episode, half of "
+        "them of evaluation if there are so many. 0: none.",
+    )
+    replay_tokens: Count = Field(
+        default=64, description="Most tokens of an answer to a recorded call."
+    )
+    most_kl_to_serving: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Largest KL of a candidate to the version that serves, in nats a token of its "
+        "answers to recorded calls. One that is further away is rejected.",
+    )
+    most_malformed: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2,
+        description="By how much the share of malformed tool calls in a candidate's answers may be "
+        "above that of the version that serves.",
+    )
+    most_kl_to_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Largest KL of a version to its base model, in nats a token of what it was "
+        "trained on. One that is further away is rejected before it has any traffic, in both "
+        "modes. Without the key none is.",
+    )
+    fewest: Count = Field(
+        default=50,
+        description="Episodes with a reward that each of the two versions must have had before the "
+        "one on trial gets the traffic.",
+    )
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether live rewards decide about a version."""
+        return self.mode == "gated"
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether live rewards may roll back a version that serves untried."""
+        return not self.is_gated and self.base_share > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_share_unasked(cls, given: Any) -> Any:
+        """Give the base model no episodes of a policy without trials, unless somebody says so."""
+        if isinstance(given, dict) and given.get("mode", "immediate") == "immediate":
+            return {"base_share": 0.0, **given}
+        return given
+
+    @field_validator("reward_delay_s", mode="before")
+    @classmethod
+    def _comes_within_a_week(cls, given: Any) -> Any:
+        """Refuse a delay after which a decision is about a version of long ago, and say so."""
+        if isinstance(given, (int, float)) and given > LONGEST_DELAY_S:
+            raise ValueError(
+                f"{given:g} s is more than a week ({LONGEST_DELAY_S:g} s), and no episode would"
+                " count before that: set the seconds after an episode's beginning by which its"
+                " reward is there, such as 600; what comes later is trained on all the same"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> "GateOptions":
+        lowest, highest = self.reward_range
+        if lowest >= highest or not isfinite(highest - lowest):
+            raise ValueError(
+                "reward_range must be [lowest, highest] with lowest below highest, and not so far"
+                " below it that their difference is no finite number"
+            )
+        if self.margin >= highest - lowest:
+            raise ValueError("margin must be smaller than the width of reward_range")
+        if self.canary_share + self.base_share >= 1.0:
+            raise ValueError(
+                "canary_share + base_share must be below 1: the version that serves needs episodes "
+                "to be compared with"
+            )
+        if self.deadline_s <= self.reward_delay_s:
+            raise ValueError(
+                "deadline_s must be larger than reward_delay_s: no episode would count before it"
+            )
+        return self
 
 
 class Recipe(RecipeOptions):
@@ -62,8 +521,8 @@ class Recipe(RecipeOptions):
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":
         """Refuse groups of one with a baseline that compares an episode with its group."""
-        if baselines()[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
-            others = [f'"{name}"' for name, one in baselines().items() if not one.needs_group]
+        if BASELINES[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
+            others = [f'"{name}"' for name, one in BASELINES.items() if not one.needs_group]
             key = "group_size" if self.claim.group_size == 1 else "smallest_group"
             raise ValueError(
                 f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "
@@ -78,16 +537,11 @@ class Recipe(RecipeOptions):
         if self.learner != "ppo":
             return self
         credit = self.credit
-        has_another = not baselines()[credit.baseline].is_zero
-        if has_another or normalisations()[credit.normalisation].spread_over == "baseline":
+        has_another = not BASELINES[credit.baseline].is_zero
+        if has_another or NORMALISATIONS[credit.normalisation].spread_over == "baseline":
             raise ValueError(
                 'learner "ppo" has its critic as the baseline: set credit.baseline = "none" and '
                 'credit.normalisation = "batch" (or "none")'
-            )
-        if credit.assignment == "discounted" and self.ppo.gamma < 1:
-            raise ValueError(
-                'credit.assignment = "discounted" and ppo.gamma < 1 would discount twice: '
-                'set ppo.gamma = 1.0 or credit.assignment = "identical"'
             )
         return self
 
@@ -97,15 +551,10 @@ class Recipe(RecipeOptions):
         if self.learner != "sft":
             return self
         credit = self.credit
-        if not baselines()[credit.baseline].is_zero or credit.normalisation != "none":
+        if not BASELINES[credit.baseline].is_zero or credit.normalisation != "none":
             raise ValueError(
                 'learner "sft" compares episodes with none: set credit.baseline = "none" and '
                 'credit.normalisation = "none"'
-            )
-        if credit.assignment == "discounted":
-            raise ValueError(
-                'learner "sft" trains all calls of an episode alike: set credit.assignment to '
-                '"identical", or another that does not discount'
             )
         if self.kl.coefficient and self.kl.place == "reward":
             raise ValueError('learner "sft" has no reward in its loss: set kl.place = "loss"')
@@ -138,8 +587,22 @@ class Recipe(RecipeOptions):
 
     @property
     def reward_rule(self) -> RewardRule:
-        """Return what the reward is the sum of."""
-        return rule_of(self.reward)
+        """Return what the reward is the sum of: the metric `reward` alone if none is named."""
+        if not self.reward:
+            return REWARD_ALONE
+        return RewardRule(
+            terms=tuple(
+                RewardTerm(
+                    metric=metric,
+                    weight=options.weight,
+                    low=options.range[0],
+                    high=options.range[1],
+                    default=options.default,
+                    texts=dict(options.values),
+                )
+                for metric, options in self.reward.items()
+            )
+        )
 
     @property
     def judged_by(self) -> GateOptions:

@@ -11,8 +11,9 @@ from store.records import Group, Record
 from store.updates.claims import Claim, Outcome
 from store.updates.ready import ClaimRule
 from trainer.batches.rows import Row, imitated_rows, training_rows
+from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
-from trainer.credit.baselines.registry import baselines
+from trainer.credit.baselines import BASELINES
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
 from trainer.updates.imitable import with_imitable
@@ -25,6 +26,8 @@ from trainer.updates.unreplayed import UNREPLAYED, without_calls
 LOST: Final = "lost_versions"
 # How many times `claim.groups` an update takes that had to wait for an adapter slot.
 PACED: Final = 4
+# Seconds without activity until an unscored episode that failed takes `credit.failed_reward`.
+FAILED_AFTER_S: Final = 60.0
 NO_VERSION: Final[Mapping[int, str]] = {}
 NO_CALL: Final[Mapping[str, str]] = {}
 NO_EPISODE: Final[Mapping[UUID, float]] = {}
@@ -56,14 +59,13 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         smallest_group=rule.smallest_group,
         max_age_s=rule.max_age_s,
         max_staleness=rule.max_staleness,
-        max_episode_age_s=rule.max_episode_age_s,
-        failed_after_s=None if recipe.credit.failed_reward is None else rule.failed_after_s,
+        failed_after_s=None if recipe.credit.failed_reward is None else FAILED_AFTER_S,
         call_rewards_after_s=rule.call_rewards_after_s if recipe.credit.pays_single_calls else None,
         # What single calls were given is not compared in the store.
-        needs_spread=baselines()[recipe.credit.baseline].needs_group
+        needs_spread=BASELINES[recipe.credit.baseline].needs_group
         and not recipe.credit.pays_single_calls,
         failed_reward=recipe.credit.failed_reward,
-        most_groups=rule.most_groups or PACED * rule.groups,
+        most_groups=PACED * rule.groups,
         least_reward=_least_reward(recipe),
     )
 
@@ -134,7 +136,7 @@ def _credited(claim: Claim, recipe: Recipe, far: Mapping[UUID, float]) -> Credit
 
 def _baselines(credited: Credited, recipe: Recipe) -> dict[str, Any] | None:
     """Return the moving baselines for the next update, as `Plan.baselines`."""
-    is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
+    is_carried = BASELINES[recipe.credit.baseline].needs_moving_averages
     return to_builtins(credited.baselines) if is_carried else None
 
 
@@ -171,8 +173,7 @@ def _signal_groups(
     groups = [group for group in claim.groups if any(one.id in trained for one in group.episodes)]
     if recipe.kept is not None:
         return len(groups)
-    rule = recipe.credit
-    of_air = 1.0 if rule.air_spread is None else min(1.0, rule.air_lambda / rule.air_spread)
+    of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
     return sum(1.0 if _finals_differ(group, credited) else of_air for group in groups)
 
 

@@ -22,7 +22,7 @@ from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing import adapters
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher, is_too_far
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 from trainer.updates.recording import Recording
 from trainer.updates.versions import Versions
 

@@ -14,7 +14,7 @@ from store.records import TRAIN
 from trainer.publishing.adapters import read_manifest
 
 # All of a version but its manifest, which names the update's id.
-COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")
+COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "base.json", "trainer/*")
 
 # Beside the ledger there may be callers of the evaluation split, whose episodes nobody trains.
 LEDGER: Final = f"e.split = '{TRAIN}'"

@@ -59,7 +59,7 @@ def trainer_kills(
         folder,
         updates,
         seed,
-        recipe_toml(updates, learner, baseline),
+        recipe_toml(learner, baseline),
         policies,
         shared,
         kills=of_trainers,

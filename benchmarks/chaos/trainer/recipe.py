@@ -13,8 +13,8 @@ CREDIT: Final = {
 }
 
 
-def recipe_toml(updates: int, learner: str, baseline: str) -> str:
-    """Return a recipe of two optimiser steps an update, its rate rising and falling within the run.
+def recipe_toml(learner: str, baseline: str) -> str:
+    """Return a recipe of two optimiser steps an update.
 
     PPO has its critic as the baseline and SFT has none, whatever `baseline` says.
     """
@@ -30,9 +30,6 @@ max_staleness = 1000000
 {credit}
 [optimizer]
 learning_rate = 2e-3
-schedule = "cosine"
-warmup_steps = 3
-total_steps = {4 * updates * STEPS}
 [batch]
 steps = {STEPS}
 micro_batch_tokens = 64

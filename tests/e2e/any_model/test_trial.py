@@ -13,8 +13,7 @@ from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 from trainer.publishing.model_server import Replicas
-from trainer.recipes.adapter import LoraOptions, PublishOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import LoraOptions, PublishOptions, Recipe
 from trainer.updates.trial import Trial
 
 pytestmark = [

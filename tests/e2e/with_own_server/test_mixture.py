@@ -23,10 +23,8 @@ from tests.support.waiting import eventually
 from trainer.batches.rows import bare_row
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
-from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.recipes.adapter import LoraOptions
+from trainer.publishing.model_server import ModelServer
 from trainer.recipes.recipe import load_recipe
-from trainer.updates.trial import Trial
 
 pytestmark = [
     pytest.mark.e2e,
@@ -139,13 +137,3 @@ async def difference(stack: Stack, mixture: str, folder: Path, scratch: Path) ->
     async with ModelServer(f"http://127.0.0.1:{stack.plan.vllm.port}/v1") as server:
         served = await server.prompt_logprobs(f"{POLICY}@{folder.name}", ids)
     return sum(abs(a - b) for a, b in zip(served[1:], own, strict=True)) / len(own)
-
-
-async def test_a_server_that_adapts_no_experts_is_named_before_anything_is_trained(
-    stack: Stack, mixture: str, tmp_path: Path
-) -> None:
-    chosen = load_recipe(RECIPE).model_copy(update={"lora": LoraOptions(experts=True)})
-    learner = Learner(mixture, chosen, seed=0, scratch=tmp_path)
-    async with Replicas([f"http://127.0.0.1:{stack.plan.vllm.port}/v1"]) as servers:
-        why = await Trial(learner, tmp_path, servers, POLICY, chosen).why_unserved()
-    assert "lora.experts" in (why or "")

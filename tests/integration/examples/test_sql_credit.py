@@ -18,8 +18,8 @@ from store.version_states import ensure_base
 from tests.integration.conftest import proxy_with, settings_for
 from tests.integration.examples.test_framework_agents import SQL, run_program
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
-from trainer.credit.accounts import account_of
-from trainer.credit.air import air_rewards
+from trainer.credit.air import air_reward
+from trainer.credit.returns import account_of
 from trainer.recipes.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(
@@ -63,9 +63,10 @@ async def an_episode(
     return episode
 
 
-def air(episode: Episode) -> list[float]:
+def air(episode: Episode) -> float:
     rule = load_recipe(str(find_scenario("sql").folder / "recipe.toml")).credit
-    return air_rewards([call.events for call in account_of(episode, REWARD_ALONE).calls], rule)
+    calls = account_of(episode, REWARD_ALONE).calls
+    return air_reward([event for call in calls for event in call.events], rule)
 
 
 def statuses(episode: Episode) -> list[list[tuple[str | None, str]]]:
@@ -79,7 +80,7 @@ async def test_a_query_that_fails_costs_and_one_that_runs_pays(
     writer, rewriter = [("execute_sql", "error")], [("execute_sql", "ok")]
     assert statuses(episode) == [writer, [], rewriter, []]
     assert episode.stray_tool_events == ()
-    assert air(episode) == pytest.approx([0.2 * (1 - 0.5) / 2] * 4)
+    assert air(episode) == pytest.approx(0.2 * (1 - 0.5) / 2)
     # The queries were not written by a tool call: their own text was what ran.
     assert json.loads(episode.calls[0].reply or b"")["choices"][0]["message"]["content"] == (
         f"{WRONG}\n"
@@ -91,4 +92,4 @@ async def test_a_first_query_that_runs_pays_all_of_air(
 ) -> None:
     episode = await an_episode(database_url, engine, upstream, tmp_path, SQL)
     assert statuses(episode) == [[("execute_sql", "ok")], []]
-    assert air(episode) == pytest.approx([0.2] * 2)
+    assert air(episode) == pytest.approx(0.2)

@@ -29,8 +29,7 @@ from tests.support.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.errors import RecipeError
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
@@ -92,7 +91,7 @@ def lines_of(credited: Any) -> list[CreditLine]:
     [
         {},
         {"assignment": "call", "failed_reward": -1.0},
-        {"assignment": "per_agent", "air_assignment": "step"},
+        {"assignment": "per_agent"},
         {"baseline": "moving", "equal_weight": "token"},
     ],
 )
@@ -161,40 +160,6 @@ async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
         assert found.notes == []
     # 0.7 less 0.1 (ok and error of the same call count once, as an error), against 0.
     assert [line.advantage for line in expected[:3]] == pytest.approx([0.3] * 3, abs=1e-12)
-
-
-async def test_of_an_update_of_before_air_spread_what_it_computed_then(engine: AsyncEngine) -> None:
-    """The sums 1.2 and 0.9 were compared then, with their own spread: that is explained."""
-    await store(
-        engine,
-        call("a1", task="a", tool_calls=asked("t1")),
-        call("a1", task="a", tool_events=(tool_event("ok", "t1"),)),
-        call("a2", task="a", tool_calls=asked("t2")),
-        call("a2", task="a", tool_events=(tool_event("error", "t2"),)),
-        reward(1.0, episode="a1"),
-        reward(1.0, episode="a2"),
-    )
-    recipe = Recipe.model_validate({"claim": {"group_size": 2, "groups": 1}})
-    recorded = recipe.model_dump(mode="json")
-    assert recorded["credit"].pop("air_spread") == 0.5
-    await trained(engine, recorded, recipe)
-    before = (await explain_update(engine, 1, "m")).lines
-    assert sorted({line.advantage for line in before}) == pytest.approx(
-        [-(2**-0.5), 2**-0.5], abs=1e-12
-    )
-
-    await store(
-        engine,
-        call("b1", task="b", tool_calls=asked("t3")),
-        call("b1", task="b", tool_events=(tool_event("ok", "t3"),)),
-        call("b2", task="b", tool_calls=asked("t4")),
-        call("b2", task="b", tool_events=(tool_event("error", "t4"),)),
-        reward(1.0, episode="b1"),
-        reward(1.0, episode="b2"),
-    )
-    await trained(engine, recipe.model_dump(mode="json"), recipe, version=2)
-    after = (await explain_update(engine, 2, "m")).lines
-    assert sorted({line.advantage for line in after}) == pytest.approx([-0.3, 0.3], abs=1e-12)
 
 
 async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine) -> None:

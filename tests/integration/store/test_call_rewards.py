@@ -78,13 +78,10 @@ async def test_they_are_claimed_and_trained_once(engine: AsyncEngine, assignment
     assert await reasons(engine) == {"e": None}
 
 
-@pytest.mark.parametrize("assignment", ["identical", "discounted", "first_call", "last_call"])
-async def test_where_the_recipe_does_not_pay_them_they_are_not(
-    engine: AsyncEngine, assignment: str
-) -> None:
+async def test_where_the_recipe_does_not_pay_them_they_are_not(engine: AsyncEngine) -> None:
     one = made("e")
     await store(engine, one, given(1.0, one))
-    assert await taken(engine, recipe(assignment)) == []
+    assert await taken(engine, recipe("identical")) == []
 
 
 async def test_calls_that_nobody_scored_are_left_out_of_the_loss(engine: AsyncEngine) -> None:

@@ -17,9 +17,7 @@ from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update
 
 # Rewards in these tests were stated long ago; what must not have waited says so.

@@ -18,7 +18,7 @@ from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.recovery import run_once
 from tests.support.training import sft_recipe
-from trainer.recipes.training import SftOptions
+from trainer.recipes.recipe import SftOptions
 
 pytestmark = pytest.mark.timeout(240)
 BEST = SftOptions(min_reward=1.0, most_per_task=1)

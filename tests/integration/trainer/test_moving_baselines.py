@@ -17,9 +17,7 @@ from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 from trainer.settings import TrainerSettings
 
 RECIPE = Recipe(

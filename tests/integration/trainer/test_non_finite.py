@@ -25,10 +25,7 @@ from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, CreditOptions, PublishOptions, Recipe
 from trainer.settings import TrainerSettings
 
 GROUPS = 3
@@ -133,7 +130,6 @@ async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
     trained = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
     assert any(not torch.equal(before[n], trained[n]) for n in before)
     assert all(bool(torch.isfinite(p).all()) for p in trained.values())
-    assert bench.real._step.taken == steps
     # What gives one policy no finite gradient may give another one.
     query = text("SELECT quarantined_reason FROM episodes WHERE key = 't0-1'")
     async with engine.connect() as connection:

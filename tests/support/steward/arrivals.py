@@ -10,7 +10,7 @@ from store.ids import lowest_id_at
 from store.records import Arm, SpoolRecord
 from store.versions import PolicyState, PolicyVersion, policy_name
 from tests.support.records import call, reward
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 DELAY = timedelta(seconds=600)
 RULE = GateOptions(

@@ -23,7 +23,7 @@ from store.write.ingest import Ingester
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, reward
 from trainer.publishing.model_server import Replicas
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 RULE = GateOptions(
     mode="gated",

@@ -9,9 +9,7 @@ from tests.support.trainer.recovery import Bench
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
 from trainer.settings import TrainerSettings
 
 

@@ -59,7 +59,7 @@ PPO = (
 PPO = f'learner = "ppo"\n{PPO}'
 GATED = f'{GROUP}[gate]\nmode = "gated"\n'
 RECIPES = {"group": GROUP, "moving": MOVING, "ppo": PPO}
-FILES = ("adapter_model.safetensors", "adapter_config.json", "progress.json")
+FILES = ("adapter_model.safetensors", "adapter_config.json", "base.json")
 WAVES = 3
 Waves = list[list[SpoolRecord]]
 
@@ -167,9 +167,7 @@ class Bench:
 
     def written(self, number: int) -> dict[str, bytes]:
         """Return the bytes of a version's adapter, and of its progress."""
-        return {
-            name: (self.version(number) / name).read_bytes() for name in (*FILES, "progress.json")
-        }
+        return {name: (self.version(number) / name).read_bytes() for name in (*FILES, "base.json")}
 
     def state(self, number: int) -> dict[str, bytes]:
         """Return the bytes of what a version resumes with."""

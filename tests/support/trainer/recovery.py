@@ -23,14 +23,16 @@ from trainer.batches.rows import Row, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.adapters import write_progress
+from trainer.publishing.adapters import write_base
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.gate import GateOptions
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.training import OptimizerOptions
+from trainer.recipes.recipe import (
+    ClaimOptions,
+    GateOptions,
+    OptimizerOptions,
+    PublishOptions,
+    Recipe,
+)
 from trainer.settings import TrainerSettings
 
 
@@ -87,7 +89,7 @@ class FakeLearner:
             raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
-        write_progress(folder, 1 + len(list(self._versions.glob("[0-9]*"))))
+        write_base(folder, f"base of {len(list(self._versions.glob('[0-9]*')))}")
 
     def misfit(self, adapter: Path) -> str | None:
         return None

@@ -19,9 +19,7 @@ from trainer.batches.rows import Row, bare_row
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
 from trainer.rounds import Rounds
 from trainer.settings import TrainerSettings
 from trainer.trainee import Trainee

@@ -10,8 +10,7 @@ import pytest
 from pawl.settings import known_variables
 from tests.conftest import ROOT
 from tests.support.docs.documents import anchors, links
-from trainer.recipes.options import RecipeOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import Recipe, RecipeOptions
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])

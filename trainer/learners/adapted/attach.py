@@ -13,17 +13,15 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import LearnerError
-from trainer.learners.adapted.choice import Choice, ModelModule, choose, expert_holders
+from trainer.learners.adapted.choice import ModelModule, choose
 from trainer.learners.kernels.lean import make_adapter_lean
 from trainer.publishing.adapters import reading
-from trainer.recipes.adapter import AUTO, LoraOptions
+from trainer.recipes.recipe import AUTO, LoraOptions
 
 TASK: Final = "CAUSAL_LM"
 LINEAR: Final = (torch.nn.Linear, Conv1D)
 # What PEFT calls every linear layer but the LM head.
 ALL_LINEAR: Final = "all-linear"
-# The axes of a parameter that holds a matrix for each expert.
-STACKED: Final = 3
 
 
 def attach_adapter(base: Any, lora: LoraOptions, adapter: Path | None, seed: int) -> PeftModel:
@@ -35,12 +33,10 @@ def attach_adapter(base: Any, lora: LoraOptions, adapter: Path | None, seed: int
     """
     model = _new(base, lora, seed) if adapter is None else _restored(base, adapter)
     for config in model.peft_config.values():
-        for key in ("target_modules", "target_parameters"):
-            names = getattr(config, key)
-            if isinstance(names, set):
-                # A set is written in an order that differs between processes: the same update
-                # would have other bytes.
-                setattr(config, key, sorted(names))
+        if isinstance(config.target_modules, set):
+            # A set is written in an order that differs between processes: the same update would
+            # have other bytes.
+            config.target_modules = sorted(config.target_modules)
     make_adapter_lean(model)
     return model
 
@@ -66,11 +62,6 @@ def parts_of(base: Any) -> list[ModelModule]:
             kind=type(module).__name__,
             linear=isinstance(module, LINEAR),
             head=module is head,
-            stacks=tuple(
-                own
-                for own, parameter in module.named_parameters(recurse=False)
-                if parameter.ndim == STACKED
-            ),
         )
         for name, module in base.named_modules()
     ]
@@ -107,35 +98,17 @@ def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
 def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, with names of modules that there are."""
     by_architecture = lora.target_modules == AUTO
-    choice = _chosen(lora, parts) if by_architecture else Choice(layers=())
-    chosen = ALL_LINEAR if choice.layers is None else list(choice.layers)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=chosen if by_architecture else lora.target_modules,
-        target_parameters=list(choice.stacks) or None,
+        target_modules=choose(parts) or ALL_LINEAR if by_architecture else lora.target_modules,
         task_type=TASK,
     )
     if not by_architecture:
         convert_peft_config_for_transformers(config, base, None)
         _check_names(config.target_modules, parts)
     return config
-
-
-def _chosen(lora: LoraOptions, parts: list[ModelModule]) -> Choice:
-    """Return the layers that the architecture says.
-
-    Raises:
-        LearnerError: the recipe asks for experts, and the model has none that LoRA can adapt.
-    """
-    choice = choose(parts, experts=lora.experts)
-    if lora.experts and choice == choose(parts, experts=False):
-        which = " that LoRA can adapt" if expert_holders(parts) else ""
-        raise LearnerError(
-            f"lora.experts is set, and the model has no experts{which}: leave it out"
-        )
-    return choice
 
 
 def _check_names(names: Any, parts: list[ModelModule]) -> None:

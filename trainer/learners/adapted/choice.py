@@ -3,7 +3,7 @@
 Attention and dense layers do, the shared experts of a mixture among them: every token passes
 through these. Routers never do: where a changed router sends a token is a jump that no gradient
 sees, and the least difference in arithmetic between server and trainer makes it another jump.
-Experts do on request: each sees few of an update's tokens, and servers differ in which they adapt.
+Nor do experts: each sees few of an update's tokens, and few servers adapt them.
 """
 
 import re
@@ -29,45 +29,33 @@ class ModelModule(Record, frozen=True, kw_only=True):
         kind: the name of its class.
         linear: whether it is a linear layer, which LoRA can adapt.
         head: whether it is the LM head.
-        stacks: its own parameters that hold a matrix for each expert, by name.
     """
 
     name: str
     kind: str
     linear: bool = False
     head: bool = False
-    stacks: tuple[str, ...] = ()
 
 
-class Choice(Record, frozen=True, kw_only=True):
-    """Hold the paths of what gets an adapter: linear layers, and stacks of experts' matrices.
+def choose(parts: Sequence[ModelModule]) -> list[str] | None:
+    """Return the paths of the layers that get an adapter if the recipe names none.
 
-    `layers` is None where that is every linear layer but the LM head.
+    None is every linear layer but the LM head.
     """
-
-    layers: tuple[str, ...] | None
-    stacks: tuple[str, ...] = ()
-
-
-def choose(parts: Sequence[ModelModule], *, experts: bool) -> Choice:
-    """Return what gets an adapter if the recipe names no layers; `experts` as well if it asks."""
-    holders = expert_holders(parts)
+    holders = _expert_holders(parts)
     routers = _routers(parts, holders)
     linear = [part.name for part in parts if part.linear and not part.head]
-    dense = [name for name in linear if not _is_inside(name, holders)]
-    layers = [name for name in dense if not _is_inside(name, routers) and _leaf(name) not in FOLDED]
-    if not holders and layers == linear:
-        return Choice(layers=None)
-    if not experts:
-        return Choice(layers=tuple(layers))
-    inside = [part for part in parts if _is_inside(part.name, holders)]
-    return Choice(
-        layers=(*layers, *(part.name for part in inside if part.linear)),
-        stacks=tuple(f"{part.name}.{stack}" for part in inside for stack in part.stacks),
-    )
+    layers = [
+        name
+        for name in linear
+        if not _is_inside(name, holders)
+        and not _is_inside(name, routers)
+        and _leaf(name) not in FOLDED
+    ]
+    return None if not holders and layers == linear else layers
 
 
-def expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
+def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
     """Return the paths of the modules that hold experts among which tokens are divided."""
     return frozenset(
         part.name

@@ -4,17 +4,17 @@ GAE (arXiv:1506.02438 §3) on one chain of tokens: the trained calls of an episo
 The state after a call's last token is the next trained call's prompt; calls between them that
 are not trained belong to the environment.
 
-    δ_t = reward_t + γ_t · V_{t+1} − V_t          V after the last token is 0
-    A_t = δ_t + γ_t · λ · A_{t+1}
+    δ_t = reward_t + V_{t+1} − V_t          V after the last token is 0
+    A_t = δ_t + λ · A_{t+1}
 
-A call is one action of the episode (Agent Lightning, arXiv:2508.03680 §3.2), so γ_t is
-`gamma` on a call's last token and 1 within the call; λ counts tokens. Rewards stand on the
-last token of a call. They are derived from the returns G_k that credit assignment gives:
+Nothing is discounted: an episode's end is worth as much to its first call as to its last. λ counts
+tokens. Rewards stand on the last token of a call. They are derived from the returns G_k that credit
+assignment gives:
 
     reward of call k = G_k − G_{k+1},  of the last call G_K
 
-With γ = 1 the return of every token is then its call's r_total, whatever the assignment:
-identical credit puts one reward at the episode's end, step-wise credit one on each call.
+The return of every token is then its call's r_total, whatever the assignment: identical credit puts
+one reward at the episode's end, rewards of single calls one on each call.
 """
 
 from collections.abc import Sequence
@@ -38,26 +38,22 @@ class ValuedCall(NamedTuple):
 
 
 def call_rewards(totals: Sequence[float]) -> list[float]:
-    """Return each call's reward, such that the undiscounted returns are `totals`, (K,)."""
+    """Return each call's reward, such that the returns are `totals`, (K,)."""
     return [here - after for here, after in pairwise([*totals, 0.0])]
 
 
-def estimate(
-    rewards: Sequence[float], values: Sequence[float], discounts: Sequence[float], trace: float
-) -> list[float]:
+def estimate(rewards: Sequence[float], values: Sequence[float], trace: float) -> list[float]:
     """Return the GAE of one chain of T tokens; all shapes are (T,), `trace` is λ."""
     advantages = [0.0] * len(rewards)
     value_after, advantage_after = 0.0, 0.0
     for step in reversed(range(len(rewards))):
-        delta = rewards[step] + discounts[step] * value_after - values[step]
-        advantages[step] = delta + discounts[step] * trace * advantage_after
+        delta = rewards[step] + value_after - values[step]
+        advantages[step] = delta + trace * advantage_after
         value_after, advantage_after = values[step], advantages[step]
     return advantages
 
 
-def episode_advantages(
-    calls: Sequence[ValuedCall], gamma: float, trace: float
-) -> list[list[float]]:
+def episode_advantages(calls: Sequence[ValuedCall], trace: float) -> list[list[float]]:
     """Return the advantage of every token of an episode's trained calls, given by position."""
     last_rewards = call_rewards([call.r_total for call in calls])
     rewards = [
@@ -65,13 +61,8 @@ def episode_advantages(
         for call, last_reward in zip(calls, last_rewards, strict=True)
         for token, reward in enumerate(call.rewards)
     ]
-    discounts = [
-        gamma if token == len(call.values) - 1 else 1.0
-        for call in calls
-        for token in range(len(call.values))
-    ]
     values = list(chain.from_iterable(call.values for call in calls))
-    remaining = iter(estimate(rewards, values, discounts, trace))
+    remaining = iter(estimate(rewards, values, trace))
     return [[next(remaining) for _ in call.values] for call in calls]
 
 
@@ -80,7 +71,6 @@ def row_advantages(
     values: Sequence[Sequence[float]],
     rewards: Sequence[Sequence[float]],
     *,
-    gamma: float,
     trace: float,
     by_agent: bool,
 ) -> list[list[float]]:
@@ -101,7 +91,7 @@ def row_advantages(
     for _, group in groupby(order, key=chain_of):
         indices = list(group)
         calls = [ValuedCall(rows[i].r_total, values[i], rewards[i]) for i in indices]
-        for index, advantages in zip(indices, episode_advantages(calls, gamma, trace), strict=True):
+        for index, advantages in zip(indices, episode_advantages(calls, trace), strict=True):
             by_row[index] = advantages
     return by_row
 

@@ -31,8 +31,7 @@ from trainer.learners.off_policy import (
     compare,
     keeps_loss,
 )
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.training import OffPolicyOptions
+from trainer.recipes.recipe import OffPolicyOptions, Recipe
 
 with no_vllm():
     from trl import GRPOConfig, GRPOTrainer
@@ -82,7 +81,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
         rule = self.off_policy
         versions = [None if row.recomputed else row.version for row in self._rows]
-        bounds = bounds_by_length(mask, rule.sequence_min, rule.sequence_max, rule.sequence_length)
+        bounds = bounds_by_length(mask, rule.sequence_min, rule.sequence_max)
         keeps = keeps_loss(log_ratios, mask, *bounds)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.

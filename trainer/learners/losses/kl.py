@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row, RowKey
-from trainer.recipes.training import KlOptions
+from trainer.recipes.recipe import KlOptions
 
 # One value for each sampled token, (S,), by row.
 ByRow = dict[RowKey, list[float]]

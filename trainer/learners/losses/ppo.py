@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row
-from trainer.credit.normalisations.registry import normalisations
+from trainer.credit.advantages import SMALLEST_SPREAD
+from trainer.credit.baselines import NORMALISATIONS
 from trainer.learners.critic.gae import explained_variance, normalised, row_advantages
 from trainer.learners.critic.value_head import NAME, add_value_head, values_of
 from trainer.learners.losses.grpo import StoredGrpoTrainer, build_trainer
@@ -34,7 +35,6 @@ class Targets(NamedTuple):
     """Hold the values that an update keeps fixed for each sampled token, by row."""
 
     old: ByRow
-    values: ByRow
     returns: ByRow
     # Including the importance weight, without the row's loss weight.
     advantages: ByRow
@@ -80,11 +80,10 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         ]
         self._explained = explained_variance(values, returns, weights)
         credit = self.recipe.credit
-        if normalisations()[credit.normalisation].spread_over == "update":
-            advantages = normalised(advantages, weights, credit.smallest_spread)
+        if NORMALISATIONS[credit.normalisation].spread_over == "update":
+            advantages = normalised(advantages, weights, SMALLEST_SPREAD)
         self._targets = Targets(
             old=view.policy,
-            values=view.values,
             returns={row.key: own for row, own in zip(rows, returns, strict=True)},
             advantages={
                 row.key: self._importance_weighted(row, view.policy[row.key], own)
@@ -99,7 +98,6 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             rows,
             [view.values[row.key] for row in rows],
             [self.kl.rewards(row, view.policy[row.key]) for row in rows],
-            gamma=ppo.gamma,
             trace=ppo.gae_lambda,
             by_agent=self.recipe.credit.assignment == "per_agent",
         )
@@ -133,21 +131,11 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return super().loss_of(rows) + self._critic_loss(rows)
 
     def _critic_loss(self, rows: Sequence[Row]) -> Tensor:
-        """Return ½ (V − return)², each token with its weight in the surrogate.
-
-        With `value_clip` it is the larger of this and the loss of V clipped to within that distance
-        of its value before the update (PPO-style value clipping; arXiv:2006.05990 §3.4 advises
-        against it).
-        """
+        """Return ½ (V − return)², each token with its weight in the surrogate."""
         values = values_of(self.critic, self.scored)
         weights = token_weights(rows, values.device)
         returns = concatenated(rows, self._targets.returns, values.device)
         errors = (values - returns).square()
-        bound = self.recipe.ppo.value_clip
-        if bound is not None:
-            before = concatenated(rows, self._targets.values, values.device)
-            near = before + (values - before).clamp(-bound, bound)
-            errors = torch.maximum(errors, (near - returns).square())
         loss = 0.5 * (weights * errors).sum()
         self._critic_errors += float(loss.detach())
         self._critic_weight += float(weights.sum())

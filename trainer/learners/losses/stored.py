@@ -119,8 +119,7 @@ def arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
         "learning_rate": recipe.optimizer.learning_rate,
-        "weight_decay": recipe.optimizer.weight_decay,
-        "max_grad_norm": recipe.optimizer.max_grad_norm,
+        "weight_decay": 0.0,
         "lr_scheduler_type": "constant",
         "gradient_accumulation_steps": 1,
         "gradient_checkpointing": False,

@@ -63,7 +63,7 @@ async def test_in_as_version_1_and_out_with_the_same_weights(
     exported = await run("export", "writer", "out")
     assert (exported.exit_code, exported.stdout) == (0, "writer@1 is in out\n")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("adapter_config.json", WEIGHTS, "progress.json")
+        *("adapter_config.json", WEIGHTS, "base.json")
     ]
     version = tmp_path / "adapters/writer/1" / WEIGHTS
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == version.read_bytes()

@@ -25,7 +25,7 @@ from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.steward.trials import changes, live, on_trial, pass_time, states, trained_on
 from trainer.publishing.model_server import Replicas
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 RULE = GateOptions(base_share=0.4, margin=0.2, reward_delay_s=600.0)
 GOOD, BAD = [1.0, 0.9], [0.0, 0.1]

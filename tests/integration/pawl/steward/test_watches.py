@@ -19,7 +19,7 @@ from store.records import Arm
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import promote, trained
 from tests.support.steward.arrivals import BEGAN, DELAY, RULE, Arrival, begun, said, version
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 NOTHING = Reference([0.0] * CELLS)
 

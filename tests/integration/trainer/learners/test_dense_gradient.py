@@ -36,6 +36,7 @@ from tests.integration.trainer.learners.test_replay import (
 from tests.support.training import PLAIN, recipe
 from tests.support.training import rows as made_rows
 from trainer.batches.rows import Row
+from trainer.learners import passes
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.learner import Learner
@@ -173,11 +174,15 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "MAX_GRAD_NORM", 1e9)
+
+
 def learner(model: str, folder: Path) -> Learner:
-    """A learner whose adapter has an effect, and that clips no gradient."""
+    """A learner whose adapter has an effect."""
     rule = recipe()
     changed = {
-        "optimizer": rule.optimizer.model_copy(update={"max_grad_norm": 1e9}),
         "off_policy": rule.off_policy.model_copy(update={"ratio_cap": CAP}),
     }
     made = Learner(model, rule.model_copy(update=changed), seed=0, scratch=folder)

@@ -40,12 +40,11 @@ def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
     return sum(each) / len(each)
 
 
-@pytest.mark.parametrize("merge_prefixes", ["auto", "never"])
+@pytest.mark.parametrize("merge", [True, False])
 def test_it_is_the_kl_over_the_whole_vocabulary(
-    tiny_model: str, tmp_path: Path, merge_prefixes: str
+    tiny_model: str, tmp_path: Path, merge: bool
 ) -> None:
-    chosen = recipe(merge_prefixes=merge_prefixes)
-    made = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, may_merge=merge)
     batch = rows()
     for _ in range(3):
         told = made.update(batch)

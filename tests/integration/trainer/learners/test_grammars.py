@@ -292,11 +292,11 @@ def test_a_learner_trains_on_what_a_grammar_held(tiny_model: str, tmp_path: Path
         for one in rows()
     ]
     found = {}
-    for choice in ("auto", "never"):
-        tiny = Learner(tiny_model, recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
+    for merge in (True, False):
+        tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, may_merge=merge)
         assert tiny.why_unreplayable(batch[0].distribution, batch[0].sampled_ids) is None
         assert tiny.why_unreplayable(batch[0].distribution, [200]) == OUTSIDE
-        found[choice] = tiny.update(batch)
-    auto, never = found["auto"], found["never"]
+        found[merge] = tiny.update(batch)
+    auto, never = found[True], found[False]
     assert auto["loss"] == pytest.approx(never["loss"], abs=1e-5)
     assert auto["grad_norm"] == pytest.approx(never["grad_norm"], rel=1e-4)

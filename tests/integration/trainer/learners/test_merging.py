@@ -27,7 +27,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.replay.places import places_of
 from trainer.learners.scoring import score_rows
-from trainer.recipes.training import OffPolicyOptions
+from trainer.recipes.recipe import OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)
 

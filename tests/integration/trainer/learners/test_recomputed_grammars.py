@@ -83,12 +83,12 @@ def versions(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[
     return lineage(tiny_model, tmp_path_factory.mktemp("versions"))
 
 
-@pytest.fixture(scope="module", params=["auto", "never"])
+@pytest.fixture(scope="module", params=[True, False])
 def made(
     tiny_model: str, tmp_path_factory: pytest.TempPathFactory, request: Any, versions: list[Path]
 ) -> Learner:
-    chosen = recipe(steps=2, merge_prefixes=request.param)
-    found = learner(tiny_model, tmp_path_factory.mktemp("made"), chosen)
+    scratch = tmp_path_factory.mktemp("made")
+    found = Learner(tiny_model, recipe(steps=2), 0, scratch, may_merge=request.param)
     found.restore(versions[-1])
     return found
 

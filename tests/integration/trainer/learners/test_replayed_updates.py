@@ -26,7 +26,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.replay.places import places_of
 from trainer.learners.replay.vocabulary import Vocabulary, banned_sequences
 from trainer.learners.scoring import score_rows
-from trainer.recipes.training import KlOptions
+from trainer.recipes.recipe import KlOptions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -144,10 +144,10 @@ def test_an_update_is_the_same_merged_and_not(
         msgspec.structs.replace(one, distribution=ways[index % 3])
         for index, one in enumerate(rows())
     ]
-    for choice in ("auto", "never"):
-        tiny = Learner(tiny_model, recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
-        found[choice] = tiny.update(batch)
-    auto, never = found["auto"], found["never"]
+    for merge in (True, False):
+        tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, may_merge=merge)
+        found[merge] = tiny.update(batch)
+    auto, never = found[True], found[False]
     assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-5)
     assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
 

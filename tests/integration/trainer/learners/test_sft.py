@@ -13,7 +13,7 @@ from tests.support.training import PLAIN, merged_and_not, recipe, rows, sft_reci
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
-from trainer.recipes.training import KlOptions
+from trainer.recipes.recipe import KlOptions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -30,8 +30,8 @@ def imitated(seed: int = 0) -> list[Row]:
     return [msgspec.structs.replace(row, weight=row.weight / whole) for row in made]
 
 
-def learner(model: str, folder: Path, **changes: Any) -> Learner:
-    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder)
+def learner(model: str, folder: Path, *, may_merge: bool = True, **changes: Any) -> Learner:
+    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, may_merge=may_merge)
     shake(made)
     made._model.train()
     return made
@@ -70,7 +70,7 @@ def test_merged_and_separate_rows_are_the_same_update(tiny_model: str, tmp_path:
 
 def test_prompt_tokens_have_no_gradient(tiny_model: str, tmp_path: Path) -> None:
     """At the LM head, whose input each token's loss goes through."""
-    made = learner(tiny_model, tmp_path, merge_prefixes="never")
+    made = learner(tiny_model, tmp_path, may_merge=False)
     (row,) = batch = [msgspec.structs.replace(imitated()[0], weight=1.0)]
     states: list[torch.Tensor] = []
 

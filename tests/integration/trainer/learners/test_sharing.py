@@ -13,16 +13,14 @@ from trainer.batches.rows import Row
 from trainer.errors import Interrupted
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
-from trainer.recipes.adapter import LoraOptions
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.training import KlOptions
+from trainer.recipes.recipe import KlOptions, LoraOptions
 
 pytestmark = pytest.mark.timeout(300)
 
 RECIPES = {
     "writer": recipe(steps=2),
     "checker": ppo_recipe(steps=2).model_copy(update={"lora": LoraOptions(rank=2, alpha=4)}),
-    "editor": recipe(merge_prefixes="never").model_copy(
+    "editor": recipe().model_copy(
         update={"kl": KlOptions(coefficient=0.1), "lora": LoraOptions(rank=8, alpha=8)}
     ),
 }
@@ -52,8 +50,13 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def alone(model: str, name: str, recipe: Recipe, folder: Path) -> Learner:
-    made = Learner(model, recipe, seed=0, scratch=folder)
+def learner(base: str | Base, name: str, folder: Path) -> Learner:
+    """The learner of a policy; the editor's computes shared prefixes again for each row."""
+    return Learner(base, RECIPES[name], seed=0, scratch=folder, may_merge=name != "editor")
+
+
+def alone(model: str, name: str, folder: Path) -> Learner:
+    made = learner(model, name, folder)
     for number in range(ROUNDS):
         turn(made, name, folder / name, number)
     return made
@@ -65,8 +68,8 @@ def by_themselves(
 ) -> dict[str, dict[str, bytes]]:
     """What each policy comes to in a process of its own, by policy and file."""
     folder = tmp_path_factory.mktemp("alone")
-    for name, chosen in RECIPES.items():
-        alone(tiny_model, name, chosen, folder)
+    for name in RECIPES:
+        alone(tiny_model, name, folder)
     return {name: bytes_of(folder / name) for name in RECIPES}
 
 
@@ -84,9 +87,7 @@ def test_in_any_order_of_turns_each_gets_the_bytes_that_it_gets_alone(
     order: list[str],
 ) -> None:
     base = Base(tiny_model, RECIPES["writer"])
-    sharing = {
-        name: Learner(base, chosen, seed=0, scratch=tmp_path) for name, chosen in RECIPES.items()
-    }
+    sharing = {name: learner(base, name, tmp_path) for name in RECIPES}
     for place, name in enumerate(order):
         turn(sharing[name], name, tmp_path / "shared" / name, order[:place].count(name))
     for name, expected in by_themselves.items():

@@ -15,8 +15,7 @@ from tests.support.trainer.pacing import gauge, working
 from tests.support.trainer.recovery import Bench, bench
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
-from trainer.recipes.claim import ClaimOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import ClaimOptions, Recipe
 
 __all__ = ["bench"]
 
@@ -80,7 +79,7 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
 
 
 async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:
-    async with working(bench, 2, longest_pin_s=3600.0) as loop:
+    async with working(bench, 2) as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -133,7 +132,7 @@ async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: B
 
 
 async def test_a_version_in_use_stays_until_its_slot_is_wanted(bench: Bench) -> None:
-    async with working(bench, 2, longest_pin_s=3600.0) as loop:
+    async with working(bench, 2) as loop:
         assert await loop.update_once()
         await bench.fill("u")
         assert await loop.update_once()

@@ -122,9 +122,9 @@ async def test_an_exported_version_is_known_by_the_hash_of_its_base(
     with_config(base_model_name_or_path="/models/moved")(bench.adapter, "")
     with pytest.raises(AdapterError, match="m@1 has its weights"):
         await bench.imports()
-    progress = bench.adapter / "progress.json"
-    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"base": "another"}))
-    with pytest.raises(AdapterError, match=r"on another base model, says its progress\.json"):
+    base_file = bench.adapter / "base.json"
+    base_file.write_text(json.dumps(json.loads(base_file.read_text()) | {"base": "another"}))
+    with pytest.raises(AdapterError, match=r"on another base model, says its base\.json"):
         await bench.imports()
 
 

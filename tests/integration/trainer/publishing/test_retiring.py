@@ -11,7 +11,7 @@ from tests.support.servers.fake_server import fake_model_server
 from tests.support.steward.replicas import publish, retire
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.recipe import PublishOptions
 
 
 @pytest.mark.parametrize("is_called_back", [False, True])

@@ -25,7 +25,7 @@ from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 from trainer.updates.recording import Recording
 
 GATED = GateOptions(mode="gated")

@@ -19,7 +19,7 @@ from trainer.errors import DriftOutOfBounds, FilesUnread
 from trainer.publishing import adapters
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.recipe import PublishOptions
 
 __all__ = ["bench"]
 

@@ -17,21 +17,15 @@ from trainer.batches.rows import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
-from trainer.publishing.adapters import PROGRESS, read_progress
-from trainer.recipes.recipe import Recipe
-from trainer.recipes.schedule import rate_share
-from trainer.recipes.training import OptimizerOptions
+from trainer.recipes.recipe import OptimizerOptions
 
-SCHEDULE = OptimizerOptions(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)
+RATE = 1e-2
 
 
-def learner(model: str, folder: Path, **optimizer: Any) -> Learner:
-    rule = SCHEDULE.model_copy(update=optimizer)
-    return Learner(model, scheduled(rule), seed=0, scratch=folder)
-
-
-def scheduled(rule: OptimizerOptions) -> Recipe:
-    return recipe(steps=2).model_copy(update={"optimizer": rule})
+def learner(model: str, folder: Path, rate: float = RATE) -> Learner:
+    rule = OptimizerOptions(learning_rate=rate)
+    chosen = recipe(steps=2).model_copy(update={"optimizer": rule})
+    return Learner(model, chosen, seed=0, scratch=folder)
 
 
 def save(made: Learner, folder: Path) -> Path:
@@ -41,7 +35,7 @@ def save(made: Learner, folder: Path) -> Path:
 
 
 def same(one: Path, other: Path) -> bool:
-    names = ("adapter_model.safetensors", "adapter_config.json", "progress.json")
+    names = ("adapter_model.safetensors", "adapter_config.json", "base.json")
     names += ("trainer/optimizer.pt",)
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
@@ -70,15 +64,6 @@ def test_another_process_continues_to_the_same_files(
     resumed.restore(tmp_path / "1")
     resumed.update(rows(1))
     assert same(save(resumed, tmp_path / "again"), straight)
-    assert read_progress(straight) == 4
-
-
-def test_the_schedule_goes_on_where_it_was(tiny_model: str, tmp_path: Path, straight: Path) -> None:
-    resumed = learner(tiny_model, tmp_path)
-    resumed.restore(tmp_path / "1")
-    rates = [resumed.update(rows(1))["learning_rate"] for _ in range(2)]
-    # Each update takes two steps: these are the fourth and the sixth from the base on.
-    assert rates == [1e-2 * rate_share(SCHEDULE, taken) for taken in (3, 5)]
 
 
 def test_a_share_of_a_step_is_a_share_of_the_rate_in_that_update_alone(
@@ -87,7 +72,7 @@ def test_a_share_of_a_step_is_a_share_of_the_rate_in_that_update_alone(
     made = learner(tiny_model, tmp_path)
     made.restore(tmp_path / "1")
     rates = [made.update(rows(1), share)["learning_rate"] for share in (0.25, 1.0)]
-    assert rates == [1e-2 * 0.25 * rate_share(SCHEDULE, 3), 1e-2 * rate_share(SCHEDULE, 5)]
+    assert rates == [0.25 * RATE, RATE]
     made.restore(tmp_path / "1")
     made.update(rows(1))
     assert same(save(made, tmp_path / "again"), straight)
@@ -171,10 +156,10 @@ def test_a_fresh_adapter_is_the_seeds_whatever_was_drawn_meanwhile(
 def test_numbers_of_a_changed_recipe_count_and_moments_stay(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
-    made = learner(tiny_model, tmp_path, learning_rate=1e-4, weight_decay=0.1)
+    made = learner(tiny_model, tmp_path, 1e-4)
     made.restore(tmp_path / "1")
     group = made._trainer.optimizer.param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (1e-4, 0.1)
+    assert group["lr"] == 1e-4
     moments = made._trainer.optimizer.state_dict()["state"]
     assert {float(state["step"]) for state in moments.values()} == {2.0}
 
@@ -188,7 +173,6 @@ def test_a_state_that_was_swept_starts_anew_and_is_told(
     with capture_logs() as log:
         made.restore(straight)
     assert [(line["event"], line["part"]) for line in log] == [("state_starts_anew", "optimizer")]
-    assert made._step.taken == 4
     assert not made._trainer.optimizer.state_dict()["state"]
 
 
@@ -198,7 +182,7 @@ def test_a_state_that_is_damaged_is_named(tiny_model: str, tmp_path: Path, strai
         learner(tiny_model, tmp_path).restore(straight)
 
 
-FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer/optimizer.pt", PROGRESS)
+FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer/optimizer.pt")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -16,7 +16,6 @@ from tests.support.trainer.recovery import Bench, FakeLearner, bench, run_once
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import Replicas
-from trainer.recipes.training import OptimizerOptions
 
 __all__ = ["bench"]
 
@@ -107,13 +106,3 @@ async def test_one_whose_claim_another_took_over_writes_nothing_down(
     assert await run_once(bench)
     assert await bench.states() == {0: "published", 2: "serving"}
     await bench.assert_spent_once(4)
-
-
-async def test_a_schedule_that_has_ended_claims_nothing_more(bench: Bench) -> None:
-    bench.optimizer = OptimizerOptions(schedule="linear", total_steps=2)
-    assert await run_once(bench)
-    await bench.fill("u")
-    assert await run_once(bench)
-    await bench.fill("v")
-    assert not await run_once(bench)
-    assert await claimed(bench) == 8

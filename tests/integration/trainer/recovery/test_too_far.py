@@ -15,7 +15,7 @@ from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 BOUND = GateOptions(most_kl_to_base=0.2)
 

@@ -13,7 +13,7 @@ from store.version_queries import numbered_version
 from store.version_states import roll_back
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, run_once
-from trainer.recipes.gate import GateOptions
+from trainer.recipes.recipe import GateOptions
 
 WATCHED = GateOptions(base_share=0.1)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from store.read.facts import MatchedEvent
 from store.records import TOOL_STATUSES
-from trainer.credit.air import air_rewards, canonical
-from trainer.recipes.credit import CreditOptions
+from trainer.credit.air import air_reward, canonical
+from trainer.recipes.recipe import CreditOptions
 
 RULE = CreditOptions()
 
@@ -22,9 +22,7 @@ def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> Matc
 
 
 def air(*calls: list[MatchedEvent]) -> float:
-    found = air_rewards(calls, RULE)
-    assert len(set(found)) == 1
-    return found[0]
+    return air_reward(itertools.chain(*calls), RULE)
 
 
 def test_the_mean_of_the_scores_times_lambda() -> None:
@@ -69,34 +67,15 @@ def test_arguments_that_are_not_json_stand_as_they_are(text: str) -> None:
     assert canonical(f" {text} ").strip('"') == text.strip('"')
 
 
-@given(st.sampled_from(TOOL_STATUSES), st.sampled_from([{}, {"search": {"error": -0.9}}]))
-def test_a_malformed_call_scores_below_one_that_failed_cleanly(
-    status: str, tools: dict[str, dict[str, float]]
-) -> None:
-    rule = CreditOptions(air_tools=tools)
-    malformed = air_rewards([[ended("malformed")]], rule)[0]
-    for tool in ("calc", "search"):
-        clean = air_rewards([[ended(status, tool=tool)]], rule)[0]
-        assert clean > malformed or status == "malformed"
+@given(st.sampled_from(TOOL_STATUSES))
+def test_a_malformed_call_scores_below_one_that_failed_cleanly(status: str) -> None:
+    assert air([ended(status)]) > air([ended("malformed")]) or status == "malformed"
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"air_tools": {"search": {"malformed": -0.5}}},
-        {"air_tools": {"search": {"error": -1.0}}},
-        {"air_tools": {"search": {"error": -2.0, "malformed": -3.0}}},
-        {"air_scores": dict.fromkeys(TOOL_STATUSES, -1.5) | {"malformed": -2.0}},
-    ],
-)
-def test_no_scores_make_it_otherwise(table: dict[str, dict[str, dict[str, float]]]) -> None:
+@pytest.mark.parametrize("scores", [{"error": -1.0}, {"malformed": -0.5}, {"timeout": -2.0}])
+def test_no_scores_make_it_otherwise(scores: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="malformed must score below"):
-        CreditOptions.model_validate(table)
-
-
-def test_scores_of_a_tool_name_known_statuses() -> None:
-    with pytest.raises(ValueError, match=r"air_tools\.search: 'okay' is not a tool status"):
-        CreditOptions(air_tools={"search": {"okay": 1.0}})
+        CreditOptions(air_scores=dict(RULE.air_scores) | scores)
 
 
 def test_scores_are_finite() -> None:

@@ -14,7 +14,7 @@ from tests.support.records import tool_event
 from tests.support.stored import episode, said, transition
 from trainer.batches.rows import training_rows
 from trainer.credit.assign import assign_credit
-from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import CreditOptions
 
 RULE = CreditOptions()
 

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from store.values.rewards import Reward
 from tests.support.lines import credited, episode
-from trainer.credit.accounts import CallAccount, EpisodeAccount
 from trainer.credit.advantages import EpisodeReturns
-from trainer.credit.returns import call_returns, mean_return
-from trainer.credit.selection import LOW_REWARD, NOT_BEST, with_best_kept
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.training import SftOptions
+from trainer.credit.assign import LOW_REWARD, NOT_BEST, with_best_kept
+from trainer.credit.returns import CallAccount, EpisodeAccount, call_returns, mean_return
+from trainer.recipes.recipe import CreditOptions, SftOptions
 
 RULE = CreditOptions(baseline="none", normalisation="none")
 

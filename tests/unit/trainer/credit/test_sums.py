@@ -11,8 +11,7 @@ from pawl.crediting.show import table
 from store.values.rewards import REWARD_ALONE, RewardRule
 from tests.support.lines import call, credited, episode, reward
 from trainer.credit.lines import credit_lines, read_lines
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe, parse_recipe
+from trainer.recipes.recipe import CreditOptions, Recipe, parse_recipe
 
 RECIPE = """
 [reward.right]

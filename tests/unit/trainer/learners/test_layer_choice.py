@@ -1,16 +1,16 @@
-"""Which layers get an adapter: never a router, never the LM head, experts only on request."""
+"""Which layers get an adapter: never a router, never the LM head, never an expert."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.adapted.choice import Choice, ModelModule, choose, expert_holders
+from trainer.learners.adapted.choice import ModelModule, choose
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def module(name: str, kind: str = "Module", *stacks: str) -> ModelModule:
-    return ModelModule(name=name, kind=kind, stacks=stacks)
+def module(name: str, kind: str = "Module") -> ModelModule:
+    return ModelModule(name=name, kind=kind)
 
 
 def linear(name: str, kind: str = "Linear") -> ModelModule:
@@ -34,23 +34,21 @@ def in_layer(layer: int, *names: str) -> set[str]:
     return {f"model.layers.{layer}.{name}" for name in names}
 
 
-def chosen(parts: list[ModelModule], *, experts: bool = False) -> set[str]:
-    choice = choose(parts, experts=experts)
-    assert choice.layers is not None
-    return {*choice.layers, *choice.stacks}
+def chosen(parts: list[ModelModule]) -> set[str]:
+    layers = choose(parts)
+    assert layers is not None
+    return set(layers)
 
 
-def test_a_dense_model_has_adapters_on_all_linear_layers_whatever_is_asked_for() -> None:
-    dense = model(*attention(0), *gated("model.layers.0.mlp"))
-    for experts in (False, True):
-        assert choose(dense, experts=experts) == Choice(layers=None)
+def test_a_dense_model_has_adapters_on_all_linear_layers() -> None:
+    assert choose(model(*attention(0), *gated("model.layers.0.mlp"))) is None
 
 
 STACKED = model(
     *attention(0),
     module("model.layers.0.mlp", "SparseMoeBlock"),
     module("model.layers.0.mlp.gate", "TopKRouter"),
-    module("model.layers.0.mlp.experts", "SomeExperts", "gate_up_proj", "down_proj"),
+    module("model.layers.0.mlp.experts", "SomeExperts"),
     *gated("model.layers.0.mlp.shared_expert"),
     linear("model.layers.0.mlp.shared_expert_gate"),
 )
@@ -58,14 +56,11 @@ SHARED = [f"mlp.shared_expert.{name}" for name in GATED]
 OF_ATTENTION = [f"self_attn.{name}" for name in ATTENTION]
 
 
-def test_stacked_experts_have_adapters_on_request_and_shared_ones_always() -> None:
-    without = in_layer(0, *OF_ATTENTION, *SHARED)
-    assert chosen(STACKED) == without
-    asked = in_layer(0, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    assert chosen(STACKED, experts=True) == without | asked
+def test_stacked_experts_have_no_adapters_and_shared_ones_have() -> None:
+    assert chosen(STACKED) == in_layer(0, *OF_ATTENTION, *SHARED)
 
 
-def test_experts_that_are_modules_have_adapters_on_request() -> None:
+def test_experts_that_are_modules_have_no_adapters() -> None:
     parts = model(
         *attention(0),
         # As models' own code has them, and transformers before version 5.
@@ -75,10 +70,7 @@ def test_experts_that_are_modules_have_adapters_on_request() -> None:
         *gated("model.layers.0.block_sparse_moe.experts.0"),
         *gated("model.layers.0.block_sparse_moe.experts.1"),
     )
-    without = in_layer(0, *OF_ATTENTION)
-    assert chosen(parts) == without
-    asked = {f"block_sparse_moe.experts.{one}.{name}" for one in (0, 1) for name in GATED}
-    assert chosen(parts, experts=True) == without | in_layer(0, *asked)
+    assert chosen(parts) == in_layer(0, *OF_ATTENTION)
 
 
 def test_dense_layers_among_mixtures_have_adapters_and_what_servers_fold_has_none() -> None:
@@ -87,7 +79,7 @@ def test_dense_layers_among_mixtures_have_adapters_and_what_servers_fold_has_non
         *(linear(f"model.layers.0.self_attn.{name}") for name in latent),
         *gated("model.layers.0.mlp"),
         module("model.layers.1.mlp.gate", "TopkRouter"),
-        module("model.layers.1.mlp.experts", "Experts", "gate_up_proj", "down_proj"),
+        module("model.layers.1.mlp.experts", "Experts"),
         *gated("model.layers.1.mlp.shared_experts"),
     )
     of_latent = [f"self_attn.{name}" for name in latent if name != "kv_b_proj"]
@@ -104,7 +96,7 @@ def test_routers_are_known_by_their_class_wherever_they_are() -> None:
         linear("model.layers.1.router.proj"),
         module("model.layers.2.moe.chooser", "TopKGating"),
         linear("model.layers.2.moe.chooser.layer"),
-        module("model.layers.0.ffn.experts", "Experts", "gate_up_proj"),
+        module("model.layers.0.ffn.experts", "Experts"),
     )
     assert chosen(parts) == in_layer(0, *OF_ATTENTION)
 
@@ -114,7 +106,7 @@ def test_a_gate_of_attention_is_no_router() -> None:
         linear("model.layers.0.self_attn.output_gate"),
         module("model.layers.0.self_attn.forget", "ForgetGate"),
         linear("model.layers.0.self_attn.forget.proj"),
-        module("model.layers.0.mlp.experts", "Experts", "gate_up_proj"),
+        module("model.layers.0.mlp.experts", "Experts"),
     )
     assert chosen(parts) == in_layer(0, "self_attn.output_gate", "self_attn.forget.proj")
 
@@ -133,7 +125,6 @@ def models(draw: st.DrawFn) -> list[ModelModule]:
                 name=name,
                 kind=draw(st.sampled_from(KINDS)),
                 linear=draw(st.booleans()),
-                stacks=("weight",) if draw(st.booleans()) else (),
             )
             for name in names
         )
@@ -141,23 +132,10 @@ def models(draw: st.DrawFn) -> list[ModelModule]:
 
 
 @given(models())
-def test_of_any_model_routers_and_head_are_left_and_experts_added_by_the_request_alone(
-    parts: list[ModelModule],
-) -> None:
-    plain, asked = (choose(parts, experts=wanted) for wanted in (False, True))
-    every = [part.name for part in parts if part.linear and not part.head]
-    layers = set(every if plain.layers is None else plain.layers)
-    assert layers <= set(every) - {part.name for part in parts if part.kind == "MoeRouter"}
-    assert not plain.stacks
-    holders = expert_holders(parts)
-
-    def of_experts(name: str) -> bool:
-        return any(name == one or name.startswith(f"{one}.") for one in holders)
-
-    assert not any(map(of_experts, layers))
-    added = set(every if asked.layers is None else asked.layers) - layers
-    assert all(map(of_experts, added | set(asked.stacks)))
-    assert (plain.layers is None) <= (not holders)
-    if holders:
-        # What is asked for is all there is.
-        assert added == {name for name in every if of_experts(name)}
+def test_of_any_model_routers_experts_and_head_are_left(parts: list[ModelModule]) -> None:
+    every = {part.name for part in parts if part.linear and not part.head}
+    chosen_layers = choose(parts)
+    layers = every if chosen_layers is None else set(chosen_layers)
+    assert layers <= every - {part.name for part in parts if part.kind == "MoeRouter"}
+    holders = [part.name for part in parts if part.kind == "MyExperts"]
+    assert not any(name == one or name.startswith(f"{one}.") for name in layers for one in holders)

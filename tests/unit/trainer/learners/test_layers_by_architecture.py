@@ -13,31 +13,30 @@ from peft.tuners.lora import LoraLayer
 from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
 from trainer.errors import LearnerError
 from trainer.learners.adapted.attach import attach_adapter, detach, parts_of
-from trainer.learners.adapted.choice import Choice, choose
+from trainer.learners.adapted.choice import choose
 from trainer.learners.state import save_adapter
-from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.recipe import LoraOptions
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 GATED = {"gate_proj", "up_proj", "down_proj"}
 LATENT = {"kv_a_proj_with_mqa", "o_proj"}
 LINEAR_ATTENTION = {"in_proj_qkvz", "in_proj_ba", "out_proj"}
 MAMBA = {"in_proj", "x_proj", "dt_proj", "out_proj"}
-# By architecture: what the layers with an adapter are called, and the experts' on request.
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
-WANTED: dict[str, tuple[Set[str], Set[str]]] = {
-    "mixtral": (ATTENTION, STACKS),
-    "qwen2_moe": (ATTENTION | GATED, STACKS),
-    "qwen3_moe": (ATTENTION, STACKS),
-    "qwen3_next": (ATTENTION | GATED | LINEAR_ATTENTION, STACKS),
-    "deepseek_v2": (LATENT | GATED | {"q_proj"}, STACKS),
-    "deepseek_v3": (LATENT | GATED | {"q_a_proj", "q_b_proj"}, STACKS),
-    "olmoe": (ATTENTION, STACKS),
-    "gpt_oss": (ATTENTION, STACKS),
-    "granitemoe": (ATTENTION, STACKS),
-    "jamba": (ATTENTION | GATED | MAMBA, STACKS),
-    "phimoe": (ATTENTION, STACKS),
-    # Its experts are matrices of two dimensions, one below the other.
-    "dbrx": ({"Wqkv", "out_proj"}, set()),
+# By architecture: what the layers with an adapter are called.
+WANTED: dict[str, Set[str]] = {
+    "mixtral": ATTENTION,
+    "qwen2_moe": ATTENTION | GATED,
+    "qwen3_moe": ATTENTION,
+    "qwen3_next": ATTENTION | GATED | LINEAR_ATTENTION,
+    "deepseek_v2": LATENT | GATED | {"q_proj"},
+    "deepseek_v3": LATENT | GATED | {"q_a_proj", "q_b_proj"},
+    "olmoe": ATTENTION,
+    "gpt_oss": ATTENTION,
+    "granitemoe": ATTENTION,
+    "jamba": ATTENTION | GATED | MAMBA,
+    "phimoe": ATTENTION,
+    "dbrx": {"Wqkv", "out_proj"},
 }
 
 
@@ -58,7 +57,7 @@ def adapted(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_dense_models_have_adapters_on_all_linear_layers(kind: str) -> None:
-    assert choose(parts_of(outline(kind)), experts=False) == Choice(layers=None)
+    assert choose(parts_of(outline(kind))) is None
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -81,33 +80,24 @@ def test_adapters_of_dense_models_are_the_bytes_that_peft_makes(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_mixtures_have_neither_routers_nor_experts_unless_experts_are_asked_for(kind: str) -> None:
-    layers, stacks = WANTED[kind]
-    parts = parts_of(outline(kind))
-    plain, asked = choose(parts, experts=False), choose(parts, experts=True)
-    assert leaves(plain.layers) == layers
-    assert (asked.layers, leaves(asked.stacks, 2)) == (plain.layers, stacks)
-    assert plain.stacks == ()
+def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> None:
+    assert leaves(choose(parts_of(outline(kind)))) == WANTED[kind]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("experts", [False, True])
-def test_peft_adapts_what_was_chosen_and_nothing_else(
-    kind: str, experts: bool, tmp_path: Path
-) -> None:
+def test_peft_adapts_what_was_chosen_and_nothing_else(kind: str, tmp_path: Path) -> None:
     """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
     base = tiny_model(kind)
-    wanted = choose(parts_of(base), experts=experts)
-    every = {*(wanted.layers or ()), *wanted.stacks}
-    lora = LoraOptions(rank=2, experts=experts)
+    wanted = set(choose(parts_of(base)) or ())
+    lora = LoraOptions(rank=2)
     model = attach_adapter(base, lora, None, seed=0)
-    assert adapted(model) == every
+    assert adapted(model) == wanted
     save_adapter(model, tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert written["target_modules"] == sorted(written["target_modules"])
     detach(base)
     assert not any(isinstance(module, LoraLayer) for module in base.modules())
-    assert adapted(attach_adapter(base, lora, tmp_path, seed=0)) == every
+    assert adapted(attach_adapter(base, lora, tmp_path, seed=0)) == wanted
 
 
 # PEFT's own, of the rank that it gives experts.
@@ -129,10 +119,3 @@ def test_named_layers_keep_their_meaning() -> None:
 def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(names: Any) -> None:
     with pytest.raises(LearnerError, match=r"lora\.target_modules.*q_proj, k_proj.*leave it out"):
         attach_adapter(tiny_model("llama"), LoraOptions(target_modules=names), None, 0)
-
-
-def test_experts_that_are_not_there_are_refused() -> None:
-    with pytest.raises(LearnerError, match=r"lora\.experts is set, .* no experts: leave it out"):
-        attach_adapter(tiny_model("llama"), LoraOptions(experts=True), None, 0)
-    with pytest.raises(LearnerError, match="no experts that LoRA can adapt"):
-        attach_adapter(outline("dbrx"), LoraOptions(experts=True), None, 0)

@@ -52,7 +52,7 @@ def test_a_sequence_is_masked_by_its_geometric_mean_ratio(rows: list[list[float]
 )
 def test_bounds_are_narrower_for_longer_sequences(tokens: int, largest: float) -> None:
     mask = torch.ones(1, tokens, dtype=torch.float64)
-    least, most = bounds_by_length(mask, 0.5, 2.0, 20)
+    least, most = bounds_by_length(mask, 0.5, 2.0)
     assert float(most) == pytest.approx(largest)
     assert float(least) == pytest.approx(1 / largest)
     for mean, kept in ((math.log(largest) - 1e-6, 1.0), (math.log(largest) + 1e-6, 0.0)):
@@ -62,13 +62,13 @@ def test_bounds_are_narrower_for_longer_sequences(tokens: int, largest: float) -
 
 def test_each_sequence_has_the_bounds_of_its_length() -> None:
     d, mask = padded([[1.0], [1.0] * 40, [0.1] * 40])
-    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.5, 2.0, 20))[:, 0].tolist()
+    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.5, 2.0))[:, 0].tolist()
     assert kept == [1.0, 0.0, 1.0]
 
 
 def test_without_bounds_every_length_is_kept() -> None:
     d, mask = padded([[-30.0], [9.0] * 20])
-    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.0, 1e9, 20))[:, 0].tolist()
+    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.0, 1e9))[:, 0].tolist()
     assert kept == [1.0, 1.0]
 
 

@@ -8,12 +8,12 @@ from store.ids import new_id
 from tests.unit.trainer.publishing.test_adapters import new_version, save
 from trainer.errors import AdapterError
 from trainer.publishing import adapters
-from trainer.publishing.adapters import export_adapter, write_progress, write_version
+from trainer.publishing.adapters import export_adapter, write_base, write_version
 
 
 def saved(folder: Path) -> None:
     save(folder)
-    write_progress(folder, 7, "hash of the base")
+    write_base(folder, "hash of the base")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_the_adapter_is_copied_and_the_trainers_own_files_are_not(
 ) -> None:
     out = tmp_path / "new" / "out"
     export_adapter(version, out)
-    assert names(out) == ["adapter_config.json", "adapter_model.safetensors", "progress.json"]
+    assert names(out) == ["adapter_config.json", "adapter_model.safetensors", "base.json"]
     assert all((out / name).read_bytes() == (version / name).read_bytes() for name in names(out))
     assert names(out.parent) == ["out"]
 
@@ -44,7 +44,7 @@ def test_an_empty_folder_is_filled_and_a_full_one_refused(version: Path, tmp_pat
     with pytest.raises(AdapterError, match="there already and not empty: name a new folder"):
         export_adapter(version, out)
     with pytest.raises(AdapterError, match="not empty"):
-        export_adapter(version, out / "progress.json")
+        export_adapter(version, out / "base.json")
 
 
 def test_files_that_changed_or_are_gone_are_not_exported(version: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainer.publishing.foreign import (
     why_not_plain,
     why_other_layers,
 )
-from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.recipe import LoraOptions
 
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA",

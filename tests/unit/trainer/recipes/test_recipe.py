@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.recipes.gate import GateOptions
-from trainer.recipes.recipe import load_recipe, parse_recipe
-from trainer.recipes.recorded import recorded_recipe
+from trainer.recipes.recipe import GateOptions, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = [
@@ -37,16 +35,14 @@ def test_the_packaged_recipes_are_valid(name: str, learner: str) -> None:
     "path", [*ROOT.glob("trainer/recipes/*.toml"), *EXAMPLES], ids=lambda path: path.stem
 )
 def test_a_failed_episode_is_an_outcome_in_every_recipe_that_comes_with_pawl(path: Path) -> None:
-    credit = load_recipe(str(path)).credit
-    assert credit.failed_reward == 0.0
-    assert (credit.smallest_spread, credit.air_spread) == (0.1, 0.5)
+    assert load_recipe(str(path)).credit.failed_reward == 0.0
 
 
 def test_of_models_that_think_each_token_weighs_the_same_and_bounds_are_by_length() -> None:
     recipe = load_recipe("thinking")
     assert recipe.credit.equal_weight == "token"
     rule = recipe.off_policy
-    assert (rule.sequence_min, rule.sequence_max, rule.sequence_length) == (0.5, 2.0, 20)
+    assert (rule.sequence_min, rule.sequence_max) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("name", ["default", "ppo", "sft", "single"])
@@ -78,28 +74,17 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
             "malformed must score below",
         ),
         ("learner = 'magic'", "learner"),
-        (
-            "[lora]\nexperts = true\ntarget_modules = ['q_proj']",
-            "lora.experts works with lora.target_modules = 'auto' alone",
-        ),
         ("[claim]\ngroup_size = 1", "claim.group_size = 1 .* credit.baseline = 'group'"),
         (
             "[claim]\ngroup_size = 1\n[credit]\nbaseline = 'leave_one_out'",
             "credit.baseline = 'leave_one_out'",
         ),
         ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
-        ("[claim]\nmax_episode_age_s = 600", "larger than max_age_s"),
         ("learner = 'ppo'", 'set credit.baseline = "none" and credit.normalisation = "batch"'),
         ("learner = 'ppo'\n[credit]\nbaseline = 'none'", 'credit.normalisation = "batch"'),
-        (
-            "learner = 'ppo'\n[ppo]\ngamma = 0.9\n[credit]\nassignment = 'discounted'\n"
-            "baseline = 'none'\nnormalisation = 'batch'",
-            "set ppo.gamma = 1.0",
-        ),
         ("[ppo]\nclip = 1.0", "ppo.clip"),
         ("learner = 'sft'", 'set credit.baseline = "none" and credit.normalisation = "none"'),
         (SFT.replace("normalisation = 'none'", ""), 'credit.normalisation = "none"'),
-        (f"{SFT}\nassignment = 'discounted'", "set credit.assignment"),
         (f"{SFT}\n[kl]\ncoefficient = 0.1\nplace = 'reward'", 'set kl.place = "loss"'),
         (f"{SFT}\n[sft]\nmost_per_task = 0", "sft.most_per_task"),
         (f"{SFT}\n[sft]\nmin_reward = inf", "sft.min_reward"),
@@ -201,9 +186,3 @@ def test_a_gate_has_its_options() -> None:
 def test_a_version_may_go_as_far_from_its_base_model_as_it_likes_unless_a_bound_is_set() -> None:
     assert parse_recipe("", "r.toml").gate.most_kl_to_base is None
     assert parse_recipe("[gate]\nmost_kl_to_base = 0.5", "r.toml").gate.most_kl_to_base == 0.5
-
-
-def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:
-    recorded = load_recipe("rollout").model_dump(mode="json")
-    del recorded["gate"]
-    assert recorded_recipe(recorded) == load_recipe("rollout")

@@ -9,8 +9,7 @@ from store.ids import new_id
 from store.records import Episode, Group, ToolCall, ToolEvent, ToolStatus
 from store.updates.claims import Claim
 from tests.support.stored import episode, transition
-from trainer.recipes.credit import CreditOptions
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update
 
 
@@ -41,17 +40,10 @@ def test_each_episode_is_accounted_for_once() -> None:
     assert found.metrics["dropped"] == {"unscored": 1, "failed": 1, "no_trainable_call": 1}
 
 
-@pytest.mark.parametrize("assignment", ["identical", "discounted", "first_call", "last_call"])
-def test_means_are_over_episodes_whatever_the_assignment(assignment: str) -> None:
-    found = plan(episode(1.0, 5), episode(0.0, 1), assignment=assignment).metrics
+def test_means_are_over_episodes() -> None:
+    found = plan(episode(1.0, 5), episode(0.0, 1)).metrics
     assert (found["reward_mean"], found["total_mean"], found["air_mean"]) == (0.5, 0.5, 0.0)
     assert found["trained_episodes"] == 2
-
-
-def test_the_one_call_that_is_paid_makes_the_episode_trained() -> None:
-    found = plan(episode(1.0, 3), episode(0.0), assignment="first_call")
-    assert [one.reason for one in found.outcomes] == [None, None]
-    assert [row.position for row in found.rows] == [0, 0]
 
 
 def of_groups(*groups: tuple[float, ...], **claim: int) -> Plan:

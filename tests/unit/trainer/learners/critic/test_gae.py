@@ -35,16 +35,16 @@ def calls(draw: st.DrawFn) -> list[ValuedCall]:
 
 def test_one_call_by_hand() -> None:
     # δ = (0 + 0.4 − 0.5, 0 + 0.2 − 0.4, 1 + 0 − 0.2) = (−0.1, −0.2, 0.8), λ = 0.5
-    (got,) = episode_advantages([call(1.0, 0.5, 0.4, 0.2)], 1.0, 0.5)
+    (got,) = episode_advantages([call(1.0, 0.5, 0.4, 0.2)], 0.5)
     assert got == pytest.approx([-0.1 + 0.5 * 0.2, -0.2 + 0.5 * 0.8, 0.8], abs=1e-12)
 
 
 def test_two_calls_by_hand() -> None:
     # Identical credit: 0 after the first call, 1 after the second.
-    # δ = (0.3 − 0.2, 0 + 0.9·0.5 − 0.3, 1 − 0.5) = (0.1, 0.15, 0.5), λ = 0.8
-    first, second = episode_advantages([call(1.0, 0.2, 0.3), call(1.0, 0.5)], 0.9, 0.8)
+    # δ = (0.3 − 0.2, 0 + 0.5 − 0.3, 1 − 0.5) = (0.1, 0.2, 0.5), λ = 0.8
+    first, second = episode_advantages([call(1.0, 0.2, 0.3), call(1.0, 0.5)], 0.8)
     assert second == pytest.approx([0.5], abs=1e-12)
-    last = 0.15 + 0.9 * 0.8 * 0.5
+    last = 0.2 + 0.8 * 0.5
     assert first == pytest.approx([0.1 + 0.8 * last, last], abs=1e-12)
 
 
@@ -54,9 +54,8 @@ def test_two_calls_by_hand() -> None:
         ([0.7], [0.7]),
         # Identical: once, at the end.
         ([1.0, 1.0, 1.0], [0.0, 0.0, 1.0]),
-        # Step-wise AIR of 0.1, −0.05 and 0.2 on top of a final reward of 1.
+        # Rewards of 1.25, 1.15 and 1.2 for single calls.
         ([1.25, 1.15, 1.2], [0.1, -0.05, 1.2]),
-        # Last call alone.
         ([0.0, 1.0], [-1.0, 1.0]),
     ],
 )
@@ -66,12 +65,12 @@ def test_what_each_call_pays(totals: list[float], paid: list[float]) -> None:
 
 def test_a_cost_on_a_token_is_paid_by_it_and_by_those_before_it() -> None:
     costly = ValuedCall(r_total=1.0, values=(0.0, 0.0, 0.0), rewards=(0.0, -0.25, 0.0))
-    assert episode_advantages([costly], 1.0, 1.0) == [[0.75, 0.75, 1.0]]
+    assert episode_advantages([costly], 1.0) == [[0.75, 0.75, 1.0]]
 
 
 @given(calls())
 def test_with_lambda_one_the_advantage_is_return_less_value(chain: list[ValuedCall]) -> None:
-    got = episode_advantages(chain, 1.0, 1.0)
+    got = episode_advantages(chain, 1.0)
     for number, (one, advantages) in enumerate(zip(chain, got, strict=True)):
         later = sum(sum(other.rewards) for other in chain[number + 1 :])
         for token, advantage in enumerate(advantages):
@@ -79,38 +78,36 @@ def test_with_lambda_one_the_advantage_is_return_less_value(chain: list[ValuedCa
             assert advantage == pytest.approx(wanted, abs=1e-9)
 
 
-@given(calls(), shares)
-def test_with_lambda_zero_it_is_one_step_of_temporal_difference(
-    chain: list[ValuedCall], gamma: float
-) -> None:
-    got = [a for row in episode_advantages(chain, gamma, 0.0) for a in row]
+@given(calls())
+def test_with_lambda_zero_it_is_one_step_of_temporal_difference(chain: list[ValuedCall]) -> None:
+    got = [a for row in episode_advantages(chain, 0.0) for a in row]
     values = [value for one in chain for value in one.values]
     ends = [t == len(one.values) - 1 for one in chain for t in range(len(one.values))]
     paid = iter(call_rewards([one.r_total for one in chain]))
     own = [reward for one in chain for reward in one.rewards]
     for token, (value, after) in enumerate(pairwise([*values, 0.0])):
         reward = own[token] + (next(paid) if ends[token] else 0.0)
-        wanted = reward + (gamma if ends[token] else 1.0) * after - value
+        wanted = reward + after - value
         assert got[token] == pytest.approx(wanted, abs=1e-9)
 
 
-@given(st.lists(figures, min_size=1, max_size=12), shares, shares, st.data())
+@given(st.lists(figures, min_size=1, max_size=12), shares, st.data())
 def test_the_recursion_is_the_sum_it_stands_for(
-    rewards: list[float], gamma: float, trace: float, data: st.DataObject
+    rewards: list[float], trace: float, data: st.DataObject
 ) -> None:
     size = len(rewards)
     values = data.draw(st.lists(figures, min_size=size, max_size=size))
     following = [*values[1:], 0.0]
-    deltas = [r + gamma * v - w for r, v, w in zip(rewards, following, values, strict=True)]
+    deltas = [r + v - w for r, v, w in zip(rewards, following, values, strict=True)]
     wanted = [
-        sum((gamma * trace) ** (late - step) * deltas[late] for late in range(step, size))
+        sum(trace ** (late - step) * deltas[late] for late in range(step, size))
         for step in range(size)
     ]
-    assert estimate(rewards, values, [gamma] * size, trace) == pytest.approx(wanted, abs=1e-9)
+    assert estimate(rewards, values, trace) == pytest.approx(wanted, abs=1e-9)
 
 
 def test_a_perfect_critic_leaves_no_advantage() -> None:
-    first, second = episode_advantages([call(1.0, 1.0, 1.0), call(1.0, 1.0)], 1.0, 0.3)
+    first, second = episode_advantages([call(1.0, 1.0, 1.0), call(1.0, 1.0)], 0.3)
     assert first == [0.0, 0.0]
     assert second == [0.0]
 

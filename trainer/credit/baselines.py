@@ -1,0 +1,292 @@
+"""Compare returns: the baselines and normalisations that recipes may name (pure).
+
+A baseline gives the value that an episode's return is compared with, and the spread of such
+returns. A normalisation says by which spread the difference is divided. Each episode counts once,
+whatever its number of calls: its value is the mean of its calls' returns, and its part in a
+variance is their mean squared difference from the baseline's mean. Where all its calls have the
+same return, as they have by default, both are the usual mean and sample variance of the episodes'
+returns.
+
+To add one, write a class here and name it in `BASELINES` or `NORMALISATIONS`.
+"""
+
+from collections.abc import Sequence
+from math import fsum, sqrt
+from typing import Final, Literal, Protocol
+
+from store.records import Record
+from trainer.credit.means import mean_of, mean_square
+from trainer.credit.moving import MovingBaselines
+
+NoSignal = Literal["alone", "no_spread"]
+
+
+class BaselineValue(Record, frozen=True, kw_only=True):
+    """Hold the value that an episode's returns are compared with, and the spread of such returns.
+
+    `spread` is None if there are no comparable returns. `reason` says why the comparison
+    gives no signal: the episode is `alone`, or all returns are equal (`no_spread`).
+    """
+
+    value: float
+    spread: float | None
+    reason: NoSignal | None = None
+
+
+class ComparedReturns(Record, frozen=True, kw_only=True):
+    """Hold the returns that are compared with each other, and the moving averages.
+
+    `returns` has one sequence of call returns for each compared episode, or for each agent of an
+    episode if agents are compared with themselves. They are those of one group and agent (`""`:
+    of all agents together), or of one task family and agent for a baseline that needs moving
+    averages. `before` and `after` are the moving averages before and after the update.
+    """
+
+    returns: tuple[tuple[float, ...], ...]
+    family: str
+    agent: str
+    before: MovingBaselines
+    after: MovingBaselines
+
+
+class Baseline(Protocol):
+    """Give the values that returns are compared with, and say what is needed for that.
+
+    `needs_group` says that an episode is compared with others of its group: recipes must not
+    allow groups of one, and members that earlier updates consumed are compared, too.
+    `needs_moving_averages` says that averages by task family and agent are carried from update to
+    update. `is_zero` says that every value is 0: PPO, whose critic is the baseline, allows no
+    other.
+    """
+
+    needs_group: bool
+    needs_moving_averages: bool
+    is_zero: bool
+
+    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+        """Return the value for each of `compared.returns`, in the same order.
+
+        Returns come in any order, which must not change a bit of the result: use `mean_of`.
+        """
+
+
+class GroupMean:
+    """Give the mean of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
+
+    needs_group = True
+    needs_moving_averages = False
+    is_zero = False
+
+    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+        """Return the group's mean for each of its episodes."""
+        returns = compared.returns
+        mean = mean_of([mean_of(values) for values in returns])
+        value = BaselineValue(
+            value=mean, spread=spread_about(mean, returns), reason=no_signal_reason(mean, returns)
+        )
+        return [value] * len(returns)
+
+
+class LeaveOneOutMean:
+    """Give the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
+
+    needs_group = True
+    needs_moving_averages = False
+    is_zero = False
+
+    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+        """Return for each episode of a group the mean of the others.
+
+        The spread is the whole group's. An episode that is alone has the value 0.
+        """
+        returns = compared.returns
+        means = [mean_of(values) for values in returns]
+        mean = mean_of(means)
+        spread, reason = spread_about(mean, returns), no_signal_reason(mean, returns)
+        return [
+            BaselineValue(
+                value=mean_of(means[:place] + means[place + 1 :]) if len(returns) > 1 else 0.0,
+                spread=spread,
+                reason=reason,
+            )
+            for place in range(len(returns))
+        ]
+
+
+class MovingMean:
+    """Give the moving average of a task family and agent (`trainer.credit.moving`).
+
+    This is the baseline of REINFORCE with baseline (Sutton & Barto, 2nd ed., §13.4).
+    """
+
+    needs_group = False
+    needs_moving_averages = True
+    is_zero = False
+
+    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+        """Return for each episode the moving average of its family and agent before the update.
+
+        The first update of a family is compared with its own mean. The spread is the one after
+        the update: after a hundred equal failures the spread before it is 0, and the first
+        success would be divided by nothing.
+        """
+        returns, family, agent = compared.returns, compared.family, compared.agent
+        known = compared.before.mean(family, agent)
+        mean = compared.after.mean(family, agent) if known is None else known
+        assert mean is not None
+        reason: NoSignal | None = "no_spread" if _are_all_equal(mean, returns) else None
+        if known is None and len(returns) < 2:
+            reason = "alone"
+        spread = compared.after.spread(family, agent)
+        return [BaselineValue(value=mean, spread=spread, reason=reason)] * len(returns)
+
+
+class Zero:
+    """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
+
+    needs_group = False
+    needs_moving_averages = False
+    is_zero = True
+
+    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+        """Return 0 for each episode."""
+        return [BaselineValue(value=0.0, spread=None)] * len(compared.returns)
+
+
+BASELINES: Final[dict[str, Baseline]] = {
+    "group": GroupMean(),
+    "leave_one_out": LeaveOneOutMean(),
+    "moving": MovingMean(),
+    "none": Zero(),
+}
+
+
+def spread_about(mean: float, returns: Sequence[Sequence[float]]) -> float:
+    """Return the sample standard deviation over episodes (divisor n − 1), 0 for a single one.
+
+    An episode's part is the mean squared difference of its calls' returns from `mean`.
+    """
+    if len(returns) < 2:
+        return 0.0
+    squares = [mean_square([value - mean for value in values]) for values in returns]
+    return sqrt(fsum(squares) / (len(returns) - 1))
+
+
+def no_signal_reason(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | None:
+    """Return why a comparison within a group with this mean gives no signal, or None."""
+    if len(returns) < 2:
+        return "alone"
+    return "no_spread" if _are_all_equal(mean, returns) else None
+
+
+def _are_all_equal(mean: float, returns: Sequence[Sequence[float]]) -> bool:
+    return all(value == mean for values in returns for value in values)
+
+
+# One sequence of call returns for each compared episode, minus their baseline.
+Differences = Sequence[Sequence[float]]
+
+
+class Normalisation(Protocol):
+    """Scale differences from a baseline, and say which spread they are divided by.
+
+    The differences of final rewards and those of AIR are centred each by themselves, and divided
+    by the spread of the final rewards, each with a lower limit of its own
+    (`trainer.credit.advantages`).
+    """
+
+    @property
+    def spread_over(self) -> Literal["baseline", "update"] | None:
+        """Return which returns the spread is taken over, or None if nothing is divided.
+
+        `baseline`: those that the baseline is taken over; `update`: all of the update. PPO has no
+        baseline among returns, and normalises its own advantages over the update.
+        """
+
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[list[float]]:
+        """Return the differences of an update, or what is left of them without their mean.
+
+        `baselines` are those of the final rewards, one for each episode.
+        """
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return for each episode the spread that its differences are divided by.
+
+        None: they are not divided. `differences` are the centred ones of final rewards.
+        """
+
+
+class BaselineSpread:
+    """Divide by the spread that belongs to the baseline (GRPO, arXiv:2402.03300 §4.1.2)."""
+
+    spread_over: Final = "baseline"
+
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[list[float]]:
+        """Return the differences as they are: the baseline is their centre."""
+        return [list(own) for own in differences]
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return each baseline's spread; None where it has none."""
+        return [baseline.spread for baseline in baselines]
+
+
+class UpdateSpread:
+    """Centre and divide by mean and spread over the update (REINFORCE++, arXiv:2501.03262 §3).
+
+    Episodes that are alone do not count.
+    """
+
+    spread_over: Final = "update"
+
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[list[float]]:
+        """Return the differences minus their mean."""
+        compared = self._compared(differences, baselines)
+        mean = mean_of([mean_of(own) for own in compared]) if compared else 0.0
+        return [[difference - mean for difference in own] for own in differences]
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return the update's spread for each episode."""
+        return [spread_about(0.0, self._compared(differences, baselines))] * len(differences)
+
+    def _compared(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[Sequence[float]]:
+        pairs = zip(differences, baselines, strict=True)
+        return [own for own, baseline in pairs if baseline.reason != "alone"]
+
+
+class Unscaled:
+    """Divide by nothing (Dr. GRPO, arXiv:2503.20783 §3.2)."""
+
+    spread_over: Final = None
+
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[list[float]]:
+        """Return the differences as they are."""
+        return [list(own) for own in differences]
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return None for each episode."""
+        return [None] * len(differences)
+
+
+NORMALISATIONS: Final[dict[str, Normalisation]] = {
+    "batch": UpdateSpread(),
+    "group": BaselineSpread(),
+    "none": Unscaled(),
+}
