@@ -47,16 +47,17 @@ async def run(
         yield invoke
 
 
-async def test_with_a_gate_what_comes_in_is_tried_first(run: Run) -> None:
+async def test_with_a_gate_what_comes_in_is_tried_first(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gated.toml").write_text('[gate]\nmode = "gated"\n')
+    monkeypatch.setenv("PAWL_RECIPE", str(tmp_path / "gated.toml"))
     imported = await run("import", "writer", "sft")
     assert imported.exit_code == 0
     assert imported.stdout.endswith("writer@1 waits to be tried on a share of the new episodes\n")
 
 
-async def test_in_as_version_1_and_out_with_the_same_weights(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAWL_RECIPE", "rollout")
+async def test_in_as_version_1_and_out_with_the_same_weights(run: Run, tmp_path: Path) -> None:
     imported = await run("import", "writer", "sft")
     assert imported.exit_code == 0
     assert imported.stdout.endswith("writer@1 serves\n")
