@@ -36,8 +36,8 @@ from benchmarks.stack import (
     running_proxy,
     wait_for,
 )
-from proxy.door.routes import find_route
 from proxy.errors import NotAllowed
+from proxy.routing import find_route
 
 FOLDER: Final = ROOT / "var" / "openai_suite"
 VERSION: Final = "3.3.1"
@@ -50,7 +50,7 @@ FORMATS: Final = [
     f"--validator-{of}-format=brackets"
     for of in ("query-array", "form-array", "query-object", "form-object")
 ]
-# The allow-list's own words (`proxy.door.routes`).
+# The allow-list's own words (`proxy.routing`).
 REFUSAL: Final = "is not a path that Pawl serves"
 REQUEST: Final = re.compile(r"\] (?P<method>[A-Z]+) (?P<path>/v1/[^? ]*)")
 

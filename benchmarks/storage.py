@@ -28,8 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
 from proxy.calls.capture import CapturedCall
-from proxy.identity.question import question_of
-from proxy.ingester.transcribe import record_of
+from proxy.ingester.transcribe import question_of, record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.connection.engine import make_engine
 from store.embedded import EmbeddedPostgres

@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.ingester.removing.deleted import letters_of, remove_letters, waiting
+from proxy.ingester.removing import letters_of, remove_letters, waiting
 from store.deleting.choosing import Chosen, Selection, named, selected
 from store.deleting.delete import delete_episode, deleted_before, mark_deleted
 from store.deleting.receipts import Receipt

@@ -9,14 +9,12 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, Frame, Gap
-from proxy.identity.question import question_of
-from proxy.ingester.letters import FOLDER, LETTER, REASON
-from proxy.ingester.removing.deleted import names_in
-from proxy.ingester.transcribe import NO_READERS, record_of
+from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
+from proxy.ingester.transcribe import NO_READERS, question_of, record_of
 from proxy.redaction import Redactor
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import decode_payload, read_pieces
-from proxy.tools.result_readers import ResultReaders
+from proxy.tool_events import ResultReaders
 from store.connection.availability import is_no_records_fault
 from store.records import CallRecord, Record
 from store.tenants import bare, tenant_of

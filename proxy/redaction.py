@@ -24,16 +24,16 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from proxy.calls.capture import CapturedCall, Frame
-from proxy.calls.trainable import Reason
 from proxy.errors import BadRedaction
 from proxy.formats.base import read_request
 from proxy.formats.repeated import repeated_name
-from proxy.identity.stitch import PREFIXES
+from proxy.identity.call_memory import PREFIXES
 from proxy.ingester.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
 from proxy.metrics import REDACTED as REDACTED_RECORDS
 from proxy.metrics import WITHHELD, labelled
 from proxy.settings import ProxySettings
 from proxy.spool.segments import decode_payload, encode_payload
+from proxy.trainable import Reason
 from store.records import (
     CallRecord,
     FeedbackItem,

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from proxy.identity.names import EVAL_TASKS
-from proxy.tools.result_readers import ResultReaders, parse_readers
+from proxy.tool_events import ResultReaders, parse_readers
 from store.retaining.periods import Periods, read_periods
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.distribution import parse_defaults

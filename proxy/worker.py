@@ -11,18 +11,16 @@ import structlog
 
 from proxy.calls.call import CallHandler
 from proxy.calls.recent import Recent
-from proxy.door.forward import forward
-from proxy.door.refusal import apologise, explain, refuse
-from proxy.door.routes import Kind, find_route
+from proxy.error_replies import explain, refuse, send_internal_error
 from proxy.errors import ProxyError, TooSlow
-from proxy.feedback.endpoint import FeedbackDesk
-from proxy.http.deadlines import ClientDeadlines
+from proxy.feedback.endpoint import FeedbackEndpoint
+from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
+from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
-from proxy.http.server import Handler, Server
-from proxy.idempotency.desk import KeyDesk
-from proxy.idempotency.key_files import KeyFiles
-from proxy.intake.intake import Intake
+from proxy.http.server import ClientDeadlines, Handler, Server
+from proxy.intake import Intake
 from proxy.keys.gate import Gate, KeyFile
+from proxy.lookup import Lookup
 from proxy.metrics import (
     IN_FLIGHT,
     IN_FLIGHT_BYTES,
@@ -31,15 +29,15 @@ from proxy.metrics import (
     TOO_SLOW,
     UNFORESEEN,
 )
-from proxy.policies.lookup import Lookup
 from proxy.policies.owners import Owners
 from proxy.policies.policy_file import PolicyFile
 from proxy.policies.shared_pins import SharedPins
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.redaction import open_redactor
+from proxy.routing import Kind, find_route
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
-from proxy.upstreams.members import Upstreams, open_upstreams
+from proxy.upstreams.upstreams import Upstreams, open_upstreams
 from store.policy_table import open_policies
 from store.version_queries import pinned_episodes
 from store.versions import PolicyVersion
@@ -55,7 +53,7 @@ COUNT_S = 0.5
 
 def data_handler(
     calls: CallHandler,
-    desk: FeedbackDesk,
+    desk: FeedbackEndpoint,
     gate: Gate,
     owners: Owners,
     *,
@@ -63,7 +61,7 @@ def data_handler(
 ) -> Handler:
     """Return the data port's handler.
 
-    Every request goes through the allow-list (`proxy.door.routes`), which is the only router, and
+    Every request goes through the allow-list (`proxy.routing`), which is the only router, and
     through the gate, which checks its key and takes it out.
     """
 
@@ -108,7 +106,7 @@ def _answer_failure(exchange: Exchange, error: Exception) -> None:
     else:
         log.error("request_failed", method=exchange.method, call=exchange.call, exc_info=error)
         UNFORESEEN.inc()
-        apologise(exchange)
+        send_internal_error(exchange)
 
 
 def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> None:
@@ -205,8 +203,8 @@ def _handler(settings: ProxySettings, parts: _Parts, gate: Gate) -> Handler:
         max_reply=settings.max_reply_mb * 2**20,
         eval_tasks=settings.eval_tasks,
     )
-    keys = KeyDesk(KeyFiles(settings.spool_dir), parts.recent, parts.lookup)
-    desk = FeedbackDesk(parts.recorder, parts.recent, parts.lookup, parts.intake, keys)
+    keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.recent, parts.lookup)
+    desk = FeedbackEndpoint(parts.recorder, parts.recent, parts.lookup, parts.intake, keys)
     owners = parts.versions.owners
     return data_handler(calls, desk, gate, owners, may_delete_models=settings.allow_model_delete)
 

@@ -127,7 +127,7 @@ class CallFacts(Record, frozen=True, kw_only=True):
     reply: Annotated[bytes | None, Kept("Reply (JSON); a stream's events put together.")]
     trainable: Annotated[bool, Kept("Whether the call can carry loss.")]
     reason: Annotated[
-        str | None, Kept("Why it cannot carry loss (`proxy.calls.trainable`); null: it can.")
+        str | None, Kept("Why it cannot carry loss (`proxy.trainable`); null: it can.")
     ]
 
 

@@ -10,11 +10,11 @@ from uuid import UUID
 import msgspec
 
 from benchmarks.stitching.server import Exchange
-from proxy.door.routes import Kind, Route
 from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
 from proxy.formats.registry import FORMATS
+from proxy.identity.call_memory import RESPONSE, CallMemory, provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.stitch import RESPONSE, CallMemory, provided_fingerprints
+from proxy.routing import Kind, Route
 from store.ids import new_id
 
 

@@ -20,7 +20,7 @@ from proxy.errors import BadRedaction, BadUpstreams
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import SharedFolder, write_states
-from proxy.upstreams.members import check_upstreams
+from proxy.upstreams.upstreams import check_upstreams
 from store.errors import BadPolicies
 from store.policy_table import open_policies
 from store.settings import address

@@ -11,15 +11,15 @@ from typing import Final, Protocol
 
 import structlog
 
-from proxy.calls.asking import Arrived, Asked
-from proxy.calls.capture import Tape
+from proxy.calls.asking import Arrived, CallIdentity
+from proxy.calls.capture import ReplyBuffer
 from proxy.calls.routing import Routed
-from proxy.door.refusal import UPSTREAM_SAID
-from proxy.exploring.changes import header_of
+from proxy.error_replies import UPSTREAM_SAID
+from proxy.exploring import header_of
 from proxy.formats.base import StreamTranscript, Transcript
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
-from proxy.intake.limits import Claim
+from proxy.intake import Claim
 from proxy.metrics import FIRST_CHUNK_SECONDS
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import as_came, comes_in_events, pass_rest, readable, take_whole
@@ -39,7 +39,7 @@ class Answer(Protocol):
     """
 
     streamed: bool
-    tape: Tape
+    tape: ReplyBuffer
     first_chunk_ms: float | None
 
     @property
@@ -81,7 +81,7 @@ def answer_of(
     return WholeAnswer(reply, arrived, routed, ours, claim, max_reply)
 
 
-def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
+def own_headers(arrived: Arrived, asked: CallIdentity, routed: Routed) -> Headers:
     """Return the headers that a reply to a call gets: names, version, exploration, warnings."""
     headers = [
         (b"x-pawl-call", arrived.name.encode()),
@@ -128,7 +128,7 @@ class StreamedAnswer:
         self._headers = headers
         self._held = b""
         self._why_torn: str | None = None
-        self.tape = Tape(claim.add)
+        self.tape = ReplyBuffer(claim.add)
         self.transcript: StreamTranscript | None = None
         self.first_chunk_ms: float | None = None
 
@@ -216,7 +216,7 @@ class WholeAnswer:
         self._claim = claim
         self._max_reply = max_reply
         self._body = self._out = b""
-        self.tape = Tape(claim.add)
+        self.tape = ReplyBuffer(claim.add)
         self.transcript: Transcript | None = None
         self.first_chunk_ms: float | None = None
 

@@ -8,15 +8,14 @@ from time import perf_counter, time
 
 import msgspec
 
-from proxy.door.routes import Route
 from proxy.formats.base import ModelRequest, WireFormat, read_request
 from proxy.formats.conversation import Conversation, Turns
 from proxy.http.exchange import Exchange
+from proxy.identity.call_memory import CallMemory
 from proxy.identity.identify import DEFAULT_AGENT, Identity, identify, split_outside
-from proxy.identity.stitch import CallMemory
-from proxy.intake.intake import Intake
-from proxy.intake.limits import Claim
-from proxy.tools.tool_status import ToolStatusError, parse_tool_status
+from proxy.intake import Claim, Intake
+from proxy.routing import Route
+from proxy.tool_events import ToolStatusError, parse_tool_status
 from store.ids import new_name
 from store.records import OWN_EPISODE, ToolEvent
 from store.tenants import same_tenant, scoped
@@ -50,7 +49,7 @@ class Arrived(msgspec.Struct, frozen=True):
         return self.conversation is not None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class CallIdentity(msgspec.Struct, frozen=True):
     """Tell whose call it is, which tools ended before it, and what the client is warned of."""
 
     identity: Identity
@@ -104,22 +103,22 @@ def _read_all(body: bytes, turns: Turns) -> tuple[ModelRequest, Conversation]:
     return request, turns.read(request.fields)
 
 
-def alone(arrived: Arrived) -> Asked:
+def alone(arrived: Arrived) -> CallIdentity:
     """Return what is known of a call before its identity was found: an episode of its own."""
     own, task = arrived.own, arrived.route.task
     kept = None if task is None else same_tenant(own, task)
-    return Asked(Identity(own, arrived.name, OWN_EPISODE, DEFAULT_AGENT, kept))
+    return CallIdentity(Identity(own, arrived.name, OWN_EPISODE, DEFAULT_AGENT, kept))
 
 
-def unread(arrived: Arrived, headers: dict[str, str], eval_tasks: str) -> Asked:
+def unread(arrived: Arrived, headers: dict[str, str], eval_tasks: str) -> CallIdentity:
     """Return what is known of a call whose body cannot be read; arguments as for `who_asks`."""
     split = split_outside(headers, arrived.route, eval_tasks)
-    return Asked(msgspec.structs.replace(alone(arrived).identity, split=split))
+    return CallIdentity(msgspec.structs.replace(alone(arrived).identity, split=split))
 
 
 def who_asks(
     arrived: Arrived, headers: dict[str, str], stitches: CallMemory, eval_tasks: str
-) -> Asked:
+) -> CallIdentity:
     """Find a call's identity.
 
     Args:
@@ -137,12 +136,12 @@ def who_asks(
         arrived.conversation,
         eval_tasks,
     )
-    return Asked(identity, (), identity.warnings)
+    return CallIdentity(identity, (), identity.warnings)
 
 
-def with_tool_events(asked: Asked, stated: str) -> Asked:
+def with_tool_events(asked: CallIdentity, stated: str) -> CallIdentity:
     """Add the tool events that a header states, or a warning if it cannot be read."""
     try:
-        return Asked(asked.identity, parse_tool_status(stated), asked.warnings)
+        return CallIdentity(asked.identity, parse_tool_status(stated), asked.warnings)
     except ToolStatusError as error:
-        return Asked(asked.identity, (), (*asked.warnings, str(error)))
+        return CallIdentity(asked.identity, (), (*asked.warnings, str(error)))

@@ -32,23 +32,22 @@ from proxy.calls.routing import (
     unrouted,
     without_ids,
 )
-from proxy.door.redirects import check_redirect
-from proxy.door.refusal import UNEXPECTED, apologise, refuse
-from proxy.door.routes import Route
+from proxy.error_replies import UNEXPECTED, refuse, send_internal_error
 from proxy.errors import ProxyError, ReplyTorn
+from proxy.forwarding import check_redirect
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers
-from proxy.identity.stitch import CallMemory
-from proxy.intake.intake import Intake
-from proxy.intake.limits import Claim
+from proxy.identity.call_memory import CallMemory
+from proxy.intake import Claim, Intake
 from proxy.keys.limits import Usage
+from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WARNINGS
-from proxy.policies.lookup import Lookup
 from proxy.policies.versions import Versions
+from proxy.routing import Route
 from proxy.spool.recorder import Recorder
-from proxy.tools.tool_status import HEADER as TOOL_STATUS_HEADER
-from proxy.upstreams.members import Upstreams
+from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.upstreams.model_server import ModelServer, Reply
+from proxy.upstreams.upstreams import Upstreams
 from store.records import CallStatus
 from store.tenants import DEFAULT
 
@@ -222,7 +221,7 @@ class Call:
         await self._durable("truncated" if exchange.started else "upstream_error")
         if exchange.started and exchange.open:
             exchange.write(errors.event(f"{UNEXPECTED} (call {name})."))
-        apologise(exchange, errors=errors, headers=self._headers())
+        send_internal_error(exchange, errors=errors, headers=self._headers())
 
     def _headers(self) -> Headers:
         return own_headers(self._arrived, self._asked, self._routed)

@@ -32,7 +32,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
     ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
-    and `needs` are fingerprints (`proxy.identity.stitch`).
+    and `needs` are fingerprints (`proxy.identity.call_memory`).
 
     It is stored as an array: the order of the fields is what a spool's bytes depend on.
     """
@@ -68,7 +68,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     split: Split = TRAIN
     # Whether the upstream may hold calls of strict tools to a grammar.
     tool_grammars: bool = True
-    # What exploration changed of the request, as `proxy.exploring.requests` makes it.
+    # What exploration changed of the request, as `proxy.exploring` makes it.
     explored: Mapping[str, float | None] | None = None
     # The syntax of that grammar (`proxy.formats.sampling`), where it is known.
     tool_tag: str | None = None
@@ -88,7 +88,7 @@ class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
 Frame = CapturedCall | CallRecord | FeedbackRecord | Gap
 
 
-class Tape:
+class ReplyBuffer:
     """Keep a reply's bytes as they come; a long stream is compressed in memory."""
 
     __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
@@ -134,7 +134,7 @@ class ReplyTooLong(Exception):
 
 
 def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
-    """Return the bytes of a deflated reply as they were before `Tape` deflated them.
+    """Return the bytes of a deflated reply as they were before `ReplyBuffer` deflated them.
 
     Raises:
         zlib.error: the deflated bytes are damaged.

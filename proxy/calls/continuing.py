@@ -11,10 +11,10 @@ from proxy.calls.asking import Arrived
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
 from proxy.formats.base import ModelRequest
 from proxy.formats.kept import all_fields, refers
-from proxy.identity.stitch import CallMemory, response_fingerprint
-from proxy.intake.intake import Intake
-from proxy.policies.lookup import Lookup
-from proxy.upstreams.routing import shown
+from proxy.identity.call_memory import CallMemory, response_fingerprint
+from proxy.intake import Intake
+from proxy.lookup import Lookup
+from proxy.upstreams.upstreams import shown
 from store.link.responses import is_response
 from store.tenants import own_digests, scoped
 

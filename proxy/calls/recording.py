@@ -13,11 +13,11 @@ import msgspec
 import structlog
 
 from proxy.calls.answering import Answer
-from proxy.calls.asking import Arrived, Asked
+from proxy.calls.asking import Arrived, CallIdentity
 from proxy.calls.capture import CapturedCall
 from proxy.calls.routing import CallRouter, Routed
 from proxy.formats.base import ReplySummary
-from proxy.identity.stitch import CallMemory, provided_fingerprints
+from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.keys.limits import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.recorder import Recorder
@@ -58,7 +58,7 @@ class CallRecorder:
     def record(
         self,
         arrived: Arrived,
-        asked: Asked,
+        asked: CallIdentity,
         routed: Routed,
         answered: Answered,
         usage: Usage | None = None,
@@ -83,7 +83,7 @@ class CallRecorder:
     def _captured(
         self,
         arrived: Arrived,
-        asked: Asked,
+        asked: CallIdentity,
         routed: Routed,
         answered: Answered,
         provided: tuple[bytes, ...],
@@ -129,7 +129,7 @@ class CallRecorder:
         )
 
     def _summary_and_provided(
-        self, arrived: Arrived, asked: Asked, answered: Answered
+        self, arrived: Arrived, asked: CallIdentity, answered: Answered
     ) -> tuple[ReplySummary, tuple[bytes, ...]]:
         """Return the reply's summary and the call's fingerprints, or empty ones if that fails."""
         try:
@@ -141,7 +141,7 @@ class CallRecorder:
             return ReplySummary(), ()
 
     def _offer(
-        self, arrived: Arrived, asked: Asked, answered: Answered, summary: ReplySummary
+        self, arrived: Arrived, asked: CallIdentity, answered: Answered, summary: ReplySummary
     ) -> tuple[bytes, ...]:
         """Register what a later call may repeat of this one, and return its fingerprints.
 
@@ -183,7 +183,7 @@ def _came_in_events(answered: Answered) -> bool:
     return answered.reply is not None and comes_in_events(answered.reply)
 
 
-def note_call(record: CapturedCall, arrived: Arrived, asked: Asked) -> None:
+def note_call(record: CapturedCall, arrived: Arrived, asked: CallIdentity) -> None:
     """Count a call, of which `record` is the capture, and log its line."""
     stream = "true" if record.streamed else "false"
     version = "" if record.policy_version is None else str(record.policy_version)

@@ -5,7 +5,7 @@
   for a bounded time.
 - It was refused as malformed, with fields that the proxy added: it is sent as the client wrote it.
 
-Which replica gets a request that could not be sent at all is decided in `proxy.upstreams.upstream`.
+Which replica gets a request that could not be sent at all is decided in `proxy.upstreams.server`.
 Nothing else is ever sent twice: a model must not answer one call two times.
 """
 

@@ -8,17 +8,15 @@ import msgspec
 from proxy.calls.asking import Arrived
 from proxy.door.bodies import check_call, check_headers, check_query
 from proxy.errors import NotServed
-from proxy.exploring.changes import explored
-from proxy.exploring.choice import Exploring, is_chosen
-from proxy.exploring.requests import Changes
+from proxy.exploring import Changes, Exploring, explored, is_chosen
 from proxy.formats.base import ModelRequest
 from proxy.http.wire import Headers, for_upstream
 from proxy.identity.identify import Identity
-from proxy.intake.intake import Intake
-from proxy.policies.lookup import Lookup
+from proxy.intake import Intake
+from proxy.lookup import Lookup
 from proxy.policies.versions import Serving, Versions
-from proxy.upstreams.members import SamplingDefaults, Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
+from proxy.upstreams.upstreams import SamplingDefaults, Upstreams
 from store.records import EVAL
 from store.version_queries import pinned_version
 

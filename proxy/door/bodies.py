@@ -16,7 +16,7 @@ from proxy.formats.repeated import repeated_name
 from proxy.formats.steering import named_models
 from proxy.http.wire import Headers, is_of_any_tenant
 from proxy.policies.owners import Owners
-from proxy.upstreams.routing import shown
+from proxy.upstreams.upstreams import shown
 from store.tenants import DEFAULT
 
 CONTENT_TYPE: Final = b"content-type"

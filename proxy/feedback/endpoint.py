@@ -13,14 +13,13 @@ import structlog
 
 from proxy.calls.recent import Recent
 from proxy.errors import SpoolFull
+from proxy.feedback.idempotency import LOOK_UP_S, Answer, IdempotencyStore
 from proxy.feedback.statements import parse_feedback
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON
-from proxy.idempotency.desk import LOOK_UP_S, Answer, KeyDesk
-from proxy.intake.intake import Intake
-from proxy.intake.limits import Claim
+from proxy.intake import Claim, Intake
+from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
-from proxy.policies.lookup import Lookup
 from proxy.spool.recorder import Recorder
 from store.link.settle import known_targets
 from store.records import REWARD as REWARD_METRIC
@@ -33,7 +32,7 @@ SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
 LONG_BYTES: Final = 128 * 1024
 
 
-class FeedbackDesk:
+class FeedbackEndpoint:
     """Take one worker's feedback: parse it, make it durable, and answer."""
 
     def __init__(
@@ -42,7 +41,7 @@ class FeedbackDesk:
         recent: Recent,
         lookup: Lookup,
         intake: Intake,
-        keys: KeyDesk,
+        keys: IdempotencyStore,
     ) -> None:
         """Store the parts of a worker that feedback needs."""
         self._recorder = recorder

@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.intake.limits import check_depth, size_within
+from proxy.intake import check_depth, size_within
 from store.ids import new_id
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
 from store.tenants import DEFAULT, scoped

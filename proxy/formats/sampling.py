@@ -2,7 +2,7 @@
 
 `SamplingRules` tells the request fields that say how a call was sampled from those that do not;
 each wire format has a subclass of it. What a model server understands in every format is known to
-`proxy.ingester.sampling`.
+`proxy.trainable`.
 
 A grammar is read as vLLM makes it of the fields. Only what vLLM does in the same way whatever it
 was started with is read: exactly one constraint, and no tools beside a form, since some servers
@@ -80,7 +80,7 @@ class SamplingRules:
 def free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""
     if isinstance(choice, dict):
-        # The limit on calls in a reply counts for all choices (`proxy.ingester.sampling`).
+        # The limit on calls in a reply counts for all choices (`proxy.trainable`).
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
     return choice in FREE_CHOICES
 

@@ -14,7 +14,7 @@ import httptools
 import structlog
 
 from proxy.http import wire
-from proxy.http.flow import BodyStream, Reply
+from proxy.http.body import BodyStream, Reply
 from proxy.http.wire import Headers
 
 # vLLM closes idle connections after 5 s; one that is reused must be younger.

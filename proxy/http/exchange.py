@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from proxy.http import wire
-from proxy.http.flow import BodyStream, Grown
+from proxy.http.body import BodyStream, Grown
 from proxy.http.wire import Headers
 from store.tenants import DEFAULT
 
 if TYPE_CHECKING:
-    from proxy.http.connection import Connection
+    from proxy.http.server import Connection
 
 
 class ClientGone(ConnectionError):

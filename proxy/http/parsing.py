@@ -18,12 +18,12 @@ import httptools
 import structlog
 
 from proxy.http import wire
+from proxy.http.body import Brake
 from proxy.http.exchange import Exchange
-from proxy.http.flow import Brake
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
-    from proxy.http.connection import Connection
+    from proxy.http.server import Connection
 
 log = structlog.get_logger()
 

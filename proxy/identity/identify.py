@@ -2,9 +2,10 @@
 
 Each of the four comes from the first source that names it: our headers, our URL, then the names
 that tools and frameworks give their sessions (`proxy.identity.names`). A call without an episode's
-name joins the attempt it repeats, or the episode whose reply it repeats (`proxy.identity.stitch`),
-or the trace it is part of. Otherwise it is an episode of its own. An unusable value never fails the
-call: it is ignored with a warning. `user` is never read: it names a person, not a run.
+name joins the attempt it repeats, or the episode whose reply it repeats
+(`proxy.identity.call_memory`), or the trace it is part of. Otherwise it is an episode of its own.
+An unusable value never fails the call: it is ignored with a warning. `user` is never read: it names
+a person, not a run.
 
 Calls are joined here only by what can have a single source. All others go to the ledger as episodes
 of their own, with the fingerprints that they need (`Identity.needs`): only the ledger knows what
@@ -18,10 +19,9 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.door.routes import Route
 from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
-from proxy.identity.baggage import trace_id
+from proxy.identity.call_memory import CallMemory, Doubt, Joined, needed_fingerprints
 from proxy.identity.names import (
     EVAL_TASKS,
     Name,
@@ -29,9 +29,10 @@ from proxy.identity.names import (
     episode_names,
     read_hints,
     split_of,
+    trace_id,
     what_is_wrong,
 )
-from proxy.identity.stitch import CallMemory, Doubt, Joined, needed_fingerprints
+from proxy.routing import Route
 from store.records import OWN_EPISODE, TRAIN, Confidence, Split
 from store.tenants import bare, own_digests, same_tenant, tenant_of
 

@@ -1,25 +1,83 @@
-"""Serve the admin port: `/healthz`, `/readyz` and `/metrics`."""
+"""Know whose each policy is, as the file of policies says now.
 
-from collections.abc import Awaitable, Callable, Mapping
+Workers are replaced when the file is to be read again, and the ingester is not.
+
+
+Serve the admin port: `/healthz`, `/readyz` and `/metrics`.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final
 
+import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from proxy.door.refusal import CHALLENGE, UNAUTHORIZED
+from proxy.error_replies import CHALLENGE, UNAUTHORIZED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
-from proxy.http.peers import is_loopback
+from proxy.http.server import is_loopback
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.ingester.owning import OwnersFile
 from proxy.keys.gate import Gate, shown_in
 from proxy.keys.limits import Usage
 from proxy.metrics import REFUSED, exposed
+from proxy.policies.owners import Owners
 from proxy.shared_memory import ProcessState, is_shared, readiness
+from store.errors import BadPolicies
+from store.policy_table import open_policies
 from store.tenants import DEFAULT
+from store.versions import PolicyVersion
+
+log = structlog.get_logger()
+
+# What a file is known by: time of change, inode and size (one that is written in place may change
+# twice within a tick of the disk's clock); a word where there is none, or none was read.
+Mark = tuple[int, int, int] | str
+
+
+class OwnersFile:
+    """Read the owners of policies again whenever their file changes."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Store where the file is; the first look reads it."""
+        self._path = path
+        self._seen: Mark = "unread"
+        self._trouble = ""
+        self._owners = Owners(None)
+
+    def now(self, versions: Iterable[PolicyVersion]) -> Owners:
+        """Return the owners, of the store's `versions` too.
+
+        If the file cannot be used, which is logged once, they are those that it named last, and the
+        next look tries again: what the disk refuses now it may give then.
+        """
+        # Taken before reading: a file that is replaced in between is read again at the next look.
+        mark = self._mark()
+        if mark != self._seen:
+            try:
+                self._owners = Owners(open_policies(self._path))
+                self._seen, self._trouble = mark, ""
+            except BadPolicies as error:
+                # What the ingester has to do besides must not wait for the file.
+                if str(error) != self._trouble:
+                    log.error("owners_unreadable", reason=str(error))
+                self._trouble = str(error)
+        self._owners.learn(versions)
+        return self._owners
+
+    def _mark(self) -> Mark:
+        if self._path is None:
+            return "none"
+        try:
+            status = self._path.stat()
+        except OSError:
+            return "lost"
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
 
 # The tenant of a request's key.
 TENANT: Final = web.RequestKey("tenant", str)

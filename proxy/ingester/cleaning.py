@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.idempotency.key_files import KeyFiles
+from proxy.feedback.idempotency import KeyFiles
 from store.connection.availability import is_unavailable
 from store.write.feedback_keys import forget_keys
 

@@ -13,8 +13,8 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.keys.gate import KeyPublisher
+from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, SERVING
-from proxy.policies.lookup import url_file
 from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from store.connection.availability import is_refusal, is_unavailable

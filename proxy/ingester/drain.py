@@ -1,4 +1,6 @@
-"""Move records from the spool to PostgreSQL, in batches, off every request's path.
+"""Report the drain's state to `/readyz` and the metrics (pure, except for its clock).
+
+Move records from the spool to PostgreSQL, in batches, off every request's path.
 
 A batch is stored in one transaction and only then counted as drained. Records carry their ids,
 so that draining one twice stores it once. A batch that the database refuses is halved until the
@@ -22,17 +24,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED
-from proxy.ingester.backlog import Segment, segment_files
-from proxy.ingester.lapses import Lapses
-from proxy.ingester.letters import make_private
-from proxy.ingester.progress import Progress
-from proxy.ingester.settling import CANNOT_READ, Settler
+from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
+from proxy.ingester.outages import Lapses
+from proxy.ingester.removing import make_private
+from proxy.ingester.segment_reader import Segment, segment_files
 from proxy.ingester.transcribe import NO_READERS
 from proxy.metrics import (
     DRAIN_LAG,
@@ -44,10 +45,57 @@ from proxy.metrics import (
 )
 from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
-from proxy.tools.result_readers import ResultReaders
+from proxy.tool_events import ResultReaders
 from store.connection.availability import is_no_records_fault
 
 log = structlog.get_logger()
+
+State = Literal["moving", "waiting", "stuck"]
+MOST_REASON: Final = 200
+
+
+class Progress:
+    """Tell the drain's present state, since when, and why.
+
+    `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
+    records wait on disk, as intended. `stuck`: something else keeps a record from being stored,
+    though perhaps not all. It lasts until all move again: an outage in between does not end it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Begin as `moving`; `clock` returns seconds."""
+        self._clock = clock
+        self._since = clock()
+        self._stuck_since: float | None = None
+        self.state: State = "moving"
+        self.reason = ""
+        # Number of records that are passed over for now.
+        self.held = 0
+
+    def note(self, state: State, reason: str = "") -> None:
+        """Set the state after a look at the spool."""
+        if state != self.state:
+            self._since = self._clock()
+        if state == "moving":
+            self._stuck_since = None
+        elif state == "stuck":
+            self._stuck_since = self._since = self._stuck_since or self._since
+        self.state, self.reason = state, reason[:MOST_REASON]
+
+    @property
+    def stuck_s(self) -> float:
+        """Return for how many seconds the drain has been stuck; 0 if it is not."""
+        return self._clock() - self._since if self.state == "stuck" else 0.0
+
+    def told(self) -> dict[str, object]:
+        """Return the state as an object for `/readyz`."""
+        return {
+            "state": self.state,
+            "for_s": round(self._clock() - self._since, 1),
+            "reason": self.reason,
+            "held": self.held,
+        }
+
 
 RETRY_S: Final = 1.0
 IDLE_S: Final = 0.1
@@ -84,7 +132,7 @@ class Drainer:
         self._root = root
         self._connect = connect
         self._batch = batch
-        self._settler = Settler(root, readers, most_reply, redactor)
+        self._writer = BatchWriter(root, readers, most_reply, redactor)
         self.lapses = Lapses(root)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
@@ -121,7 +169,7 @@ class Drainer:
             await self._await_connection()
         elif moved == 0:
             await self._pause(IDLE_S)
-        elif not (self._is_behind or self._settler.one_by_one):
+        elif not (self._is_behind or self._writer.one_by_one):
             await self._pause(GATHER_S)
 
     async def _await_connection(self) -> None:
@@ -146,7 +194,7 @@ class Drainer:
         """Return whether PostgreSQL answers and yet does not get on; this never raises."""
         engine = self._connect()
         try:
-            return engine is not None and await self._settler.takes_nothing(engine, error)
+            return engine is not None and await self._writer.takes_nothing(engine, error)
         except Exception:
             log.exception("drain_failed")
             return True
@@ -154,7 +202,7 @@ class Drainer:
     def _note(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
-        elif trouble := self._settler.trouble or self.lapses.trouble:
+        elif trouble := self._writer.trouble or self.lapses.trouble:
             self.progress.note("stuck", trouble)
         else:
             self.progress.note("moving")
@@ -204,10 +252,10 @@ class Drainer:
             return await self._drain_from(engine)
 
     async def _drain_from(self, engine: AsyncEngine) -> int:
-        self._settler.begin()
+        self._writer.begin()
         await self.lapses.tell(engine)
         self._look()
-        moved = await self._settler.try_held(engine, self._segments.values())
+        moved = await self._writer.try_held(engine, self._segments.values())
         self._is_behind = False
         # The oldest segment of each worker: one that is never done must not keep others waiting.
         served: set[Path] = set()
@@ -220,8 +268,8 @@ class Drainer:
             served.add(segment.path.parent)
             self._is_behind |= segment.has_more
             self._count(segment, pieces)
-            entries = self._settler.read(pieces)
-            await self._settler.settle(engine, segment, entries)
+            entries = self._writer.read(pieces)
+            await self._writer.settle(engine, segment, entries)
             moved += sum(not entry.piece.damage for entry in entries)
         self._show()
         return moved
@@ -229,13 +277,13 @@ class Drainer:
     async def _next(self, segment: Segment) -> list[Piece]:
         """Return the next pieces of a segment; delete it if there are none and never will be."""
         if segment.not_before > monotonic():
-            self._settler.trouble = CANNOT_READ
+            self._writer.trouble = CANNOT_READ
             return []
         try:
             if not segment.drained:
                 # Asked before reading: bytes that a worker adds until it seals are read next time.
                 sealed = segment.sealed
-                most = 1 if self._settler.one_by_one else self._batch
+                most = 1 if self._writer.one_by_one else self._batch
                 pieces = await asyncio.to_thread(
                     segment.pieces, segment.stored, most, sealed=sealed
                 )
@@ -250,7 +298,7 @@ class Drainer:
         """Leave a segment that cannot be read; other segments are drained meanwhile."""
         if not segment.is_gone(error):
             segment.failed(error)
-            self._settler.trouble = CANNOT_READ
+            self._writer.trouble = CANNOT_READ
 
     def _look(self) -> None:
         """Find new segments, and drop those that vanished."""

@@ -1,4 +1,8 @@
-"""Run the process beside the workers: drain their spool, migrate the database, serve metrics.
+"""Delete idempotency keys that are a day old, on this machine and in the database.
+
+Export the mean reward of each policy version's evaluation episodes as metrics.
+
+Run the process beside the workers: drain their spool, migrate the database, serve metrics.
 
 Serving does not need it: while the ingester is away, records wait on disk.
 """
@@ -7,27 +11,84 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import perf_counter
+from typing import Final
 
 import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.admin_port import listen_on
 from proxy.errors import SpoolInUse
-from proxy.ingester.admin import admin_app, unsettled
-from proxy.ingester.cleaning import clean_keys
+from proxy.feedback.idempotency import KeyFiles
+from proxy.ingester.admin import OwnersFile, admin_app, unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.ingester.evaluating import show_evaluations
-from proxy.ingester.owning import OwnersFile
-from proxy.ingester.removing.deleted import keep_deleted
-from proxy.ingester.removing.outdated import remove_outdated
+from proxy.ingester.removing import remove_deleted_letters, remove_outdated
 from proxy.keys.gate import Gate, KeyFile
+from proxy.metrics import EVAL_EPISODES, EVAL_REWARD
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
-from store.connection.availability import is_no_records_fault
+from store.connection.availability import is_no_records_fault, is_unavailable
+from store.read.evaluations import Evaluation, evaluations
+from store.write.feedback_keys import forget_keys
 
 log = structlog.get_logger()
+
+CLEAN_S: Final = 600.0
+
+
+async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None]) -> None:
+    """Delete old keys every `CLEAN_S` seconds, until cancelled."""
+    files = KeyFiles(spool_dir)
+    while True:
+        await asyncio.sleep(CLEAN_S)
+        try:
+            forgotten = await asyncio.to_thread(files.clean)
+            engine = connect()
+            if engine is not None:
+                async with engine.connect() as connection:
+                    forgotten += await forget_keys(connection)
+            log.info("idempotency_keys_forgotten", keys=forgotten)
+        except Exception as error:
+            # This task must not end: old keys are looked for again in any case.
+            note = log.warning if is_unavailable(error) else log.exception
+            note("idempotency_keys_kept", reason=type(error).__name__)
+
+
+EVALUATIONS_S: Final = 2.0
+# The pause after a look is at least this many times as long as the look, so that very many
+# episodes of evaluation do not keep the database busy.
+LOOK_SHARE: Final = 20
+
+
+async def show_evaluations(connect: Callable[[], AsyncEngine | None]) -> None:
+    """Bring the metrics up to date every `EVALUATIONS_S` seconds, until cancelled."""
+    while True:
+        began = perf_counter()
+        try:
+            engine = connect()
+            if engine is not None:
+                async with engine.connect() as connection:
+                    show(await evaluations(connection))
+        except Exception as error:
+            # This task must not end: the metrics are brought up to date once the database answers.
+            note = log.warning if is_unavailable(error) else log.exception
+            note("evaluations_not_read", reason=type(error).__name__)
+        await asyncio.sleep(max(EVALUATIONS_S, LOOK_SHARE * (perf_counter() - began)))
+
+
+def show(curve: list[Evaluation]) -> None:
+    """Set the metrics to a curve."""
+    for point in curve:
+        names = point.policy, str(point.version)
+        EVAL_EPISODES.labels(*names).set(point.episodes)
+        figures = {"mean": point.mean, "low": point.low, "high": point.high}
+        for figure, value in figures.items():
+            if value is not None:
+                EVAL_REWARD.labels(*names, figure).set(value)
+
 
 DRAIN_AT_EXIT_S = 5.0
 LOOK_S = 0.1
@@ -104,7 +165,7 @@ def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[Non
     work = {
         "clean-keys": clean_keys(root, connect),
         "evaluations": show_evaluations(connect),
-        "deleted": keep_deleted(root, connect),
+        "deleted": remove_deleted_letters(root, connect),
     }
     if settings.keep_days is not None:
         work["outdated"] = remove_outdated(root, connect, settings.keep_days)

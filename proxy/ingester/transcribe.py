@@ -1,19 +1,28 @@
-"""Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
+"""Read what a request asks: what users say in it, whatever the instructions beside it (pure).
+
+Instructions may hold the time of day or a session's id, and are then never the same twice. What was
+said by the assistant, and what tools gave, is no question either. The ingester hands `question_of`
+to the store, which asks only where an episode's task may come of it. Episodes of one question are a
+group in the database, so that the digest of the same bytes must never change.
+
+
+Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
 
 A worker's capture is read again in its format.
 """
 
 import gc
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap, inflate
-from proxy.calls.trainable import UNREADABLE, Judged, Reason, first_reason
-from proxy.exploring.requests import with_explored
+from proxy.exploring import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
@@ -26,17 +35,66 @@ from proxy.formats.base import (
     read_request,
     request_of,
 )
-from proxy.formats.raw_json import Object, parse_object
+from proxy.formats.raw_json import UNREADABLE, Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.ingester.sampling import judged_settings
 from proxy.spool.segments import Piece, decode_payload
-from proxy.tools.quotes import text_digest
-from proxy.tools.result_readers import ResultReaders
-from proxy.tools.tool_results import result_events
+from proxy.tool_events import ResultReaders, result_events, text_digest
+from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
 from store.values.json_limits import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
+
+_RESULT: Final = "tool_result"
+
+
+def question_of(call: CallRecord) -> bytes | None:
+    """Return a digest of what users say in a call's request, as its wire format holds it.
+
+    Return None if the request cannot be read, nobody says anything, or the format is unknown.
+    """
+    wire_format = FORMATS.get(call.dialect)
+    if wire_format is None or call.request is None:
+        return None
+    parsed = parse_object(call.request)
+    if parsed is None:
+        return None
+    try:
+        return _digest(map(_spoken, map(bytes, wire_format.turns.said_by_users(parsed))))
+    except UNREADABLE:
+        return None
+
+
+def _digest(texts: Iterable[bytes]) -> bytes | None:
+    """Return a digest of texts, and of where each ends; None if all are empty.
+
+    Text is the same as a string or as parts.
+    """
+    digest, is_asked = sha256(), False
+    for text in texts:
+        digest.update(b"%d:" % len(text))
+        digest.update(text)
+        is_asked |= bool(text)
+    return digest.digest() if is_asked else None
+
+
+def _spoken(content: bytes) -> bytes:
+    """Return the text of one message, whose content is JSON."""
+    # The bytes of such a string are its text: there is nothing to decode, and to encode again.
+    if content[:1] == content[-1:] == b'"' and b"\\" not in content and content.isascii():
+        return content[1:-1]
+    return b"".join(_texts(msgspec.json.decode(content)))
+
+
+def _texts(content: Any) -> Iterator[bytes]:
+    """Yield the text of one message; parts that are no text as JSON, but for results of tools."""
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield text.encode(errors="surrogatepass")
+        elif isinstance(part, dict) and part.get("type") != _RESULT:
+            yield msgspec.json.encode(part, order="sorted")
+
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
 NO_READERS = ResultReaders()
@@ -149,7 +207,7 @@ def transcribe(
 def unread_call(captured: CapturedCall) -> CallRecord:
     """Return the record of a captured call of which nothing is read, request and reply left out."""
     request = ModelRequest(body=b"")
-    unknown = msgspec.json.encode({UNREADABLE: ["request"]})
+    unknown = msgspec.json.encode({UNREAD_SETTINGS: ["request"]})
     events, reason = captured.tool_events, TOO_DEEP
     settings = Judged(unknown, reason, reason)
     return _record(captured, _Read(request, b"", NO_REPLY, settings, reason, events))

@@ -26,7 +26,7 @@ from proxy.http.wire import Headers
 from proxy.keys.limits import Usage
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
-from proxy.upstreams.keys import CREDENTIALS
+from proxy.upstreams.server import CREDENTIALS
 from store.files import sync, whole_folder, write_private
 from store.keys import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of, key_ring
 

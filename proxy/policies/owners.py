@@ -9,7 +9,7 @@ upstream by its owner: whoever knows the name could use it otherwise.
 from collections.abc import Iterable, Mapping
 
 from proxy.errors import BadRequest, NotServed
-from proxy.upstreams.routing import shown
+from proxy.upstreams.upstreams import shown
 from store.policy_table import PolicyTable
 from store.tenants import DEFAULT
 from store.versions import PolicyVersion

@@ -1,30 +1,148 @@
-"""Choose the version of a policy that serves an episode (pure).
+"""Give each new episode of a policy to an arm: the base, what serves, or what is tried (pure).
+
+The choice has no state and asks nobody: it is a hash of the policy's name, the version that is
+tried and the episode's name, so every worker and proxy makes the same one, also after a restart.
+Each canary is tried on other episodes than the one before it. Once it serves, the hash stays what
+it was, so that an episode that a proxy has forgotten goes on with what it had.
+
+
+Say why a version that a request names is not served, by its state.
+
+Choose the version of a policy that serves an episode (pure).
 
 The model name that an agent asks for names a policy; or, where a file names the policies, model
-name and agent do (`store.policy_table`). An episode's first call of a policy takes the version
-that its arm has then, which is the serving one for most (`proxy.policies.arms`). Its later calls
+name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
+its arm has then, which is the serving one for most (`proxy.policies.versions`). Its later calls
 keep it for as long as that version can be served at all: an episode is sampled by one version of
-each policy. One whose version was retired moves to the one that serves then, and keeps that.
-The workers of a proxy agree on each episode's version (`proxy.policies.shared_pins`).
+each policy. One whose version was retired moves to the one that serves then, and keeps that. The
+workers of a proxy agree on each episode's version (`proxy.policies.shared_pins`).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
-from proxy.exploring.choice import Exploring
+from proxy.exploring import Exploring
 from proxy.identity.identify import DEFAULT_AGENT
-from proxy.policies.arms import Arms, arms_of
 from proxy.policies.owners import Owners
 from proxy.policies.shared_pins import SharedPins
-from proxy.policies.unserved import DELETED, WHY_NOT
 from store.policy_table import Explore, PolicySpec, PolicyTable
 from store.records import EVAL, TRAIN, Arm, Split
 from store.tenants import DEFAULT
 from store.versions import SERVABLE, WITH_TRAFFIC, PolicyState, PolicyVersion
+
+_BYTES: Final = 6
+_ALL: Final = 2 ** (8 * _BYTES)
+_APART: Final = "\x1f"
+
+
+class Arms(msgspec.Struct, frozen=True):
+    """Hold the versions of one policy's arms, and the shares of new episodes that they get.
+
+    Shares are fractions of all new episodes. `tried` are the canary, if there is one, and those
+    that ended as canaries, rolled back or for a newer version, which only keep their episodes.
+    """
+
+    policy: str
+    serving: int
+    canary: int | None = None
+    canary_share: float = 0.0
+    base_share: float = 0.0
+    tried: frozenset[int] = frozenset()
+
+    @property
+    def are_several(self) -> bool:
+        """Return whether an episode of the policy may have another arm than `serving`."""
+        return self.canary is not None or bool(self.base_share or self.tried)
+
+    def of_new(self, episode: str) -> Arm:
+        """Return the arm of a new episode, by its name as it is kept.
+
+        While the base model itself serves there is no arm `base`: both would be the same.
+        """
+        if self.canary is None and not self.base_share:
+            return "serving"
+        drawn = fraction(self.policy, self.serving if self.canary is None else self.canary, episode)
+        if drawn < self.base_share:
+            return "base" if self.serving else "serving"
+        is_tried = self.canary is not None and drawn < self.base_share + self.canary_share
+        return "canary" if is_tried else "serving"
+
+    def version_of(self, arm: Arm) -> int:
+        """Return the version that an arm's new episodes get."""
+        if arm == "base":
+            return 0
+        return self.canary if arm == "canary" and self.canary is not None else self.serving
+
+    def of_version(self, version: int) -> Arm:
+        """Return the arm of an episode that has a version already.
+
+        What had the traffic before another took it has the arm `serving`, as it had then.
+        """
+        if version in self.tried:
+            return "canary"
+        return "base" if not version and self.serving and self.base_share else "serving"
+
+
+def fraction(policy: str, version: int, episode: str) -> float:
+    """Return where an episode lies among all, evenly spread over [0, 1)."""
+    hashed = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _ALL
+
+
+def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
+    """Return the arms of each policy among `versions` that has one that serves, by its name."""
+    serving: dict[str, int] = {}
+    canary: dict[str, PolicyVersion] = {}
+    base_share: dict[str, float] = {}
+    tried: dict[str, set[int]] = {}
+    for one in versions:
+        name = one.name
+        if one.state == "serving":
+            serving[name] = one.version
+        if one.version == 0:
+            base_share[name] = one.share or 0.0
+        elif one.state == "canary":
+            canary[name] = one
+        # Serving ends a share.
+        if one.version and one.share is not None and one.state in WITH_TRAFFIC:
+            tried.setdefault(name, set()).add(one.version)
+    return {
+        name: Arms(
+            policy=name,
+            serving=number,
+            canary=canary[name].version if name in canary else None,
+            canary_share=(canary[name].share or 0.0) if name in canary else 0.0,
+            base_share=base_share.get(name, 0.0),
+            tried=frozenset(tried.get(name, ())),
+        )
+        for name, number in serving.items()
+    }
+
+
+_AGAIN: Final = "is being loaded again"
+WHY_NOT: Final[Mapping[PolicyState, str]] = {
+    "written": "is not published yet",
+    "ready": _AGAIN,
+    "candidate": _AGAIN,
+    "canary": _AGAIN,
+    "published": _AGAIN,
+    "serving": _AGAIN,
+    "rolled_back": "was rolled back, and is kept for the episodes that began with it alone; for "
+    f"these it {_AGAIN}",
+    "retired": "is retired, and was unloaded because no episode used it; while its files "
+    "are there they can be loaded again (docs/howto/evaluate.md)",
+    "rejected": "was rejected: it did not load, was not served as it was trained, or was trained "
+    "on from a version that was rolled back",
+}
+DELETED: Final = (
+    "was retired or rejected, and its files were deleted, as nothing asked for them any more"
+)
+
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2

@@ -3,7 +3,7 @@
 A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
 the spool's reserve. If that fails too (the reserve is used up, or the disk gives I/O errors), the
 episodes are remembered, and the gap is written as soon as the disk works. Meanwhile a lapse on disk
-stands for them, in case this process is killed (`proxy.spool.lapse_file`).
+stands for them, in case this process is killed (`proxy.spool.outages`).
 """
 
 import asyncio

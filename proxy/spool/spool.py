@@ -16,7 +16,7 @@ refused at once.
 
 Whether a commit failed is known to the writer thread first. It writes what is to be noted of the
 lost frames (`note`) into a reserve that a full disk cannot refuse, before anybody gets an answer.
-Where the reserve is used up it marks a lapse instead (`proxy.spool.lapse_file`), until `end_lapse`.
+Where the reserve is used up it marks a lapse instead (`proxy.spool.outages`), until `end_lapse`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from typing import Final, Literal
 import structlog
 
 from proxy.spool.folders import PASSING, Home, take_home
-from proxy.spool.segment_writer import SegmentWriter
+from proxy.spool.writer import SegmentWriter
 
 log = structlog.get_logger()
 

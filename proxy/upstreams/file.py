@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from proxy.errors import BadUpstreams
-from proxy.upstreams.keys import Style
+from proxy.upstreams.server import Style
 from store.table_file import TableFile
 from store.values.distribution import parse_defaults
 

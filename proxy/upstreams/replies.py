@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from proxy.calls.capture import Tape
+from proxy.calls.capture import ReplyBuffer
 from proxy.errors import ReplyTooLarge, ReplyTorn, UnreadableCoding
 from proxy.formats.base import StreamTranscript
 from proxy.http.client import Torn
@@ -40,7 +40,7 @@ def comes_in_events(reply: Reply) -> bool:
     return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
 
-async def take_whole(reply: Reply, limit: int, tape: Tape, call: str) -> bytes:
+async def take_whole(reply: Reply, limit: int, tape: ReplyBuffer, call: str) -> bytes:
     """Return a reply's body, after recording on the tape what came of it, whole or torn.
 
     Raises:

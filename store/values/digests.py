@@ -1,6 +1,6 @@
 """Compute the fingerprints that calls provide and need: 16 bytes, the first is the kind (pure).
 
-The proxy makes them (`proxy.identity.stitch`), the store matches them (`store.link.settle`).
+The proxy makes them (`proxy.identity.call_memory`), the store matches them (`store.link.settle`).
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from uuid import UUID
 from hypothesis import given
 
 from proxy.ingester.transcribe import transcribe
-from proxy.intake.intake import Intake
+from proxy.intake import Intake
 from tests.fuzz import calls
 from tests.fuzz.loops import run
 from tests.fuzz.profile import fuzzing

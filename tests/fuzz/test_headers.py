@@ -4,15 +4,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.door.routes import Route, find_route
 from proxy.errors import NotAllowed
 from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
-from proxy.identity.baggage import parse_baggage, trace_id
+from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.identity.identify import identify
-from proxy.identity.names import SESSION_HEADERS
-from proxy.identity.stitch import CallMemory, provided_fingerprints
-from proxy.tools.tool_status import HEADER, ToolStatusError, parse_tool_status
+from proxy.identity.names import SESSION_HEADERS, parse_baggage, trace_id
+from proxy.routing import Route, find_route
+from proxy.tool_events import HEADER, ToolStatusError, parse_tool_status
 from store.tenants import DEFAULT
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing

@@ -11,19 +11,18 @@ from proxy.calls.call import CallHandler
 from proxy.calls.capture import CapturedCall, Frame
 from proxy.calls.recent import Recent
 from proxy.errors import UpstreamBroke
-from proxy.feedback.endpoint import FeedbackDesk
+from proxy.feedback.endpoint import FeedbackEndpoint
+from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
 from proxy.http.client import Torn
 from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
-from proxy.idempotency.desk import KeyDesk
-from proxy.idempotency.key_files import KeyFiles
 from proxy.identity.names import EVAL_TASKS
-from proxy.intake.intake import Intake
+from proxy.intake import Intake
 from proxy.keys.gate import NO_KEYS, Gate
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.spool.segments import encode_frame
-from proxy.upstreams.members import Member, Upstreams
+from proxy.upstreams.upstreams import Member, Upstreams
 from proxy.worker import data_handler
 from store.versions import PolicyVersion
 from tests.support.http_wires import Wire
@@ -170,8 +169,8 @@ def data_port(
         max_reply=MOST,
         eval_tasks=EVAL_TASKS,
     )
-    keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
-    desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
+    keys = IdempotencyStore(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
+    desk = FeedbackEndpoint(kept, recent, away, intake, keys)  # type: ignore[arg-type]
     gate = Gate("anyone")
     gate.take(NO_KEYS)
     handler = data_handler(relay, desk, gate, Owners(None), may_delete_models=False)

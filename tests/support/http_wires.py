@@ -7,10 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from proxy.http.client import Pool, UpstreamConnection
-from proxy.http.connection import Connection
-from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import BodyTooSlow, Exchange
-from proxy.http.server import Handler, Server
+from proxy.http.server import ClientDeadlines, Connection, Handler, Server
 
 
 class Wire(asyncio.Transport):

@@ -31,7 +31,7 @@ from tests.support.servers.fake_upstream import fake_upstream
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("store", "proxy", "pawl")
 # Longer than any pause between two looks of the ingester's but those of ten minutes: some are of
-# ten seconds, and one is twenty times as long as its look (`proxy.ingester.evaluating`).
+# ten seconds, and one is twenty times as long as its look (`proxy.ingester.ingester`).
 IDLE_S: Final = 30.0
 # For so long the ingester is given to count what it has settled.
 COUNTED_S: Final = 2.0

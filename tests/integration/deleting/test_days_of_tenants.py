@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester.removing.outdated import remove_all
+from proxy.ingester.removing import remove_all
 from store.deleting import statements
 from store.ids import lowest_id_at
 from store.judge.judgements import Judgement, note
@@ -172,7 +172,7 @@ async def check(
 REMOVE = """
 import asyncio, sys
 from datetime import date
-from proxy.ingester.removing import outdated
+from proxy.ingester import removing as outdated
 from store.connection.engine import make_engine
 from store.retaining.periods import read_periods
 

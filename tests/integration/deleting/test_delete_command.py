@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.deleting import UnknownEpisodes, as_text, choose, delete, drained
 from proxy.calls.capture import Frame, Gap
-from proxy.ingester.letters import Letter, bury
-from proxy.ingester.removing import deleted as deleting
+from proxy.ingester import removing as deleting
+from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import decode_payload, encode_frame, encode_payload
 from store.deleting.choosing import Selection
 from store.deleting.receipts import Receipt
@@ -81,7 +81,7 @@ async def test_it_is_gone_from_the_spool_and_does_not_come_back(proxy: Proxy) ->
 
 def letter(folder: Path, name: str, frame: Frame | bytes) -> Path:
     payload = frame if isinstance(frame, bytes) else encode_payload(frame)
-    bury(folder, [Letter(name, payload, f"it quotes {name} {CANARY}")])
+    write_dead_letters(folder, [DeadLetter(name, payload, f"it quotes {name} {CANARY}")])
     return folder / "dead" / f"{name}.letter"
 
 
@@ -128,10 +128,10 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
 async def test_an_ingester_elsewhere_removes_its_own_letters(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deleting, "LOOK_S", 0.01)
+    monkeypatch.setattr(deleting, "DELETED_S", 0.01)
     await Ingester().store(engine, [call(GONE), call("later")])
     gone, later = letter(tmp_path, "g", captured(GONE)), letter(tmp_path, "l", captured("later"))
-    keeping = asyncio.create_task(deleting.keep_deleted(tmp_path, lambda: engine))
+    keeping = asyncio.create_task(deleting.remove_deleted_letters(tmp_path, lambda: engine))
     try:
         await receipts(engine, tmp_path / "elsewhere", GONE)
         await until(lambda: not gone.exists())

@@ -12,9 +12,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame, Gap
-from proxy.ingester.letters import Letter, bury
-from proxy.ingester.removing import outdated
-from proxy.ingester.removing.outdated import remove_all, remove_old_letters
+from proxy.ingester import removing as outdated
+from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
 from proxy.spool.segments import encode_payload
 from store.ids import lowest_id_at, time_of
 from store.read.stats import totals
@@ -207,7 +206,7 @@ async def test_a_clock_that_is_ahead_removes_nothing_new(
             return datetime.now(tz) + timedelta(days=1000)
 
     monkeypatch.setattr(outdated, "FIRST_S", 0.01)
-    monkeypatch.setattr(outdated, "LOOK_S", 0.01)
+    monkeypatch.setattr(outdated, "OUTDATED_S", 0.01)
     monkeypatch.setattr(outdated, "datetime", Ahead)
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
     keeping = asyncio.create_task(outdated.remove_outdated(tmp_path, lambda: engine, TWO))
@@ -230,7 +229,7 @@ async def test_one_removes_at_a_time(engine: AsyncEngine) -> None:
 
 def letter(folder: Path, name: str, frame: Frame | bytes) -> None:
     payload = frame if isinstance(frame, bytes) else encode_payload(frame)
-    bury(folder, [Letter(name, payload, "why")])
+    write_dead_letters(folder, [DeadLetter(name, payload, "why")])
 
 
 def letters_in(folder: Path) -> list[str]:
@@ -273,7 +272,7 @@ async def test_an_ingester_goes_on_whatever_fails(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outdated, "FIRST_S", 0.01)
-    monkeypatch.setattr(outdated, "LOOK_S", 0.01)
+    monkeypatch.setattr(outdated, "OUTDATED_S", 0.01)
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
     failures = iter([OSError("the disk fails")])
 

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester.removing.outdated import remove_all
+from proxy.ingester.removing import remove_all
 from store.ids import lowest_id_at
 from store.records import CallRecord, SpoolRecord
 from store.retaining.periods import Cuts

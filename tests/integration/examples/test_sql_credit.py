@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.rollout.addresses import named_url
 from pawl.scenarios.places import CLIENTS, find_scenario
-from proxy.tools.result_readers import parse_readers
+from proxy.tool_events import parse_readers
 from store.read.facts import matched_events
 from store.records import Episode
 from store.values.rewards import REWARD_ALONE

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester import drain, held, settling
+from proxy.ingester import batch_writer, drain
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.connection.engine import make_engine
@@ -28,7 +28,7 @@ LOOK_S = 0.02
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "RETRY_S", LOOK_S)
-    monkeypatch.setattr(held, "UNANSWERED_AGAIN_S", 0.5)
+    monkeypatch.setattr(batch_writer, "UNANSWERED_AGAIN_S", 0.5)
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
             raise TimeoutError
         return await real(self, engine, records)  # type: ignore[arg-type]
 
-    real = settling.Ingester.store
-    monkeypatch.setattr(settling.Ingester, "store", store)
-    monkeypatch.setattr(held, "UNANSWERED_AGAIN_S", 0.05)
+    real = batch_writer.Ingester.store
+    monkeypatch.setattr(batch_writer.Ingester, "store", store)
+    monkeypatch.setattr(batch_writer, "UNANSWERED_AGAIN_S", 0.05)
     async with draining(tmp_path, engine) as traffic:
         traffic.write("huge")
         await eventually(traffic.holds_one)
@@ -185,12 +185,12 @@ async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
     async with draining(tmp_path, make_engine(url)) as traffic:
         traffic.write()
         await until(lambda: traffic.drainer.progress.state == "waiting")
-        monkeypatch.setattr(settling, "READ_ONLY_PATIENCE", 10**9)
+        monkeypatch.setattr(batch_writer, "READ_ONLY_PATIENCE", 10**9)
         await traffic.flow(20)
         assert traffic.states == {"waiting"}
         assert traffic.drainer.progress.held == 0
         # It does not end.
-        monkeypatch.setattr(settling, "READ_ONLY_PATIENCE", 20)
+        monkeypatch.setattr(batch_writer, "READ_ONLY_PATIENCE", 20)
         await until(lambda: traffic.drainer.progress.state == "stuck")
         psql(f"ALTER ROLE {role} RESET ALL")
         # Not `dispose`: a connection that is in use at that moment would never be closed.
@@ -206,7 +206,7 @@ async def test_an_outage_of_any_length_is_waited_for_and_blames_no_record(
         await traffic.flow(20)
         assert traffic.states <= {"waiting", "moving"}
         assert traffic.drainer.progress.state == "waiting"
-        assert not traffic.drainer._settler.one_by_one
+        assert not traffic.drainer._writer.one_by_one
         traffic.engine = engine
         await away.dispose()
         await traffic.moves()

@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester import backlog, drain
+from proxy.ingester import drain, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEADER, encode_frame
 from proxy.spool.spool import Spool
@@ -138,7 +138,7 @@ async def test_a_record_that_cannot_be_read_is_one_dead_letter_however_long_the_
 async def test_a_new_ingester_counts_all_of_a_segment_that_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, "READ_BYTES", 4096)
+    monkeypatch.setattr(segment_reader, "READ_BYTES", 4096)
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     for number in range(50):
         await spool.append(encode_frame(captured(f"e{number}")))

@@ -86,7 +86,7 @@ async def test_a_failing_step_leaves_what_the_steps_before_it_found(
 async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering.Tape, "add", fails)
+    monkeypatch.setattr(answering.ReplyBuffer, "add", fails)
     _, body = await ask(proxy, post(CHAT, BODY[:-1] + b',"stream":true}'))
     assert b'data: {"error":{"message":"The proxy failed' in body
     assert not body.endswith(b"0\r\n\r\n")
@@ -126,7 +126,7 @@ async def test_a_failure_beside_calls_is_500_too(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
-    monkeypatch.setattr("proxy.door.forward.for_upstream", fails)
+    monkeypatch.setattr("proxy.forwarding.for_upstream", fails)
     listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     request = post(path, b"{}") if path == "/feedback" else listing
     head, body = await ask(proxy, request)

@@ -15,12 +15,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.recent import Recent
-from proxy.ingester import lapses as telling_of
+from proxy.ingester import outages as telling_of
 from proxy.ingester.drain import Drainer
-from proxy.ingester.lapses import Lapses
+from proxy.ingester.outages import Lapses
 from proxy.spool import recorder as recording
-from proxy.spool import segment_writer
-from proxy.spool.lapse_file import LAPSE, LapseFile, read_lapse
+from proxy.spool import writer as segment_writer
+from proxy.spool.outages import LAPSE, LapseFile, read_lapse
 from proxy.spool.recorder import Recorder
 from store.connection.engine import make_engine
 from tests.integration.faults.spool.test_full_spool import fill, full_disk, incomplete
@@ -37,7 +37,7 @@ WORKER = """
 import asyncio, sys, time
 from pathlib import Path
 from proxy.calls.recent import Recent
-from proxy.spool import segment_writer
+from proxy.spool import writer as segment_writer
 from proxy.spool.recorder import Recorder
 from tests.support.records import captured
 

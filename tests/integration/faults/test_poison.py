@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame
-from proxy.ingester import settling, transcribe
+from proxy.ingester import batch_writer, transcribe
 from proxy.ingester.drain import Drainer
-from proxy.ingester.letters import Letter, bury
+from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import encode_frame
 from store.ids import new_id
 from store.read.episodes import episode_ids
@@ -99,17 +99,17 @@ async def test_a_drain_that_is_cancelled_while_it_buries_has_counted_nothing_twi
     """An ingester that stops cancels it, and tells of its counters until it has ended."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(root: Path, letters: Sequence[Letter]) -> None:
+    def slow(root: Path, letters: Sequence[DeadLetter]) -> None:
         begun.set()
         assert go_on.wait(PATIENCE_S)
-        bury(root, letters)
+        write_dead_letters(root, letters)
 
     poison = captured(
         "poison", dialect="messages", streamed=True, reply=nested(2000), deflated=True
     )
     spooled.write(captured("a"), poison, captured("b"))
     with monkeypatch.context() as patched:
-        patched.setattr(settling, "bury", slow)
+        patched.setattr(batch_writer, "write_dead_letters", slow)
         draining = asyncio.create_task(spooled.drainer.drain_once())
         await until(begun.is_set)
         draining.cancel()
@@ -276,7 +276,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
     assert spooled.drainer.progress.held == 1
     # It is never given up: what PostgreSQL says is no word against the record.
     storing(lambda record: None)
-    monkeypatch.setattr("proxy.ingester.held.UNANSWERED_AGAIN_S", 0.0)
+    monkeypatch.setattr("proxy.ingester.batch_writer.UNANSWERED_AGAIN_S", 0.0)
     await spooled.drain()
     assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (7, [], [])
 
@@ -284,12 +284,11 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
 async def test_counting_what_was_stored_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from proxy.ingester import settling
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(settling, "_count_call", broken)
+    monkeypatch.setattr(batch_writer, "_count_call", broken)
     spooled.write(captured("a"), captured("b"))
     await spooled.drain()
     assert (await spooled.stored(), spooled.segments()) == (2, [])

@@ -4,7 +4,7 @@ import pytest
 
 from proxy.calls import routing
 from proxy.feedback import endpoint
-from proxy.idempotency import desk
+from proxy.feedback import idempotency as desk
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Final
 import pytest
 
 from proxy.calls import call, recording
-from proxy.policies.arms import Arms
 from proxy.policies.owners import Owners
+from proxy.policies.versions import Arms
 from tests.integration.conftest import Proxy
 
 PLACES: Final[tuple[tuple[object, str], ...]] = (

@@ -15,10 +15,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
-from proxy.idempotency.key_files import KEEP_S, KeyFiles
+from proxy.feedback.idempotency import KEEP_S, KeyFiles
 from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
-from proxy.spool.segment_writer import SegmentWriter
+from proxy.spool.writer import SegmentWriter
 from proxy.worker import serving
 from store.errors import Refused
 from store.records import FeedbackRecord
@@ -209,7 +209,7 @@ def test_keys_on_disk_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert files.clean() == 0
     later = (tmp_path / "keys").stat().st_mtime + KEEP_S + 60
     assert files.clean(later) == 1
-    monkeypatch.setattr("proxy.idempotency.key_files.MOST", 2)
+    monkeypatch.setattr("proxy.feedback.idempotency.MOST", 2)
     for key in "abc":
         files.take(key, "x")
     assert files.clean() == 1

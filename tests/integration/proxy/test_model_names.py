@@ -7,9 +7,9 @@ import pytest
 
 from proxy.errors import NoUpstream
 from proxy.settings import ProxySettings
-from proxy.upstreams import upstream as module
-from proxy.upstreams.members import Member, SamplingDefaults, Upstreams, open_upstreams
-from proxy.upstreams.upstream import Upstream
+from proxy.upstreams import server as module
+from proxy.upstreams.server import Upstream
+from proxy.upstreams.upstreams import Member, SamplingDefaults, Upstreams, open_upstreams
 from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.spool import replay
 from proxy.calls.capture import CapturedCall
 from proxy.ingester.drain import Drainer
-from proxy.ingester.letters import Letter, bury
+from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import encode_frame, encode_payload
 from tests.support.records import captured
 
@@ -28,7 +28,8 @@ async def drained(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCal
 
 
 async def replayed(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCall]) -> None:
-    bury(folder, [Letter(call.episode, encode_payload(call), "tested") for call in calls])
+    letters = [DeadLetter(call.episode, encode_payload(call), "tested") for call in calls]
+    write_dead_letters(folder, letters)
     assert await replay(folder, engine) == (len(calls), [])
 
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.tools.result_readers import parse_readers
+from proxy.tool_events import parse_readers
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, ToolEvent

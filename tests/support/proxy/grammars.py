@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
-from proxy.calls.trainable import why_not_trainable
 from proxy.formats.base import Sampled, read_request
 from proxy.formats.registry import FORMATS
-from proxy.ingester.sampling import sampling_settings
+from proxy.trainable import sampling_settings, why_not_trainable
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
 

@@ -11,14 +11,13 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from proxy import errors
-from proxy.door import routes
-from proxy.door.openai_paths import RULES
-from proxy.door.routes import Kind, find_route
+from proxy import routing as routes
 from proxy.errors import BadRequest, NotAllowed, ProxyError
 from proxy.feedback.statements import parse_feedback
 from proxy.identity.names import episode_names, read_hints
 from proxy.ingester.admin import admin_app
-from proxy.ingester.progress import Progress
+from proxy.ingester.drain import Progress
+from proxy.routing import RULES, Kind, find_route
 from proxy.shared_memory import ProcessState, State, readiness
 from store.ids import new_id
 from tests.conftest import ROOT
@@ -173,7 +172,7 @@ def test_every_code_in_the_sources_is_described() -> None:
 
 
 def test_every_status_of_an_unreadable_request_is_described() -> None:
-    modules = [ROOT / "proxy" / "http" / name for name in ("connection.py", "parsing.py")]
+    modules = [ROOT / "proxy" / "http" / name for name in ("server.py", "parsing.py")]
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
     numbers = {node.value for node in nodes if isinstance(node, ast.Constant)}
     statuses = {number for number in numbers if number in range(400, 600)}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.policies.arms import Arms, arms_of, fraction
-from proxy.policies.versions import Serving, Versions
+from proxy.policies.versions import Arms, Serving, Versions, arms_of, fraction
 from store.policy_table import parse_policies
 from store.records import ARMS, EVAL, Arm
 from store.versions import PolicyState, PolicyVersion

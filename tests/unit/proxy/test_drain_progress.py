@@ -1,6 +1,6 @@
 """What the drain says of itself: since when it has been stuck, whatever else happens meanwhile."""
 
-from proxy.ingester.progress import Progress
+from proxy.ingester.drain import Progress
 
 
 def test_how_long_it_is_stuck_goes_on_through_an_outage_until_all_moves() -> None:

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, Overloaded, TooLarge
-from proxy.intake.intake import SWITCH_S, Intake
-from proxy.intake.limits import (
+from proxy.intake import (
     COPIES,
     LONG_BYTES,
     MAX_CONTAINERS,
     MAX_VALUES,
     SMALL,
+    SWITCH_S,
     Budget,
     Claim,
+    Intake,
     check_shape,
     cost_of,
     takes_long,

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy import trainable as sampling
 from proxy.calls.capture import CapturedCall
-from proxy.calls.trainable import Judged, why_not_replayed
 from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
-from proxy.ingester import sampling
-from proxy.ingester.sampling import judged_settings, sampling_settings
+from proxy.trainable import Judged, judged_settings, sampling_settings, why_not_replayed
 
 VALUES = st.sampled_from(
     [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.ingester import owning
-from proxy.ingester.owning import OwnersFile
+from proxy.ingester import admin as owning
+from proxy.ingester.admin import OwnersFile
 from proxy.policies.owners import Owners
 from store.errors import BadPolicies
 from store.policy_table import open_policies

@@ -2,9 +2,9 @@
 
 import pytest
 
-from proxy.door.redirects import check_redirect
 from proxy.errors import Redirected
-from proxy.upstreams.litellm_upstream import LitellmReply
+from proxy.forwarding import check_redirect
+from proxy.upstreams.litellm import LitellmReply
 
 KEY = "0123456789abcdef"
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.door.openai_paths import RULES
-from proxy.door.routes import Kind, exact_routes, find_route
 from proxy.errors import NotAllowed
 from proxy.formats.registry import FORMATS
+from proxy.routing import RULES, Kind, exact_routes, find_route
 
 FORBIDDEN = [
     "/v1/load_lora_adapter",

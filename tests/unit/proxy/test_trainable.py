@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.calls.trainable import why_not_trainable
 from proxy.formats.base import NOTHING_SAMPLED, Sampled
 from proxy.formats.registry import FORMATS
-from proxy.ingester.sampling import sampling_settings
+from proxy.trainable import sampling_settings, why_not_trainable
 from store.values.distribution import distribution_of
 
 WHOLE = Sampled(

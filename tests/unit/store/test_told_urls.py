@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.upstreams.upstream import Replica
+from proxy.upstreams.server import Replica
 from store.settings import without_login
 from trainer.publishing.model_server import ModelServer
 

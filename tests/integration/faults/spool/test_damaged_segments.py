@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
-from proxy.calls.capture import Tape
-from proxy.ingester import backlog, settling
+from proxy.calls.capture import ReplyBuffer
+from proxy.ingester import batch_writer, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEAD_BYTES, encode_frame
 from proxy.spool.spool import Spool
@@ -24,7 +24,7 @@ __all__ = ["spooled"]
 async def test_few_bytes_that_stand_for_very_many_are_not_inflated(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    tape = Tape()
+    tape = ReplyBuffer()
     for _ in range(64):
         tape.add(b"\0" * 2**20)
     reply, deflated = tape.take()
@@ -125,12 +125,12 @@ def test_letters_that_others_could_read_become_private(tmp_path: Path) -> None:
 async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_other(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = settling.bury
+    real = batch_writer.write_dead_letters
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(settling, "bury", full)
+    monkeypatch.setattr(batch_writer, "write_dead_letters", full)
     bad = captured("bad", dialect="none such")
     first = spooled.write(captured("a"), bad, captured("b"), bad, bad)
     second = spooled.write(captured("c"))
@@ -139,7 +139,7 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
     assert (first.exists(), second.exists()) == (True, False)
     assert spooled.drainer.progress.held == 3
     assert_adds_up()
-    monkeypatch.setattr(settling, "bury", real)
+    monkeypatch.setattr(batch_writer, "write_dead_letters", real)
     # The next ingester stores again what stands behind the first of them, and loses nothing.
     spooled.drainer = Drainer(
         spooled.folder,
@@ -154,13 +154,16 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
 async def test_held_letters_are_written_by_the_same_ingester_too(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = settling.bury
-    monkeypatch.setattr(settling, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    monkeypatch.setattr("proxy.ingester.held.LETTER_AGAIN_S", 0.0)
+    def full(*_: object) -> None:
+        raise OSError(28, "full")
+
+    real = batch_writer.write_dead_letters
+    monkeypatch.setattr(batch_writer, "write_dead_letters", full)
+    monkeypatch.setattr(batch_writer, "LETTER_AGAIN_S", 0.0)
     spooled.write(captured("bad", dialect="none such"), captured("a"))
     await spooled.drain()
     assert spooled.drainer.progress.held == 1
-    monkeypatch.setattr(settling, "bury", real)
+    monkeypatch.setattr(batch_writer, "write_dead_letters", real)
     await spooled.drain()
     assert (len(spooled.letters()), spooled.segments()) == (1, [])
 
@@ -170,14 +173,14 @@ async def test_a_segment_that_cannot_be_read_holds_up_no_other(
 ) -> None:
     broken = spooled.write(captured("a"))
     spooled.write(captured("b"))
-    real = backlog.Segment._read
+    real = segment_reader.Segment._read
 
     def read(self: Any, offset: int, size: int) -> Any:
         if self.path.stem == broken.stem:
             raise OSError(5, "Input/output error")
         return real(self, offset, size)
 
-    monkeypatch.setattr(backlog.Segment, "_read", read)
+    monkeypatch.setattr(segment_reader.Segment, "_read", read)
     await spooled.drain()
     assert await spooled.stored() == 1
     assert broken.exists()
@@ -189,7 +192,7 @@ async def test_a_mark_that_is_damaged_or_cannot_be_written_costs_nothing(
     path = spooled.write(captured("a"), captured("b"))
     for mark in (b"\xff" * 8, b"junk", (10**6).to_bytes(8), b"\0" * 20):
         path.with_suffix(".at").write_bytes(mark)
-        assert backlog.Segment(path).stored == backlog.BEGIN
+        assert segment_reader.Segment(path).stored == segment_reader.BEGIN
     path.with_suffix(".at").unlink()
 
     def full(*_: object) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.idempotency.key_files import KeyFiles
+from proxy.feedback.idempotency import KeyFiles
 from proxy.policies.policy_file import PolicyFile, serving_of
 from store.keys import create_key
 from tests.integration.conftest import Proxy

@@ -18,7 +18,7 @@ def payload(record: Frame) -> bytes:
     return data
 
 
-def bury(folder: Path, name: str, data: bytes, reason: str) -> None:
+def write_dead_letters(folder: Path, name: str, data: bytes, reason: str) -> None:
     dead = folder / "dead"
     dead.mkdir(exist_ok=True)
     (dead / f"{name}.letter").write_bytes(data)
@@ -35,8 +35,8 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     frames = encode_frame(captured()) + encode_frame(captured())
     (tmp_path / "0" / "a.open").write_bytes(frames + b"torn")
-    bury(tmp_path, "000000", payload(captured("e7")), "refused\nbecause")
-    bury(tmp_path, "000001", b"torn", "a torn frame")
+    write_dead_letters(tmp_path, "000000", payload(captured("e7")), "refused\nbecause")
+    write_dead_letters(tmp_path, "000001", b"torn", "a torn frame")
     view = look(tmp_path)
     assert (view.segments, view.records) == (1, 2)
     assert "episode e7" in view.dead_letters[0].about
@@ -50,10 +50,10 @@ async def test_a_tenants_letters_alone_are_shown_and_replayed(
 ) -> None:
     keys = {tenant: scoped(tenant, "e") for tenant in ("a", "b", "default")}
     for tenant, key in keys.items():
-        bury(tmp_path, tenant, payload(captured(key)), "the partition was missing")
+        write_dead_letters(tmp_path, tenant, payload(captured(key)), "the partition was missing")
     gap = Gap(id=new_id().bytes, episodes=(keys["a"], keys["b"]))
-    bury(tmp_path, "gap", payload(gap), "refused")
-    bury(tmp_path, "torn", b"torn", "a torn frame")
+    write_dead_letters(tmp_path, "gap", payload(gap), "refused")
+    write_dead_letters(tmp_path, "torn", b"torn", "a torn frame")
 
     def shown(tenant: str | None) -> list[str]:
         return [Path(one.path).stem for one in look(tmp_path, tenant).dead_letters]
@@ -70,10 +70,10 @@ async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     bad = statement("nul\x00", 1.0, episode="bad")
-    bury(tmp_path, "0", payload(captured("good")), "the partition was missing")
-    bury(tmp_path, "1", payload(bad), "refused")
-    bury(tmp_path, "2", b"torn", "a torn frame")
-    bury(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
+    write_dead_letters(tmp_path, "0", payload(captured("good")), "the partition was missing")
+    write_dead_letters(tmp_path, "1", payload(bad), "refused")
+    write_dead_letters(tmp_path, "2", b"torn", "a torn frame")
+    write_dead_letters(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
     stored, refused = await replay(tmp_path, engine)
     assert stored == 2
     assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]

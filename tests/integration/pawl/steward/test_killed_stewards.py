@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.policies.arms import arms_of
+from proxy.policies.versions import arms_of
 from store.read.events import list_events
 from store.records import Arm
 from store.version_queries import list_live

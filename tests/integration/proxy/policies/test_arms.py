@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.policies.arms import arms_of
+from proxy.policies.versions import arms_of
 from store.records import ARMS
 from store.version_queries import list_servable, numbered_version
 from store.version_states import begin_canary, make_candidate, roll_back

@@ -10,7 +10,7 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.exploring.choice import is_chosen
+from proxy.exploring import is_chosen
 from store.read.lines import encoded_line
 from store.records import TransitionRow
 from store.version_states import ensure_base

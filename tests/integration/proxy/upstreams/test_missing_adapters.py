@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls import retrying
 from proxy.policies.policy_file import PolicyFile
-from proxy.upstreams.upstream import Upstream
+from proxy.upstreams.server import Upstream
 from store.version_queries import mark_deleted
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for

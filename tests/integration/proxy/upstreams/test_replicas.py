@@ -9,7 +9,7 @@ from aiohttp import web
 
 from benchmarks.stack import free_port
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
-from proxy.upstreams.upstream import Upstream
+from proxy.upstreams.server import Upstream
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import eventually
 
@@ -56,7 +56,7 @@ async def test_the_least_busy_is_asked(two: tuple[FakeUpstream, FakeUpstream]) -
 async def test_one_that_refuses_is_passed_over_avoided_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.upstreams.upstream.AVOID_S", 600.0)
+    monkeypatch.setattr("proxy.upstreams.server.AVOID_S", 600.0)
     port = free_port()
     async with AsyncExitStack() as exits:
         up = await exits.enter_async_context(fake_upstream())

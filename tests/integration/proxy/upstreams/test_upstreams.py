@@ -17,7 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import BadUpstreams
-from proxy.upstreams.members import check_upstreams, open_upstreams
+from proxy.upstreams.upstreams import check_upstreams, open_upstreams
 from store.version_states import ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, proxy_with, settings_for
@@ -163,7 +163,7 @@ async def test_it_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> No
 async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.upstreams.upstream.LOOK_AGAIN_S", 600.0)
+    monkeypatch.setattr("proxy.upstreams.server.LOOK_AGAIN_S", 600.0)
     setup.hosted.list_status = 401
     for _ in range(3):
         assert (await setup.proxy.chat(model="gpt-4")).status == 200
@@ -268,7 +268,7 @@ def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("HOSTED_KEY=sk\n")
     opened = (
         "from proxy.settings import ProxySettings; import proxy.worker;"
-        "import proxy.upstreams.members as u;"
+        "import proxy.upstreams.upstreams as u;"
         "u.check_upstreams(ProxySettings()); u.open_upstreams(ProxySettings())"
     )
     ended = run_pawl(tmp_path, opened, PAWL_UPSTREAMS=str(path))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.ingester.sampling import NUMBERS
 from proxy.ingester.transcribe import transcribe
+from proxy.trainable import NUMBERS
 from store.records import CallRecord
 from store.values.distribution import distribution_of
 from tests.support.proxy.grammars import recorded, written

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pawl.rollout.addresses import environment, named_url, shown
-from proxy.door.routes import find_route
+from proxy.routing import find_route
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1)
 

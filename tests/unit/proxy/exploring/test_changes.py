@@ -8,16 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.calls.trainable import why_not_replayed
-from proxy.exploring.changes import explored, header_of
-from proxy.exploring.choice import Exploring
-from proxy.exploring.requests import with_explored
+from proxy.exploring import Exploring, explored, header_of, with_explored
 from proxy.formats.base import read_request
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
-from proxy.ingester.sampling import sampling_settings
 from proxy.ingester.transcribe import transcribe
-from proxy.upstreams.members import SamplingDefaults
+from proxy.trainable import sampling_settings, why_not_replayed
+from proxy.upstreams.upstreams import SamplingDefaults
 from store.policy_table import Explore
 from store.records import EXPLORED
 from tests.support.records import captured

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.exploring.choice import is_chosen
+from proxy.exploring import is_chosen
 from store.ids import new_name
 from tests.conftest import ROOT
 
@@ -43,7 +43,7 @@ def test_a_name_that_is_no_unicode_text_is_chosen_or_not_all_the_same() -> None:
 def test_another_process_chooses_the_same_episodes() -> None:
     here = [is_chosen(f"e{number}", 0.3) for number in range(200)]
     code = (
-        "from proxy.exploring.choice import is_chosen;"
+        "from proxy.exploring import is_chosen;"
         "print([is_chosen(f'e{number}', 0.3) for number in range(200)])"
     )
     there = subprocess.run(

@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from proxy import routing as routes
 from proxy.calls.capture import CapturedCall
-from proxy.door import routes
-from proxy.door.refusal import explain
-from proxy.door.routes import Kind, find_route
+from proxy.error_replies import explain
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
-from proxy.identity.question import question_of
-from proxy.identity.stitch import needed_fingerprints, provided_fingerprints
-from proxy.ingester.transcribe import transcribe
-from proxy.intake.intake import Intake
+from proxy.identity.call_memory import needed_fingerprints, provided_fingerprints
+from proxy.ingester.transcribe import question_of, transcribe
+from proxy.intake import Intake
+from proxy.routing import Kind, find_route
 from store.records import CallRecord
 from store.values.tokens import unpack_ids
 from store.write.rows import derived_task

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.formats.registry import FORMATS
-from proxy.ingester.sampling import sampling_settings
+from proxy.trainable import sampling_settings
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"$ref": "#/$defs/x"}}}
 DEFINED = SCHEMA | {"$defs": {"x": {"type": "integer"}}}

@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http.connection import MAX_PIPELINED, Connection
-from proxy.http.deadlines import LATEST_S, SOONEST_S, STEP, ClientDeadlines, Clock
+from proxy.http.body import HIGH_WATER
 from proxy.http.exchange import Exchange
-from proxy.http.flow import HIGH_WATER
+from proxy.http.server import (
+    LATEST_S,
+    MAX_PIPELINED,
+    SOONEST_S,
+    STEP,
+    ClientDeadlines,
+    Clock,
+    Connection,
+)
 from tests.support.http_wires import Seen, Wire, client, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http import connection as module
-from proxy.http.deadlines import ClientDeadlines
+from proxy.http import server as module
+from proxy.http.body import HIGH_WATER
 from proxy.http.exchange import Exchange
-from proxy.http.flow import HIGH_WATER
 from proxy.http.parsing import MAX_HEAD_BYTES
+from proxy.http.server import ClientDeadlines
 from tests.support.http_wires import Seen, client, cuts, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x?y=%2F HTTP/1.1\r\nHost: a\r\nX-Case: Kept\r\nx-case: again\r\n"

@@ -8,8 +8,8 @@ import pytest
 from proxy.formats.base import ReplySummary
 from proxy.formats.conversation import Conversation, is_unique
 from proxy.formats.registry import FORMATS
-from proxy.identity import stitch
-from proxy.identity.stitch import (
+from proxy.identity import call_memory as stitch
+from proxy.identity.call_memory import (
     PREFIX,
     PREFIXES,
     RESPONSE,

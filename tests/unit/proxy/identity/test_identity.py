@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.door.routes import Kind, Route
 from proxy.formats.base import ModelRequest, ReplySummary
 from proxy.formats.chat import CHAT
+from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.stitch import CallMemory, provided_fingerprints
+from proxy.routing import Kind, Route
 from store.records import ToolCall
 from store.tenants import DEFAULT, own_digests, scoped, tenant_of
 

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.identity.baggage import MAX_BAGGAGE, parse_baggage, trace_id
-from proxy.identity.names import SESSION_HEADERS, episode_names, read_hints
+from proxy.identity.names import (
+    MAX_BAGGAGE,
+    SESSION_HEADERS,
+    episode_names,
+    parse_baggage,
+    read_hints,
+    trace_id,
+)
 
 SESSION = "57a121ec-f78c-48c3-a745-e3036a3ecc33"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.registry import FORMATS
-from proxy.identity.question import question_of
+from proxy.ingester.transcribe import question_of
 from store.records import CallRecord, Tokens
 from store.write.rows import derived_task, episode_row, no_question
 from tests.support.records import call, tokens

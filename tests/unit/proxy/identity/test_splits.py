@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.door.routes import Kind, Route, find_route
 from proxy.formats.base import ModelRequest
 from proxy.formats.chat import CHAT
+from proxy.identity.call_memory import CallMemory
 from proxy.identity.identify import Identity, identify, split_outside
 from proxy.identity.names import EVAL_TASKS
-from proxy.identity.stitch import CallMemory
+from proxy.routing import Kind, Route, find_route
 
 PATH = "/v1/chat/completions"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.identity.stitch import (
+from proxy.identity.call_memory import (
     MOST_ATTEMPTS,
     PREFIX,
     RESPONSE,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http.peers import is_loopback
+from proxy.http.server import is_loopback
 from proxy.keys.gate import NOTHING, Shown, shown_in, without_credentials
-from proxy.upstreams.keys import CREDENTIALS
+from proxy.upstreams.server import CREDENTIALS
 from store.keys import ID_BYTES, MARK, hash_of, new_secret
 
 KEY = new_secret()[1].encode()

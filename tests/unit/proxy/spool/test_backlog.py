@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.ingester.backlog import BEGIN, Place, Segment
 from proxy.ingester.drain import Drainer
+from proxy.ingester.segment_reader import BEGIN, Place, Segment
 from proxy.spool.segments import encode_frame
 from store.connection.engine import make_engine
 from tests.support.records import captured
@@ -68,7 +68,7 @@ async def test_an_empty_one_that_its_worker_deletes_is_no_trouble(
     with capture_logs() as logs:
         for _ in range(2):
             await drainer.drain_once()
-            assert drainer._settler.trouble == ""
+            assert drainer._writer.trouble == ""
     assert logs == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.spool.lapse_file import (
+from proxy.spool.outages import (
     LAPSE,
     PAGE,
     PAGES,

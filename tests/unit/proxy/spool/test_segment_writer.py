@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import SpoolInUse
-from proxy.spool import segment_writer
+from proxy.spool import writer as segment_writer
 from proxy.spool.folders import Home, take_home
-from proxy.spool.lapse_file import LAPSE, Lapse, read_lapse
-from proxy.spool.segment_writer import SegmentWriter
+from proxy.spool.outages import LAPSE, Lapse, read_lapse
+from proxy.spool.writer import SegmentWriter
 
 
 class Clock:

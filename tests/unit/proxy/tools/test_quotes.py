@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.ingester.transcribe import transcribe
-from proxy.tools.quotes import MOST_QUOTES, quoted_digests, text_digest
-from proxy.tools.result_readers import parse_readers
+from proxy.tool_events import MOST_QUOTES, parse_readers, quoted_digests, text_digest
 from store.records import CallRecord
 from tests.support.records import captured
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pawl.settings import UnreadSettings, read_settings
 from proxy.settings import ProxySettings
-from proxy.tools.result_readers import IGNORE, RULES, BadReaders, ResultReaders, parse_readers
+from proxy.tool_events import IGNORE, RULES, BadReaders, ResultReaders, parse_readers
 from store.records import TOOL_STATUSES
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy import tool_events as tool_results
 from proxy.formats.conversation import ToolResult
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
-from proxy.tools import tool_results
-from proxy.tools.result_readers import ResultReaders, parse_readers
+from proxy.tool_events import ResultReaders, parse_readers
 from store.records import ToolEvent
 from tests.support.records import captured, tool_event
 

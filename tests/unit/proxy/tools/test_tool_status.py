@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.tools.tool_status import ToolStatusError, parse_tool_status
+from proxy.tool_events import ToolStatusError, parse_tool_status
 
 
 def test_the_contract_example_is_read() -> None:

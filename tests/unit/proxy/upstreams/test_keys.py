@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.upstreams.keys import VERSION, Key, Style
+from proxy.upstreams.server import VERSION, Key, Style
 
 CLIENT = [
     (b"authorization", b"Bearer client"),

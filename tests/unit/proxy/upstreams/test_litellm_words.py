@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.upstreams.litellm_words import (
+from proxy.upstreams.litellm import (
     CHAT,
     EMBEDDINGS,
     chunk_event,
-    read_asked,
+    read_litellm_request,
     refusal,
     retry_headers,
     status_of,
@@ -26,13 +26,13 @@ def body(**more: Any) -> bytes:
 
 
 def test_what_openai_defines_becomes_arguments() -> None:
-    asked = read_asked(CHAT, body(temperature=0.5, stream=True, seed=None), "u")
+    asked = read_litellm_request(CHAT, body(temperature=0.5, stream=True, seed=None), "u")
     assert (asked.model, asked.stream) == ("m", True)
     assert asked.arguments == {"messages": MESSAGES, "temperature": 0.5, "stream": True}
 
 
 def test_the_clients_notes_are_its_own() -> None:
-    assert "metadata" not in read_asked(CHAT, body(metadata={"run": "1"}), "u").arguments
+    assert "metadata" not in read_litellm_request(CHAT, body(metadata={"run": "1"}), "u").arguments
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_clients_notes_are_its_own() -> None:
 )
 def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
     with pytest.raises(BadRequest, match=f"{field} is not a field that upstream 'u'") as caught:
-        read_asked(CHAT, body(**{field: "http://evil"}), "u")
+        read_litellm_request(CHAT, body(**{field: "http://evil"}), "u")
     assert caught.value.param == field
 
 
@@ -63,7 +63,7 @@ def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
 )
 def test_what_litellm_has_no_words_for_is_refused(path: str, sent: bytes, named: str) -> None:
     with pytest.raises(BadRequest, match=named):
-        read_asked(path, sent, "u")
+        read_litellm_request(path, sent, "u")
 
 
 def test_a_reply_has_openais_nulls_and_the_name_that_was_asked_for() -> None:

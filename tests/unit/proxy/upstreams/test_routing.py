@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from proxy.upstreams.routing import ModelTable
+from proxy.upstreams.upstreams import ModelTable
 
 TABLE = ModelTable(
     [["calculator", "qwen*"], ["gpt-*", "qwen-max", "claude@20240620"], ["gpt-oss*"]], default=0

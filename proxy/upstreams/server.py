@@ -1,4 +1,8 @@
-"""Ask a model server: one or several replicas that serve the same models.
+"""Send an upstream's key in place of the client's credentials (pure).
+
+Look up what a replica lists as served, once for all calls that ask meanwhile.
+
+Ask a model server: one or several replicas that serve the same models.
 
 A request that could not be sent to one replica goes to the next. When a call that a server refused
 is sent again is decided in `proxy.calls.retrying`.
@@ -6,8 +10,8 @@ is sent again is decided in `proxy.calls.retrying`.
 
 import asyncio
 import ssl
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +19,7 @@ import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
 from proxy.formats.raw_json import UNREADABLE
+from proxy.http.body import BodyStream, Reply
 from proxy.http.client import (
     NoReply,
     NotSent,
@@ -25,13 +30,99 @@ from proxy.http.client import (
     ask_streaming,
     ask_whole,
 )
-from proxy.http.flow import BodyStream, Reply
 from proxy.http.wire import Headers
-from proxy.upstreams.keys import Key
-from proxy.upstreams.listing import Listing
 from store.settings import without_login
 
 log = structlog.get_logger()
+
+# The header of OpenAI's API, that of many gateways, and Anthropic's choice: `x-api-key` for its
+# own API, and a bearer token for the one in OpenAI's format
+# (https://docs.anthropic.com/en/api/openai-sdk).
+Style = Literal["authorization", "x-api-key", "anthropic"]
+
+# Client credentials, removed before ours is added.
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key", b"api-key"})
+ANTHROPICS_OWN: Final = ("/v1/messages", "/v1/models")
+VERSION: Final = (b"anthropic-version", b"2023-06-01")
+
+
+class Key:
+    """Hold a secret, and the style of header that it is sent in."""
+
+    __slots__ = ("_bearer", "_plain", "_style")
+
+    def __init__(self, secret: str, style: Style) -> None:
+        """Prepare both headers that `style` may call for."""
+        self._style = style
+        self._bearer = (b"Authorization", b"Bearer " + secret.encode())
+        self._plain = (b"x-api-key", secret.encode())
+
+    def shown(self, headers: Headers, target: str) -> Headers:
+        """Return `headers` with this key and without the client's credentials."""
+        kept = [pair for pair in headers if pair[0].lower() not in CREDENTIALS]
+        if self._style == "anthropic" and target.startswith(ANTHROPICS_OWN):
+            if not any(name.lower() == VERSION[0] for name, _ in kept):
+                kept.append(VERSION)
+            return [*kept, self._plain]
+        return [*kept, self._plain if self._style == "x-api-key" else self._bearer]
+
+
+# How long a replica may take to say which models it has, to a call that waits for one.
+LIST_S: Final = 2.0
+# What was seen so short a time ago is taken to be so still: no server restarts within it.
+SHARED_S: Final = 0.1
+NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
+
+
+class Listing:
+    """Keep the names that one replica lists, a moment old at most."""
+
+    def __init__(self, pool: Pool, target: str) -> None:
+        """Store where the list is: the connections to the replica, and the path."""
+        self._pool = pool
+        self._target = target
+        self._names: Collection[str] = ()
+        self._begun = float("-inf")
+        self._looking = asyncio.Lock()
+
+    async def has(self, name: str, headers: Headers) -> bool:
+        """Return whether the replica lists `name` now; one that does not answer lists nothing.
+
+        `headers` are those of the call, of which the credentials are shown.
+        """
+        clock = asyncio.get_running_loop().time
+        asked = clock()
+        async with self._looking:
+            # A look that another call began after this one asked is as good: a call waits for two
+            # looks at most, however many wait with it.
+            if asked - self._begun > SHARED_S:
+                begun = clock()
+                self._names = await self._look(headers)
+                self._begun = begun
+            return name in self._names
+
+    async def _look(self, headers: Headers) -> Collection[str]:
+        shown = [pair for pair in headers if pair[0].lower() in CREDENTIALS]
+        try:
+            async with asyncio.timeout(LIST_S):
+                reply = await ask_bodyless(self._pool, "GET", self._target, shown)
+                try:
+                    body = await reply.read() or b""
+                finally:
+                    reply.close()
+            return {model.id for model in msgspec.json.decode(body, type=_Listed).data}
+        except NO_LIST as error:
+            log.info("names_unknown", replica=self._pool.authority, reason=type(error).__name__)
+            return ()
+
+
+class _ListedName(msgspec.Struct):
+    id: str
+
+
+class _Listed(msgspec.Struct):
+    data: list[_ListedName]
+
 
 ENGINE: Final = "vllm"
 LOOK_S: Final = 10.0

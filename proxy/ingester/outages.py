@@ -1,6 +1,6 @@
 """Tell PostgreSQL of lapses: times in which a worker lost records and could not say whose.
 
-A worker's lapse is in a file beside its segments (`proxy.spool.lapse_file`). One that has ended is
+A worker's lapse is in a file beside its segments (`proxy.spool.outages`). One that has ended is
 told once. One that lasts is told as far as it has come, so that no update claims episodes of that
 time while the disk stays full; but not at once, because a short one ends with all of its episodes
 named. If the worker is gone, nobody loses records in its place, so the lapse ends now.
@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.errors import SpoolInUse
 from proxy.metrics import LAPSE_SECONDS, LAPSES
 from proxy.spool.folders import hold
-from proxy.spool.lapse_file import LAPSE, Lapse, LapseFile, note_reported, read_lapse
+from proxy.spool.outages import LAPSE, Lapse, LapseFile, note_reported, read_lapse
 from store.connection.availability import is_no_records_fault
 from store.connection.engine import answers
 from store.records import LapseRecord

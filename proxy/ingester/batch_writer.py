@@ -1,6 +1,7 @@
 """Settle records, each in one of three ways: stored and counted, a dead letter, or held for later.
 
-No error over one record keeps those after it from being settled (`proxy.ingester.held`).
+No error over one record keeps those after it from being settled: it is passed over for now, and
+its segment is kept until it is settled.
 """
 
 import asyncio
@@ -14,11 +15,9 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.identity.question import question_of
-from proxy.ingester.backlog import Segment
-from proxy.ingester.held import TOLD, Held, Why, is_due
-from proxy.ingester.letters import Letter, bury
-from proxy.ingester.transcribe import Entry, raised_at, read_entry
+from proxy.ingester.removing import DeadLetter, write_dead_letters
+from proxy.ingester.segment_reader import Held, Segment, Why
+from proxy.ingester.transcribe import Entry, question_of, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
     DELETED,
@@ -33,7 +32,7 @@ from proxy.metrics import (
 )
 from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
-from proxy.tools.result_readers import ResultReaders
+from proxy.tool_events import ResultReaders
 from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
 from store.connection.engine import answers
 from store.errors import Refused
@@ -42,6 +41,35 @@ from store.values.tokens import ITEM_BYTES
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
+
+# Pause before a dead letter that the disk did not take is tried again.
+LETTER_AGAIN_S: Final = 1.0
+# Pause before a record that PostgreSQL did not take, while it answered, is tried again.
+UNANSWERED_AGAIN_S: Final = 30.0
+
+TOLD: Final[dict[Why, str]] = {
+    "letter": "a dead letter cannot be written to disk",
+    "suspect": "storing a record fails, and none of its kind could be stored since",
+    "unanswered": "PostgreSQL answers, and does not take a record",
+}
+
+
+def is_due(held: Held, stored: dict[type, int], now: float) -> bool:
+    """Return whether a held piece is to be tried again.
+
+    A suspect is due once another record of its kind was stored: an error that it raises then is
+    its own fault. Before that, the error may be a bug that hits every record, and a bug must not
+    turn all records into dead letters.
+
+    Args:
+        held: the piece.
+        stored: the turn in which a record of each type was last stored.
+        now: seconds of the monotonic clock.
+    """
+    if held.why == "suspect":
+        return held.kind is not None and stored.get(held.kind, -1) >= held.turn
+    return now - held.at >= (LETTER_AGAIN_S if held.why == "letter" else UNANSWERED_AGAIN_S)
+
 
 # After this many failures in a row while PostgreSQL answers, records are stored one by one: one of
 # them may be the cause.
@@ -61,7 +89,7 @@ class Stored(NamedTuple):
 NOTHING_STORED: Final = Stored((), 0)
 
 
-class Settler:
+class BatchWriter:
     """Settle the records of one drainer; the caller must not run two settlings at once."""
 
     def __init__(
@@ -192,11 +220,11 @@ class Settler:
             return True
         # Unique to the record, and the same if a kill makes the next ingester write it again.
         letters = [
-            Letter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
+            DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
             for entry in entries
         ]
         try:
-            await asyncio.to_thread(bury, self._root, letters)
+            await asyncio.to_thread(write_dead_letters, self._root, letters)
         except OSError as error:
             log.error("dead_letters_wait", letters=len(letters), reason=str(error))
             for entry in entries:

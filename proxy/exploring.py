@@ -1,21 +1,107 @@
-"""Choose what exploration changes of a call, where the call can be learned from then (pure).
+"""Choose the episodes that explore, by their names alone (pure).
+
+The choice has no state: every worker and proxy makes the same one, also after a restart. It does
+not depend on the policy, so that an episode of several policies explores with all or none of those
+that have the same share, and a smaller share lies within a larger one.
+
+
+Make the request of an exploring call, the client's but for what is changed (pure).
+
+Choose what exploration changes of a call, where the call can be learned from then (pure).
 
 A change maps a setting's name to its new value, or to None if it is left out. The worker sends and
 records it; the ingester makes it again, and reads of the changed request what was sampled with.
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
-from proxy.calls.trainable import STRICT_TOOLS, UNREADABLE, why_not_replayed
-from proxy.exploring.choice import Exploring
-from proxy.exploring.requests import STRICT, Changes, with_explored
+import msgspec
+
 from proxy.formats.base import ModelRequest, WireFormat
+from proxy.formats.raw_json import Object, parse_object, readable_value
 from proxy.formats.sampling import SamplingRules
-from proxy.ingester.sampling import sampling_settings
+from proxy.trainable import STRICT_TOOLS, UNREAD_SETTINGS, sampling_settings, why_not_replayed
+from proxy.upstreams.upstreams import SamplingDefaults
 from store.policy_table import Explore
 from store.values.distribution import distribution_of
 from store.values.sampling import number_of
+
+# Keeps this choice apart from any other that is made by an episode's name.
+_PURPOSE: Final = b"pawl.explore"
+_BYTES: Final = 6
+_ALL: Final = 2 ** (8 * _BYTES)
+
+
+class Exploring(msgspec.Struct, frozen=True):
+    """Hold what an exploring episode's calls may change, and what their server does by itself."""
+
+    rule: Explore
+    defaults: SamplingDefaults
+
+
+def is_chosen(episode: str, share: float) -> bool:
+    """Return whether an episode is of the share of all episodes that explores."""
+    name = episode.encode(errors="surrogatepass")
+    digest = blake2b(name, digest_size=_BYTES, person=_PURPOSE).digest()
+    return int.from_bytes(digest) < share * _ALL
+
+
+Changes = Mapping[str, float | None]
+
+# Names no field of a request, but one of its tools.
+STRICT: Final = "strict"
+TOOLS: Final = "tools"
+FUNCTION: Final = "function"
+
+_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
+    """Return a request with `changes`; all other values keep their bytes, and the order is kept."""
+    if request.parsed is None:
+        return request
+    parsed, fields = dict(request.parsed), dict(request.fields)
+    for change, value in changes.items():
+        name = TOOLS if change == STRICT else change
+        if name == TOOLS:
+            parsed[name] = _none_strict(parsed[name])
+        elif value is not None:
+            parsed[name] = msgspec.Raw(msgspec.json.encode(value))
+        else:
+            parsed.pop(name, None)
+        fields.pop(name, None)
+        if name in parsed:
+            fields[name] = readable_value(parsed[name])
+    body = msgspec.json.encode(parsed)
+    return msgspec.structs.replace(request, body=body, parsed=parsed, fields=fields)
+
+
+def _none_strict(tools: msgspec.Raw) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode([_not_strict(tool) for tool in _list.decode(tools)]))
+
+
+def _not_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:
+    """Return a tool without `strict`, in itself and in its function; others keep their bytes."""
+    parsed = parse_object(bytes(tool))
+    if parsed is None:
+        return tool
+    function = parsed.get(FUNCTION)
+    inner = None if function is None else parse_object(bytes(function))
+    if inner is not None and _is_strict(inner):
+        del inner[STRICT]
+        parsed[FUNCTION] = msgspec.Raw(msgspec.json.encode(inner))
+    elif not _is_strict(parsed):
+        return tool
+    if _is_strict(parsed):
+        del parsed[STRICT]
+    return parsed
+
+
+def _is_strict(holder: Object) -> bool:
+    return STRICT in holder and readable_value(holder[STRICT]) not in (None, False)
+
 
 TEMPERATURE: Final = "temperature"
 SEED: Final = "seed"
@@ -38,7 +124,7 @@ def explored(
     if request.parsed is None:
         return None
     settings = _settings(request, wire_format, exploring)
-    if UNREADABLE in settings:
+    if UNREAD_SETTINGS in settings:
         return None
     changes = _wanted(settings, exploring.rule, wire_format.sampling)
     if not changes:

@@ -51,7 +51,7 @@ def refuse(
     exchange.reply(error.status, b"", reply_headers, body)
 
 
-def apologise(
+def send_internal_error(
     exchange: Exchange, *, errors: ErrorShape | None = None, headers: Headers | None = None
 ) -> None:
     """Answer 500 for an unforeseen failure and close; a reply that has begun is cut off instead."""

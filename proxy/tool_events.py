@@ -1,16 +1,66 @@
-"""Read from a tool's result how the tool ended, by rules that the user chose (pure).
+"""Name texts that agents execute: digests of replies, and of tool calls' arguments (pure).
+
+Some agents have a model write a text (a query, a program), execute it in code of their own, and
+tell the next model about it as a tool call with its result, which no reply asked for. The store
+finds by these digests whose text it was (`store.read.quoting`).
+
+
+Read from a tool's result how the tool ended, by rules that the user chose (pure).
 
 `PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`. A rule
 that recognises nothing in a result gives no verdict.
+
+
+Read the tool events of a call's request: how each tool ended whose result it brings (pure).
+
+Where a format's requests hold results is known to its `Turns`. A client may state how a tool ended;
+where it does not, some APIs mean that the tool succeeded. The ledger keeps the two apart
+(`docs/decisions/019-tool-event-sources.md`).
+
+
+Read the header `x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
+
+It is an RFC 9651 list of tokens with parameters: `ok;id="call_1", error;id="call_2";detail="exit
+2"`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from hashlib import blake2b
+from itertools import islice
 from typing import Any, Final
+from uuid import UUID, uuid5
 
+import http_sf
 import msgspec
 
-from store.records import Record, ToolStatus
+from proxy.formats.conversation import ToolResult, Turns
+from proxy.formats.raw_json import Object
+from store.ids import new_id
+from store.records import TOOL_STATUSES, Record, ToolEvent, ToolSource, ToolStatus
+
+# A text that is one fenced block and nothing else: agents execute what is in it.
+_FENCED: Final = re.compile(r"```[^\n`]*\n((?:(?!```).)*)```", re.DOTALL)
+MOST_QUOTES: Final = 4
+
+
+def text_digest(text: str) -> UUID | None:
+    """Return a digest of a whole text, without the blanks and the fence around it; None: empty."""
+    bare = text.strip()
+    if fenced := _FENCED.fullmatch(bare):
+        bare = fenced.group(1).strip()
+    if not bare.strip("`"):
+        return None
+    return UUID(bytes=blake2b(bare.encode(errors="surrogatepass"), digest_size=16).digest())
+
+
+def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
+    """Return the digests of a tool call's texts, each once; of the first `MOST_QUOTES`."""
+    digests = filter(None, map(text_digest, texts))
+    # No more is digested than is kept: a tool call may have a million arguments.
+    return tuple(dict.fromkeys(islice(digests, MOST_QUOTES)))
+
 
 ANY_TOOL: Final = "*"
 IGNORE: Final = "ignore"
@@ -192,3 +242,111 @@ def _says_timed_out(parsed: dict[str, Any]) -> bool:
 def _detail(text: str | None) -> str | None:
     """Return the beginning of a text, in a form that the ledger can store."""
     return text.replace("\x00", "")[:MAX_DETAIL] if text else None
+
+
+def result_events(
+    call_id: UUID, turns: Turns, parsed: Object | None, readers: ResultReaders
+) -> tuple[ToolEvent, ...]:
+    """Return the tool events of the results in a call's request.
+
+    `parsed` is the request's top level. The same call gives the same events, ids included.
+    """
+    events: list[ToolEvent] = []
+    for result in turns.results(parsed):
+        verdict = _judged(turns, result, readers)
+        if verdict is not None:
+            status, source, detail = verdict
+            events.append(
+                ToolEvent(
+                    id=uuid5(call_id, result.tool_id),
+                    tool_id=result.tool_id,
+                    name=result.name,
+                    status=status,
+                    detail=detail,
+                    source=source,
+                    quotes=quoted_digests(result.texts),
+                )
+            )
+    return tuple(events)
+
+
+def _judged(
+    turns: Turns, result: ToolResult, readers: ResultReaders
+) -> tuple[ToolStatus, ToolSource, str | None] | None:
+    """Return the surest verdict on a result: stated, read by a rule, or assumed by default."""
+    if result.is_error is not None:
+        return ("error" if result.is_error else "ok"), "is_error", None
+    read = readers.read(result.name, result.text)
+    if read is not None:
+        return read.status, "reader", read.detail
+    if turns.states_errors and not readers.ignores(result.name):
+        return "ok", "assumed", None
+    return None
+
+
+HEADER: Final = "x-pawl-tool-status"
+MAX_TEXT: Final = 1024
+PARAMETERS: Final = ("id", "name", "detail", "ms")
+
+
+class ToolStatusError(ValueError):
+    """Report that the header breaks RFC 9651 or docs/howto/tool-status.md; the message says how."""
+
+
+def parse_tool_status(value: str) -> tuple[ToolEvent, ...]:
+    """Return the tool events that the header states.
+
+    Raises:
+        ToolStatusError: some part of the header is invalid; none of it is used.
+    """
+    try:
+        members = http_sf.parse(value.encode(), tltype="list")
+    except (http_sf.StructuredFieldError, UnicodeEncodeError) as error:
+        raise ToolStatusError(f"{HEADER} is not an RFC 9651 list: {error}") from error
+    return tuple(_event(member, parameters) for member, parameters in members)
+
+
+def _event(member: Any, parameters: dict[str, Any]) -> ToolEvent:
+    status = str(member) if isinstance(member, http_sf.Token) else None
+    if status not in TOOL_STATUSES:
+        known = ", ".join(TOOL_STATUSES)
+        raise ToolStatusError(f"{HEADER}: {member!s} is not a tool status; use one of {known}")
+    unknown = next((name for name in parameters if name not in PARAMETERS), None)
+    if unknown is not None:
+        allowed = ", ".join(PARAMETERS)
+        raise ToolStatusError(f"{HEADER}: unknown parameter {unknown!r}; allowed are {allowed}")
+    if "id" not in parameters:
+        raise ToolStatusError(f'{HEADER}: {status} has no id; write {status};id="call_…"')
+    return msgspec.convert(
+        {
+            "id": new_id(),
+            "tool_id": _text(parameters, "id"),
+            "name": _text(parameters, "name"),
+            "status": status,
+            "detail": _text(parameters, "detail"),
+            "ms": _number(parameters, "ms"),
+        },
+        ToolEvent,
+    )
+
+
+def _text(parameters: dict[str, Any], name: str) -> str | None:
+    value = parameters.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and not isinstance(value, http_sf.Token):
+        if len(value) > MAX_TEXT or "\x00" in value:
+            raise ToolStatusError(
+                f"{HEADER}: {name} must be at most {MAX_TEXT} characters without U+0000"
+            )
+        return value
+    raise ToolStatusError(f'{HEADER}: {name} must be a string in quotes, such as {name}="x"')
+
+
+def _number(parameters: dict[str, Any], name: str) -> float | None:
+    value = parameters.get(name)
+    if value is None:
+        return None
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise ToolStatusError(f"{HEADER}: {name} must be a number of milliseconds, 0 or more")

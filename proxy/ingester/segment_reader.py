@@ -12,12 +12,11 @@ from itertools import islice
 from os.path import lexists
 from pathlib import Path
 from time import monotonic
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import structlog
 
-from proxy.ingester.held import Held
 from proxy.spool.folders import OPEN, SEALED, is_held
 from proxy.spool.segments import NUMBERS, Piece, read_pieces
 
@@ -36,6 +35,27 @@ _MARK: Final = struct.Struct(">QQ")
 _CHECK: Final = struct.Struct(">I")
 # Content of `ID.at` as earlier versions of Pawl wrote it: the offset alone.
 _MARK_BEFORE: Final = struct.Struct(">Q")
+
+
+# `letter`: a dead letter that the disk does not take yet.
+# `suspect`: storing it raised an unexpected error: the record's fault, or a bug that hits all.
+# `unanswered`: PostgreSQL answers, but fails over this record and reports a fault of its own.
+Why = Literal["letter", "suspect", "unanswered"]
+
+
+class Held(NamedTuple):
+    """Note a piece that was passed over, and why.
+
+    `kind` is its record's type, None for a letter. `turn` (the settler's count of rounds) and
+    `at` (seconds of the monotonic clock) say when it was last tried.
+    """
+
+    piece: Piece
+    why: Why
+    reason: str
+    kind: type | None
+    turn: int
+    at: float
 
 
 class Place(NamedTuple):

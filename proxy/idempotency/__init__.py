@@ -1,1 +1,0 @@
-"""Let each idempotency key stand for one body, whichever worker or proxy a repeat reaches."""

@@ -1,0 +1,344 @@
+"""Keep dead letters: records that cannot be stored, with the reason, until somebody looks.
+
+They hold prompts, and are the only copy of their records. So only the proxy's user may read them,
+and they are durable before their segment is deleted.
+
+
+Tell which records on this machine's disk are about deleted episodes, and remove their letters.
+
+The drain leaves such records out by itself, and deletes their segment once it is stored. Dead
+letters are not drained: every ingester looks through its own, whoever deleted the episode.
+
+
+Remove what is older than `PAWL_KEEP_DAYS` says: in the database, and this machine's letters.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from proxy.calls.capture import CapturedCall, Frame, Gap
+from proxy.ingester.segment_reader import segment_files
+from proxy.metrics import OUTDATED
+from proxy.spool.folders import PRIVATE
+from proxy.spool.segments import decode_payload, encode_payload, read_frames
+from store.connection.availability import is_unavailable
+from store.connection.engine import database_time
+from store.deleting.names import (
+    Named,
+    digests,
+    feedback_without,
+    keys_left,
+    names_in_feedback,
+)
+from store.deleting.tombstones import known, last_deletion
+from store.files import sync, write_private
+from store.ids import time_of
+from store.records import CallRecord, FeedbackRecord
+from store.retaining.outdated import Removed, remove_some
+from store.retaining.periods import Cuts, Periods, is_before
+from store.retaining.tenant_cuts import NOWHERE
+from store.tenants import tenant_of
+
+log = structlog.get_logger()
+
+FOLDER: Final = "dead"
+LETTER: Final = ".letter"
+REASON: Final = ".reason"
+
+
+class DeadLetter(NamedTuple):
+    """Hold a record's bytes, and why it is not stored; `name` is unique to the record."""
+
+    name: str
+    data: bytes
+    reason: str
+
+
+def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
+    """Make letters durable in the spool at `root`; writing the same names again is harmless.
+
+    Raises:
+        OSError: they could not all be written.
+    """
+    folder = root / FOLDER
+    if not folder.exists():
+        folder.mkdir(mode=PRIVATE)
+        sync(root)
+    for letter in letters:
+        write_private(folder / f"{letter.name}{REASON}", letter.reason.encode(errors="replace"))
+        write_private(folder / f"{letter.name}{LETTER}", letter.data)
+    sync(folder)
+
+
+def make_private(root: Path) -> None:
+    """Make dead letters of earlier versions of Pawl readable for the proxy's user only."""
+    folder = root / FOLDER
+    if not folder.exists():
+        return
+    try:
+        folder.chmod(PRIVATE)
+        for path in folder.iterdir():
+            path.chmod(0o600)
+    except OSError as error:
+        log.error("letters_not_private", folder=str(folder), reason=str(error))
+
+
+DELETED_S: Final = 10.0
+CHANGED: Final = b"refused; what was about deleted episodes was removed from it"
+
+
+def names_in(frame: Frame) -> list[Named]:
+    """Return the names by which it is known whether a record, or a part of it, is deleted."""
+    if isinstance(frame, FeedbackRecord):
+        return names_in_feedback(frame)
+    return [("episode", key) for key in _keys_in(frame)]
+
+
+def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
+    """Return what is left of a record without the deleted names; None: nothing is."""
+    if isinstance(frame, FeedbackRecord):
+        return feedback_without(frame, deleted)
+    keys = keys_left(_keys_in(frame), deleted)
+    if keys and isinstance(frame, Gap):
+        return msgspec.structs.replace(frame, episodes=keys)
+    return frame if keys else None
+
+
+def _keys_in(frame: CapturedCall | CallRecord | Gap) -> tuple[str, ...]:
+    return frame.episodes if isinstance(frame, Gap) else (frame.episode,)
+
+
+async def remove_deleted_letters(root: Path, connect: Callable[[], AsyncEngine | None]) -> None:
+    """Remove dead letters about deleted episodes, every `DELETED_S` seconds, until cancelled.
+
+    Only letters that are new since the last deletion are read again.
+    """
+    seen: set[Path] = set()
+    deletion = 0
+    while True:
+        await asyncio.sleep(DELETED_S)
+        try:
+            engine = connect()
+            if engine is None:
+                continue
+            async with engine.connect() as connection:
+                newest = await last_deletion(connection)
+                seen = seen if newest == deletion else set()
+                there = set(await asyncio.to_thread(letters_of, root))
+                if newest:
+                    await remove_letters(connection, sorted(there - seen))
+                seen, deletion = there, newest
+        except Exception as error:
+            # This task must not end: the letters are looked through again in any case.
+            note = log.warning if is_unavailable(error) else log.exception
+            note("dead_letters_not_looked_through", reason=type(error).__name__)
+
+
+def letters_of(root: Path) -> list[Path]:
+    """Return the dead letters of the spool at `root`."""
+    return sorted((root / FOLDER).glob(f"*{LETTER}"))
+
+
+async def remove_letters(
+    connection: AsyncConnection, letters: Iterable[Path], names: Sequence[str] = ()
+) -> int:
+    """Remove from dead letters what is about deleted episodes; return how many changed.
+
+    A letter that is about others, too, is written again without it. One that is no record is
+    removed if it holds one of `names` as a field; they are those of deleted episodes.
+
+    Raises:
+        OSError: the disk fails; what was not removed can be removed later.
+    """
+    removed = 0
+    # As a field of a record, its length before it: a word of that name in a prompt is another's.
+    encoded = [msgspec.msgpack.encode(name) for name in names]
+    for path in letters:
+        frame = await asyncio.to_thread(_frame_in, path, encoded)
+        if frame is None:
+            continue
+        left = None
+        if not isinstance(frame, str):
+            left = without_deleted(frame, await known(connection, digests(names_in(frame))))
+            if left == frame:
+                continue
+        await asyncio.to_thread(replace_letter, path, left, CHANGED)
+        removed += 1
+    if removed:
+        log.info("dead_letters_of_deleted_episodes", letters=removed)
+    return removed
+
+
+# What is returned of a letter that is no record and holds the name of a deleted episode.
+_UNREADABLE: Final = "unreadable"
+
+
+def _frame_in(path: Path, names: Sequence[bytes]) -> Frame | str | None:
+    try:
+        payload = path.read_bytes()
+    except FileNotFoundError:
+        # It was replayed meanwhile.
+        return None
+    try:
+        return decode_payload(payload)
+    except Exception:
+        # A letter may hold any bytes.
+        return _UNREADABLE if any(name in payload for name in names) else None
+
+
+def replace_letter(path: Path, left: Frame | None, why: bytes) -> None:
+    """Write a letter again with what is left of it, and `why` in place of its reason; None: none.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    reason = path.with_suffix(REASON)
+    if left is None:
+        path.unlink(missing_ok=True)
+        reason.unlink(missing_ok=True)
+    else:
+        # The reason may quote the whole record.
+        write_private(reason, why)
+        write_private(path, encode_payload(left))
+    sync(path.parent)
+
+
+async def waiting(connection: AsyncConnection, root: Path) -> int:
+    """Return how many records about deleted episodes are in this machine's segments."""
+    records = 0
+    for _, path in segment_files(root):
+        frames = await asyncio.to_thread(_frames_in, path)
+        deleted = await known(
+            connection, {one for frame in frames for one in digests(names_in(frame))}
+        )
+        records += sum(without_deleted(frame, deleted) != frame for frame in frames)
+    return records
+
+
+def _frames_in(path: Path) -> list[Frame]:
+    """Return the records in a segment; of those that cannot be read the drain makes letters."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        # Its records were stored meanwhile, or it was sealed, and is counted at the next look.
+        return []
+    frames = []
+    for _, payload in read_frames(content):
+        with suppress(msgspec.MsgspecError):
+            frames.append(decode_payload(payload))
+    return frames
+
+
+OUTDATED_S: Final = 600.0
+FIRST_S: Final = 10.0
+# Pause between two steps, so that records are stored meanwhile.
+STEP_S: Final = 0.05
+OLD: Final = b"refused; what was about outdated episodes was removed from it"
+
+
+async def remove_outdated(
+    root: Path, connect: Callable[[], AsyncEngine | None], periods: Periods
+) -> None:
+    """Remove what is older than its tenant's days, every `OUTDATED_S` seconds, until cancelled."""
+    pause = FIRST_S
+    while True:
+        await asyncio.sleep(pause)
+        pause = OUTDATED_S
+        try:
+            if (engine := connect()) is None:
+                continue
+            # A clock that is set ahead must not remove what is new: two have to agree.
+            today = min(datetime.now(UTC), await database_time(engine)).date()
+            await remove_all(engine, periods.cuts(today))
+            await _remove_letters(root, periods.cuts(today))
+        except Exception as error:
+            # This task must not end: what is outdated is looked for again in any case.
+            note = log.warning if is_unavailable(error) else log.exception
+            note("outdated_kept", reason=type(error).__name__)
+
+
+async def remove_all(engine: AsyncEngine, cuts: Cuts) -> None:
+    """Remove what is outdated, step by step, and count it."""
+    after = NOWHERE
+    while (removed := await remove_some(engine, cuts, after)) is not None:
+        after = removed.last
+        _count(removed)
+        await asyncio.sleep(STEP_S)
+
+
+async def _remove_letters(root: Path, cuts: Cuts) -> None:
+    letters = await asyncio.to_thread(remove_old_letters, root, cuts)
+    if letters:
+        OUTDATED.labels("letters").inc(letters)
+        log.info("outdated_letters_removed", letters=letters)
+
+
+def _count(removed: Removed) -> None:
+    for what in ("episodes", "unspent", "calls", "statements"):
+        OUTDATED.labels(what).inc(getattr(removed, what))
+    if removed.day is not None:
+        log.info("day_dropped", day=removed.day, calls=removed.calls)
+    elif removed.episodes or removed.calls:
+        log.info(
+            "outdated_removed",
+            episodes=removed.episodes,
+            unspent=removed.unspent,
+            calls=removed.calls,
+        )
+
+
+def remove_old_letters(root: Path, cuts: Cuts) -> int:
+    """Remove what is outdated from this machine's dead letters; return how many changed.
+
+    One that the disk does not give or remove is logged, and tried again at the next look.
+    """
+    removed = 0
+    for path in letters_of(root):
+        try:
+            removed += _remove_from(path, cuts)
+        except FileNotFoundError:
+            # It was replayed meanwhile.
+            continue
+        except OSError as error:
+            log.error("letter_not_removed", letter=path.name, reason=str(error))
+    return removed
+
+
+def _remove_from(path: Path, cuts: Cuts) -> bool:
+    """Remove a letter if it is outdated, or what is outdated in it; return whether any was."""
+    payload = path.read_bytes()
+    try:
+        frame = decode_payload(payload)
+    except Exception:
+        # A letter may hold any bytes.
+        made = datetime.fromtimestamp(path.stat().st_mtime, UTC).date()
+        if outdated := cuts.outdated(made, payload):
+            replace_letter(path, None, OLD)
+        return outdated
+    made = _made_at(frame).date()
+    # What names nothing is the default tenant's.
+    names = [name for _, name in names_in(frame)] or [""]
+    kept = [name for name in names if not is_before(made, cuts.before(tenant_of(name)))]
+    if len(kept) == len(names):
+        return False
+    left = None
+    if kept and isinstance(frame, Gap):
+        left = msgspec.structs.replace(frame, episodes=tuple(kept))
+    replace_letter(path, left, OLD)
+    return True
+
+
+def _made_at(frame: Frame) -> datetime:
+    """Return when a record was made."""
+    if isinstance(frame, CapturedCall | Gap):
+        return time_of(UUID(bytes=frame.id))
+    return time_of(frame.id) if isinstance(frame, CallRecord) else frame.at

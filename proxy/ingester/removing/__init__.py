@@ -1,1 +1,0 @@
-"""Remove what was deleted, and what is outdated, from the database and this machine's disk."""

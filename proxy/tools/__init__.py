@@ -1,1 +1,0 @@
-"""Tell how each tool execution ended, by headers and by tool results (pure)."""
