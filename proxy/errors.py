@@ -124,13 +124,7 @@ class NotServed(BadRequest):
 
 
 class NotContinued(BadRequest):
-    """Report that no response of the client's tenant has the id that a call is to go on from."""
-
-    status = 404
-
-
-class NotKept(BadRequest):
-    """Report that the request names what the provider keeps, such as a file, and not for whom."""
+    """Report that the response that a call is to go on from is not its tenant's."""
 
     status = 404
 

@@ -17,7 +17,6 @@ from typing import Final
 
 import structlog
 
-from proxy.door.bodies import check_forwarded, check_headers, check_query
 from proxy.error_replies import UPSTREAM_SAID, refuse
 from proxy.errors import Forbidden, NotAllowed, ProxyError, Redirected, ReplyTorn, UpstreamBroke
 from proxy.formats.base import ModelRequest, read_request
@@ -28,6 +27,7 @@ from proxy.intake import Intake
 from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
 from proxy.routing import Route
+from proxy.tenants import check_forwarded, check_headers, check_query
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from proxy.upstreams.server import Upstream
@@ -181,21 +181,21 @@ async def _routed(
         # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
-            checked = partial(_checked, body, hiding, exchange)
+            checked = partial(_checked, body, hiding, exchange, route.path)
             request = await intake.beside(checked) if long else checked()
             named = request.model
         return await upstreams.for_model(named).ask(exchange.method, target, headers, body)
 
 
-def _checked(body: bytes, hiding: Owners | None, exchange: Exchange) -> ModelRequest:
+def _checked(body: bytes, hiding: Owners | None, exchange: Exchange, path: str) -> ModelRequest:
     """Read a body; with `hiding`, it must name nothing that is not its tenant's.
 
     Raises:
-        NotServed, NotKept, BadRequest: as `check_forwarded` does.
+        NotServed, BadRequest: as `check_forwarded` does.
     """
     request = read_request(body)
     if hiding is not None:
-        check_forwarded(hiding, exchange.tenant, exchange.headers, request)
+        check_forwarded(hiding, exchange.tenant, path, exchange.headers, request)
     return request
 
 

@@ -38,6 +38,7 @@ from proxy.routing import Kind, find_route
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.upstreams import Upstreams, open_upstreams
+from store.keys import KeyRing
 from store.policy_table import open_policies
 from store.version_queries import pinned_episodes
 from store.versions import PolicyVersion
@@ -153,16 +154,21 @@ async def serving(
         parts.versions.replace(known)
         parts.upstreams.learn(known)
 
+    def take_keys(ring: KeyRing | None) -> None:
+        gate.take(ring)
+        if ring is not None and ring.made:
+            parts.versions.owners.learn_keys(ring.tenants)
+
     policies, key_file = PolicyFile(settings.spool_dir), KeyFile(settings.spool_dir)
     parts = _make_parts(settings, pins, partial(policies.look, take))
     gate = Gate(settings.access, settings.workers)
     server = _server(settings, _handler(settings, parts, gate))
-    gate.take(key_file.read())
+    take_keys(key_file.read())
     policies.look(take)
     beside = _begin(
         {
             "policies": policies.watch(take),
-            "keys": key_file.watch(gate.take),
+            "keys": key_file.watch(take_keys),
             "pins": _load_pins(parts.lookup, parts.versions),
             "sweep": parts.upstreams.sweep(),
             "in-flight": _count_in_flight(server, parts.recorder, parts.intake),

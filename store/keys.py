@@ -56,10 +56,14 @@ class Grant(Limits, frozen=True, kw_only=True):
 
 
 class KeyRing(Record, frozen=True, kw_only=True):
-    """The grants of all keys that are not revoked. `made`: a key was made at some time."""
+    """The grants of all keys that are not revoked, and the tenants that ever had a key.
+
+    `made`: a key was made at some time.
+    """
 
     made: bool
     grants: tuple[Grant, ...] = ()
+    tenants: tuple[str, ...] = ()
 
 
 class ApiKey(Record, frozen=True, kw_only=True):
@@ -234,7 +238,8 @@ async def key_ring(connection: AsyncConnection) -> KeyRing:
     rows = (await connection.execute(query)).all()
     valid = [row for row in rows if row.revoked_at is None]
     grants = [msgspec.convert(row, Grant, from_attributes=True) for row in valid]
-    return KeyRing(made=bool(rows), grants=tuple(grants))
+    tenants = tuple(sorted({row.tenant for row in rows}))
+    return KeyRing(made=bool(rows), grants=tuple(grants), tenants=tenants)
 
 
 def _is_of(tenant: str | None) -> ColumnElement[bool]:

@@ -21,7 +21,6 @@ from proxy.calls.asking import (
     who_asks,
     with_tool_events,
 )
-from proxy.calls.continuing import check_continued
 from proxy.calls.recording import Answered, CallRecorder, Recorded, note_call
 from proxy.calls.retrying import is_refused_for_ours, once_loaded, send_again
 from proxy.calls.routing import (
@@ -45,11 +44,11 @@ from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WARNINGS
 from proxy.policies.versions import Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
+from proxy.tenants import check_continued, responses_named
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.upstreams.model_server import ModelServer, Reply
 from proxy.upstreams.upstreams import Upstreams
 from store.records import CallStatus
-from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
@@ -156,8 +155,8 @@ class Call:
         arrived, identity, shared = self._arrived, self._asked.identity, self._shared
         router = shared.router
         await router.check(arrived)
-        if arrived.exchange.tenant != DEFAULT:
-            await check_continued(arrived, shared.stitches, shared.lookup, shared.intake)
+        for named in responses_named(arrived, router.owners):
+            await check_continued(arrived, named, router.owners, shared.stitches, shared.lookup)
         policy = router.unpinned(arrived, identity)
         if policy is not None:
             await router.learn_pin(policy, identity.follows)

@@ -6,7 +6,6 @@ from typing import Any, Final
 import msgspec
 
 from proxy.calls.asking import Arrived
-from proxy.door.bodies import check_call, check_headers, check_query
 from proxy.errors import NotServed
 from proxy.exploring import Changes, Exploring, explored, is_chosen
 from proxy.formats.base import ModelRequest
@@ -15,6 +14,7 @@ from proxy.identity.identify import Identity
 from proxy.intake import Intake
 from proxy.lookup import Lookup
 from proxy.policies.versions import Serving, Versions
+from proxy.tenants import check_call, check_headers, check_query
 from proxy.upstreams.model_server import ModelServer, Reply
 from proxy.upstreams.upstreams import SamplingDefaults, Upstreams
 from store.records import EVAL
@@ -57,6 +57,7 @@ class CallRouter:
         """
         self._upstreams = upstreams
         self._versions = versions
+        self.owners = versions.owners
         self._lookup = lookup
         self._intake = intake
         # Policies are those that the worker began with.
@@ -153,18 +154,18 @@ class CallRouter:
         """Check that a call names nothing that is hidden from its tenant, as `check_call` does.
 
         Raises:
-            NotServed, NotKept, BadRequest: it does, or it is not known whether it does.
+            NotServed, BadRequest: it does, or it is not known whether it does.
         """
-        exchange, owners = arrived.exchange, self._versions.owners
+        exchange, owners = arrived.exchange, self.owners
         if exchange.tenant == owners.sole:
             return
-        headers, request = exchange.headers, arrived.request
-        check_headers(owners, exchange.tenant, headers)
+        check_headers(owners, exchange.tenant, exchange.headers)
         check_query(owners, exchange.tenant, exchange.target)
+        path, headers, request = arrived.route.path, exchange.headers, arrived.request
         if arrived.takes_long:
-            await self._intake.beside(check_call, owners, exchange.tenant, headers, request)
+            await self._intake.beside(check_call, owners, exchange.tenant, path, headers, request)
         else:
-            check_call(owners, exchange.tenant, headers, request)
+            check_call(owners, exchange.tenant, path, headers, request)
 
     async def rewritten_beside(self, arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
         """Return what `rewritten` does, which takes long, without holding up the event loop."""

@@ -23,14 +23,24 @@ class Owners:
         specs = () if table is None else table.specs
         self._said = {spec.name: spec.tenant for spec in specs}
         self._bases = frozenset(spec.base for spec in specs)
+        self._of_keys = frozenset[str]()
         self.learn(())
 
     def learn(self, versions: Iterable[PolicyVersion]) -> None:
         """Replace what is known of the store's policies."""
         self._began: Mapping[str, str] = {one.name: one.tenant for one in versions}
-        tenants = (*self._said.values(), *self._began.values())
+        self._of_policies = {*self._said.values(), *self._began.values()} - {DEFAULT}
         # The tenant whose all policies are, and to whom nothing is hidden; None: there are several.
-        self.sole = None if any(tenant != DEFAULT for tenant in tenants) else DEFAULT
+        self.sole = None if self._of_policies else DEFAULT
+
+    def learn_keys(self, tenants: Iterable[str]) -> None:
+        """Replace the tenants that ever had a key."""
+        self._of_keys = frozenset(tenants) - {DEFAULT}
+
+    @property
+    def other_tenants(self) -> frozenset[str]:
+        """Return all known tenants but the default one."""
+        return self._of_keys | self._of_policies
 
     def owns(self, tenant: str, policy: str) -> bool:
         """Return whether a policy is a tenant's."""

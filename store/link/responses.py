@@ -1,5 +1,6 @@
-"""Tell whether a response is one that an API keeps under its id, to be gone on from."""
+"""Tell which responses are those that an API keeps under their ids, to be gone on from."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from sqlalchemy import text
@@ -7,17 +8,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 # Other APIs' replies may have any id, also one that their client chose.
 _KNOWN: Final = text(
-    "SELECT EXISTS (SELECT FROM transitions WHERE response_id = :name AND dialect = :dialect)"
+    "SELECT DISTINCT response_id FROM transitions"
+    " WHERE response_id = ANY(:names) AND dialect = :dialect"
 )
 
 
-async def is_response(connection: AsyncConnection, name: str, dialect: str) -> bool:
-    """Return whether a call of an API got a response with this id.
-
-    Args:
-        connection: an open connection.
-        name: the id, as it is kept for its tenant.
-        dialect: the wire format that the API speaks.
-    """
-    known = await connection.scalar(_KNOWN, {"name": name, "dialect": dialect})
-    return bool(known)
+async def known_responses(
+    connection: AsyncConnection, names: Sequence[str], dialect: str
+) -> set[str]:
+    """Return which of these ids, as kept for their tenants, calls of a wire format got."""
+    rows = await connection.execute(_KNOWN, {"names": list(names), "dialect": dialect})
+    return set(rows.scalars())

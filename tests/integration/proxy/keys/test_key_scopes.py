@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.tenants import FIELDS
 from store.keys import SCOPES
 from store.tenants import DEFAULT
 from store.version_states import ensure_base
@@ -66,7 +67,9 @@ async def answer(
     url = f"{proxy.admin if endpoint.admin else proxy.url}{path}"
     body: Any = None
     if endpoint.method == "POST":
-        body = BODIES.get(endpoint.path, CALL | {"model": model})
+        fields = FIELDS.get(endpoint.path, {"model"})
+        call = {name: value for name, value in CALL.items() if name in fields} | {"model": model}
+        body = BODIES.get(endpoint.path, call)
         if about and endpoint.path == "/feedback":
             body = {"value": 1, **about}
     asking = proxy.session.request(endpoint.method, url, json=body, headers=headers)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy.calls import continuing
+from proxy import tenants
 from store.records import Episode
 from store.tenants import DEFAULT
 from tests.integration.conftest import Proxy, Reply
@@ -17,8 +17,8 @@ from tests.support.waiting import eventually
 @pytest.fixture
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no worker remembers is looked up once, for as long as the machine takes."""
-    monkeypatch.setattr(continuing, "WAIT_S", 0.0)
-    monkeypatch.setattr(continuing, "LOOK_S", 60.0)
+    monkeypatch.setattr(tenants, "WAIT_S", 0.0)
+    monkeypatch.setattr(tenants, "LOOK_S", 60.0)
 
 
 async def test_another_tenants_version_looks_like_one_that_nobody_has(
@@ -80,8 +80,8 @@ async def test_a_file_named_in_a_form_is_the_default_tenants(
         async with shared.session.post(url, data=form, headers=headers) as reply:
             seen[tenant] = reply.status
             said = await reply.read()
-            assert (b"file_id names what is kept" in said) is (tenant != DEFAULT)
-    assert seen == {"a": 404, "b": 404, DEFAULT: 200}
+            assert (b"mask.file_id is not among" in said) is (tenant != DEFAULT)
+    assert seen == {"a": 400, "b": 400, DEFAULT: 200}
     assert len(upstream.other) == 1
 
 
@@ -125,14 +125,21 @@ async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
 
     assert (await go_on("a")).status == 200
     replies = {one: await go_on(one, previous_response_id="resp_1") for one in EVERYONE}
+    # The default tenant's account may keep responses that no proxy has seen, but this is another's.
     assert {one: reply.status for one, reply in replies.items()} == {
         "a": 200,
         "b": 404,
-        DEFAULT: 200,
+        DEFAULT: 404,
     }
+    hidden = await go_on(DEFAULT, extra_body={"previous_response_id": "resp_1"})
+    assert hidden.status == 404
+    assert (await go_on(DEFAULT, previous_response_id="resp_of_no_proxy")).status == 200
     unknown = await go_on("b", previous_response_id="resp_0")
     assert about(unknown, "resp_0") == about(replies["b"], "resp_1")
-    assert (await go_on("b", conversation="conv_1")).status == 404
+    assert (await go_on("b", conversation="conv_1")).status == 400
+    extra = {"previous_response_id": "resp_1", "conversation": "conv_1", "request_id": "resp_1"}
+    for name, value in extra.items():
+        assert (await go_on("b", extra_body={name: value})).status == 400
     # vLLM would give its response another one's id, which the tenant could then go on from.
     for name in ("request_id", "rid"):
         chosen = await go_on("b", **{name: "resp_1"}, store=False)
@@ -140,7 +147,8 @@ async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
     assert (await go_on("b", previous_response_id="resp_1")).status == 404
     for named in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
         items = [named, {"role": "user", "content": "q"}]
-        assert (await go_on("b", input=items)).status == 404
+        assert (await go_on("b", input=items)).status == 400
+        assert (await go_on("b", extra_body={"input": items})).status == 400
     assert len(upstream.other) == 3
 
 
@@ -158,14 +166,16 @@ async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
     upstream.behave_otherwise, upstream.behave = respond, chat
     own = await ask(shared, "POST", "/v1/responses", keys["a"], model="m", input="q")
     assert own.json["id"] == "resp_1"
-    reply = await shared.chat(headers=keys["b"], rid="resp_1")
+    # Of the tenants the default one alone chooses ids.
+    assert (await shared.chat(headers=keys["b"], rid="resp_1")).status == 400
+    reply = await shared.chat(headers=keys[DEFAULT], rid="resp_1")
     assert reply.json["id"] == "resp_1"
-    found = by_tenant(await shared.episodes(2))
+    found = by_tenant(await shared.episodes(3))
     said = {"model": "m", "input": "q", "previous_response_id": "resp_1"}
-    seen = {one: await ask(shared, "POST", "/v1/responses", keys[one], **said) for one in "ab"}
-    assert {one: got.status for one, got in seen.items()} == {"a": 200, "b": 404}
+    seen = {one: await ask(shared, "POST", "/v1/responses", keys[one], **said) for one in EVERYONE}
+    assert {one: got.status for one, got in seen.items()} == {"a": 200, "b": 404, DEFAULT: 404}
     # A reward for it is one for what its tenant got under this name, and for nothing else.
-    status, _ = await shared.feedback({"value": 1.0, "response": "resp_1"}, **keys["b"])
+    status, _ = await shared.feedback({"value": 1.0, "response": "resp_1"}, **keys[DEFAULT])
     assert status == 200
 
     async def scored() -> list[Episode]:
@@ -173,7 +183,7 @@ async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
         return [one for one in found if one.feedback or any(call.feedback for call in one.calls)]
 
     [one] = await eventually(scored)
-    assert one.key == found["b"][0].key
+    assert one.key == found[DEFAULT][0].key
 
 
 async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
@@ -196,6 +206,8 @@ async def test_what_a_tenants_request_would_steer_reaches_no_upstream(
         {"api_base": "http://evil.example/v1"},
         {"extra_body": {"api_key": "k"}},
         {"priority": -1},
+        {"cache_salt": "b"},
+        {"request_id": "resp_1"},
     ]
     paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
     for path in paths:
@@ -236,7 +248,7 @@ async def test_a_file_is_named_by_the_default_tenant_only(
 ) -> None:
     body = {"model": "m", **NAMING_FILES[path]}
     seen = {one: await ask(shared, "POST", path, key, **body) for one, key in keys.items()}
-    assert {one: reply.status for one, reply in seen.items()} == {"a": 404, "b": 404, DEFAULT: 200}
+    assert {one: reply.status for one, reply in seen.items()} == {"a": 400, "b": 400, DEFAULT: 200}
     assert seen["a"].headers["x-pawl-fault"] == "client"
-    assert b"kept for all tenants" in seen["a"].body
+    assert b"is not among what tenants may send" in seen["a"].body
     assert len(upstream.requests) + len(upstream.other) == 1

@@ -2,11 +2,8 @@
 
 import pytest
 
-from proxy.door.bodies import check_headers
-from proxy.errors import NotServed
 from proxy.http.wire import Headers, for_upstream
 from store.tenants import DEFAULT
-from tests.unit.proxy.test_bodies import ALONE, OWNERS
 
 SAID: Headers = [
     (b"Content-Type", b"application/json"),
@@ -35,11 +32,3 @@ def test_a_tenants_headers_are_those_of_its_body_and_client(tenant: str) -> None
     coded = (b"Accept-Encoding", b"identity")
     assert for_upstream(both, tenant, plain=True) == [*SAID, coded]
     assert for_upstream(both, DEFAULT, plain=False) == both
-
-
-def test_a_version_in_a_header_is_looked_at_where_it_is_passed_on() -> None:
-    check_headers(OWNERS, "a", STEERING)
-    check_headers(OWNERS, DEFAULT, SAID)
-    check_headers(ALONE, DEFAULT, STEERING)
-    with pytest.raises(NotServed, match="no version 'pb@1'"):
-        check_headers(OWNERS, DEFAULT, STEERING)

@@ -1,0 +1,510 @@
+"""What one of several tenants may send, and what it must not name."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import typing_extensions
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.errors import BadRequest, NotServed
+from proxy.formats.base import read_request
+from proxy.http.wire import Headers
+from proxy.policies.owners import Owners
+from proxy.tenants import (
+    FIELDS,
+    FREE,
+    MEMBERS,
+    check_call,
+    check_forwarded,
+    check_headers,
+    check_query,
+)
+from store.policy_table import parse_policies
+from store.tenants import DEFAULT
+from tests.support.recordings import recordings
+
+OWNERS = Owners(
+    parse_policies(
+        '[[policy]]\nname = "pa"\nbase = "m"\ntenant = "a"\n'
+        '[[policy]]\nname = "pb"\nbase = "m"\ntenant = "b"\n',
+        "p.toml",
+    )
+)
+ALONE = Owners(None)
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FORM = b"multipart/form-data; boundary=x"
+FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n\xff\x00\r\n'
+URL = {"url": "data:image/png;base64,AA=="}
+
+
+def called(
+    tenant: str, path: str, fields: dict[str, Any], owners: Owners = OWNERS, kind: bytes = b""
+) -> None:
+    request = read_request(msgspec.json.encode({"model": "m", **fields}))
+    check_call(owners, tenant, path, [(b"Content-Type", kind)] if kind else [], request)
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def item(*parts: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "q"}, *parts]}
+
+
+# What tenants may not send: the path, the request's fields, and the name that the error has.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # Somewhere else, with another key, before others, under another's id, from another's cache.
+    *((CHAT, {name: "x"}, name) for name in ("api_base", "base_url", "api_key", "API_KEY")),
+    *((CHAT, {name: "x"}, name) for name in ("aws_role_name", "vertex_credentials", "rid")),
+    *(
+        (CHAT, {name: {"a": "b"}}, name)
+        for name in ("user_config", "extra_headers", "litellm_params")
+    ),
+    *((CHAT, {"priority": value}, "priority") for value in (-1, 0, "1", True)),
+    *((path, {"priority": -1}, "priority") for path in FIELDS),
+    *((path, {"cache_salt": "x"}, "cache_salt") for path in FIELDS),
+    *((path, {"request_id": "resp_1"}, "request_id") for path in FIELDS),
+    (CHAT, {"bootstrap_host": "10.0.0.1"}, "bootstrap_host"),
+    (CHAT, {"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+    (CHAT, {"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs"),
+    (CHAT, {"fallbacks": ["m"]}, "fallbacks"),
+    (CHAT, {"Model": "m"}, "Model"),
+    (CHAT, {"me\u017f\u017fages": []}, "me\u017f\u017fages"),
+    (CHAT, {"metadata": {"langfuse_host": "http://x"}}, "metadata.langfuse_host"),
+    (CHAT, {"litellm_metadata": {"langsmith_api_key": "k"}}, "litellm_metadata"),
+    (CHAT, {"session_id": "s"}, "session_id"),
+    # SDKs merge `extra_body` into the request; some gateways do so with a literal one.
+    *(
+        (RESPONSES, {"extra_body": extra}, "extra_body")
+        for extra in (
+            {"previous_response_id": "resp_1"},
+            {"conversation": "conv_1"},
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            {"request_id": "resp_1"},
+            {"api_base": "http://x"},
+            {},
+        )
+    ),
+    (RESPONSES, {"conversation": "conv_1"}, "conversation"),
+    (RESPONSES, {"Previous_Response_Id": "resp_1"}, "Previous_Response_Id"),
+    # What a provider keeps under one account for all tenants.
+    (CHAT, user({"type": "file", "file": {"file_id": "f"}}), "messages[0].content[0].file.file_id"),
+    (
+        MESSAGES,
+        user({"type": "image", "source": {"type": "file", "file_id": "f"}}),
+        "messages[0].content[0].source.file_id",
+    ),
+    (
+        MESSAGES,
+        user({"type": "container_upload", "file_id": "f"}),
+        "messages[0].content[0].file_id",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+        "input[0].content[0].file_id",
+    ),
+    (
+        RESPONSES,
+        item({"type": "computer_call_output", "call_id": "c", "output": {"file_id": "f"}}),
+        "input[1].output.file_id",
+    ),
+    (
+        RESPONSES,
+        item({"type": "code_interpreter_call", "container_id": "cntr_1"}),
+        "input[1].container_id",
+    ),
+    (
+        RESPONSES,
+        {"tools": [{"type": "image_generation", "input_image_mask": {"file_id": "f"}}]},
+        "tools[0].input_image_mask.file_id",
+    ),
+    (
+        RESPONSES,
+        {"tools": [{"type": "code_interpreter", "container": {"file_ids": ["f"]}}]},
+        "tools[0].container.file_ids",
+    ),
+    (
+        RESPONSES,
+        {"tools": [{"type": "code_interpreter", "container": "cntr_1"}]},
+        "tools[0].container",
+    ),
+    (
+        RESPONSES,
+        {"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]},
+        "tools[0].vector_store_ids",
+    ),
+    (RESPONSES, {"tools": [{"type": "mcp", "tunnel_id": "t"}]}, "tools[0].tunnel_id"),
+    (RESPONSES, {"prompt": {"id": "pmpt_1", "version": "2"}}, "prompt"),
+    (MESSAGES, {"container": "container_1"}, "container"),
+    (MESSAGES, {"container": {"skills": [{"type": "custom", "skill_id": "s"}]}}, "container"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]},
+        "messages[0].audio.id",
+    ),
+    ("/v1/audio/speech", {"input": "q", "voice": {"id": "voice_1"}}, "voice.id"),
+    ("/v1/images/edits", {"prompt": "q", "images": [{"file_id": "f"}]}, "images[0].file_id"),
+    (
+        CHAT,
+        user({"type": "image_url", "image_url": None, "uuid": "my-picture"}),
+        "messages[0].content[0].uuid",
+    ),
+    (CHAT, user({"type": "file", "file": {"File_ID": "f"}}), "messages[0].content[0].file.File_ID"),
+    # Items that only name what the provider keeps.
+    (RESPONSES, item({"type": "item_reference", "id": "msg_1"}), "input[1]"),
+    (RESPONSES, item({"id": "msg_1"}), "input[1]"),
+    (RESPONSES, item({"type": None, "id": "msg_1"}), "input[1]"),
+    (RESPONSES, item({"type": "reasoning", "id": "rs_1", "summary": []}), "input[1]"),
+    (
+        RESPONSES,
+        item({"type": "image_generation_call", "id": "ig_1", "result": None}),
+        "input[1]",
+    ),
+    (RESPONSES, item({"type": "nobody_knows", "id": "x"}), "input[1]"),
+    (RESPONSES, item({"type": ["reasoning"], "id": "x"}), "input[1]"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
+def test_field_that_is_not_on_the_list_is_refused_by_its_name(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    called(DEFAULT, path, fields)
+    called(DEFAULT, path, fields, owners=ALONE)
+    # Where only the default tenant has policies, other tenants are held to the list, too.
+    for owners in (OWNERS, ALONE):
+        with pytest.raises(BadRequest) as refused:
+            called("a", path, fields, owners=owners)
+        error = refused.value
+        assert (error.status, error.param) == (400, param)
+        assert error.message.startswith(f"{param} is not among what tenants may send")
+        assert error.message.endswith(
+            ("leave it out", "itself", "beside the others", "that `include` asks for")
+        )
+
+
+SCHEMA = {"type": "object", "properties": {"file_id": {"type": "string"}}, "required": ["file_id"]}
+ALLOWED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, user({"type": "image_url", "image_url": URL}, {"type": "text", "text": "file_id"})),
+    (CHAT, user({"type": "file", "file": {"file_data": "AA==", "file_id": None}})),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}),
+    (CHAT, {"metadata": {"host": "build-7", "session_id": "s", "run": "9"}, "api_base": None}),
+    (CHAT, {"audio": {"voice": "alloy", "format": "wav"}, "kv_transfer_params": None}),
+    (CHAT, {"stream_options": {"include_usage": True}, "logit_bias": {"1": 2}, "min_p": 0.1}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {}}]}]}),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": SCHEMA | {"default": {"file_id": "f"}}}]}),
+    (MESSAGES, user({"type": "tool_use", "id": "t", "name": "f", "input": {"file_id": "f"}})),
+    (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking", "keep": "all"}]}}),
+    (MESSAGES, {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}),
+    (RESPONSES, {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}),
+    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://x", "headers": {"a": "b"}}]}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}),
+    (RESPONSES, {"input": "q", "previous_response_id": "resp_1", "store": False}),
+    (RESPONSES, item({"role": "assistant", "id": "msg_1", "content": "yes"})),
+    (RESPONSES, item({"type": "reasoning", "id": "rs_1", "encrypted_content": "AA=="})),
+    (RESPONSES, item({"type": "reasoning", "id": "r", "content": [{"type": "reasoning_text"}]})),
+    (RESPONSES, item({"type": "function_call", "id": "fc", "name": "f", "arguments": "{}"})),
+    (RESPONSES, item({"type": "image_generation_call", "id": "ig_1", "result": "AA=="})),
+    ("/v1/completions", {"prompt": [1, 2]}),
+    ("/v1/embeddings", {"input": ["q"], "encoding_format": "base64"}),
+    ("/tokenize", {"prompt": "q", "add_special_tokens": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ALLOWED)
+def test_request_that_says_all_itself_is_let_through(path: str, fields: dict[str, Any]) -> None:
+    called("a", path, fields)
+    called(DEFAULT, path, fields)
+
+
+def recorded_requests() -> Iterator[tuple[str, str, bytes]]:
+    """Requests of real clients: the path, the client or the kind, and the body."""
+    paths = {"chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+    clients = json.loads(Path("benchmarks/recordings/stitching.json").read_text())
+    for client, recording in clients.items():
+        for run, calls in recording["runs"].items():
+            for call in calls:
+                yield paths[call["dialect"]], f"{client}: {run}", json.dumps(call["body"]).encode()
+    for api in ("messages", "responses"):
+        for name, exchange in recordings(api).items():
+            yield paths[api], name, exchange["request"].encode()
+
+
+def test_requests_of_real_clients_are_let_through() -> None:
+    requests = list(recorded_requests())
+    assert len(requests) > 50
+    for path, name, body in requests:
+        try:
+            check_call(OWNERS, "a", path, [], read_request(body))
+        except BadRequest as error:
+            pytest.fail(f"{name}: {error.message}")
+
+
+SDK_REQUESTS = {
+    CHAT: "openai.types.chat.completion_create_params:CompletionCreateParamsNonStreaming",
+    "/v1/completions": "openai.types.completion_create_params:CompletionCreateParamsNonStreaming",
+    RESPONSES: "openai.types.responses.response_create_params:ResponseCreateParamsNonStreaming",
+    MESSAGES: "anthropic.types.beta.message_create_params:MessageCreateParamsNonStreaming",
+    "/v1/embeddings": "openai.types.embedding_create_params:EmbeddingCreateParams",
+    "/v1/moderations": "openai.types.moderation_create_params:ModerationCreateParams",
+    "/v1/audio/speech": "openai.types.audio.speech_create_params:SpeechCreateParams",
+}
+# Fields of the SDKs that tenants may not send: they name what is kept for all tenants, what a
+# request costs or comes before, or only tell of features that no tenant can have.
+WITHHELD = {
+    *("conversation", "prompt", "container", "thread", "service_tier", "speed", "inference_geo"),
+    *("workspace_id", "user_profile_id", "diagnostics", "access_programs", "moderation"),
+    *("fallbacks", "fallback_credit_token", "billing_policy", "betas", "compaction", "image"),
+}
+WITHHELD_MEMBERS = {
+    *("file_id", "file_ids", "container_id", "vector_store_ids", "skills", "skill_id", "tunnel_id"),
+    *("comparison_response_id", "previous_message_id", "download_id", "bill_to", "token"),
+    *("variables", "domain_secrets", "network_policy", "ranking_options", "fingerprint", "prewarm"),
+    *("block_binding", "caching", "prefix_mismatch_behavior", "use_cache"),
+}
+
+
+def typed_names(kind: Any, depth: int = 0, path: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+    """Yield the names in a TypedDict, and how deep each stands; free content is left out."""
+    if typing_extensions.is_typeddict(kind):
+        for name, inner in typing_extensions.get_type_hints(kind).items():
+            yield depth, name
+            if name not in FREE and name not in path and name not in WITHHELD_MEMBERS | WITHHELD:
+                yield from typed_names(inner, depth + 1, (*path, name))
+        return
+    for inner in get_args(kind):
+        yield from typed_names(inner, depth, path)
+
+
+@pytest.mark.parametrize("path", SDK_REQUESTS)
+def test_every_field_of_the_sdks_is_allowed_or_known_to_be_withheld(path: str) -> None:
+    module, _, name = SDK_REQUESTS[path].partition(":")
+    top, nested = set(), set()
+    for depth, field in typed_names(getattr(importlib.import_module(module), name)):
+        (nested if depth else top).add(field)
+    assert top - FIELDS[path] - WITHHELD == set()
+    assert nested - MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
+    assert not WITHHELD_MEMBERS & (MEMBERS | FREE)
+
+
+names = st.text(st.characters(codec="ascii", min_codepoint=97), max_size=4)
+
+
+@given(st.lists(names | st.sampled_from(sorted(MEMBERS)) | st.none(), max_size=6))
+def test_name_of_a_kept_file_is_found_at_any_depth(path: list[str | None]) -> None:
+    value: Any = {"file_id": "file-1"}
+    for name in path:
+        value = [1, value, "x"] if name is None else {"url": 1, name: value}
+    # Arguments of a tool, which are an object, are the client's own, as is what is in `FREE`.
+    if "input" not in path and FREE.isdisjoint(path):
+        with pytest.raises(BadRequest):
+            called("a", CHAT, {"messages": value})
+
+
+def test_nothing_hides_behind_a_number_that_is_hard_to_read() -> None:
+    for body in (
+        b'{"messages": [1e400, {"role": "user", "content": [{"file_id": "f"}]}]}',
+        b'{"messages": [1e400], "fallbacks": [1e400, "pb@1"]}',
+    ):
+        with pytest.raises(BadRequest):
+            check_call(OWNERS, "a", CHAT, [], read_request(body))
+    check_call(OWNERS, "a", CHAT, [], read_request(b'{"messages": [1e400], "file_id": null}'))
+    with pytest.raises(BadRequest, match="fewer digits"):
+        check_call(
+            OWNERS, "a", CHAT, [], read_request(b'{"messages": [%s, 1e400]}' % (b"9" * 5000))
+        )
+
+
+NAMING: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"model": "pb@1"}),
+    (CHAT, {"model": ["pb@1"]}),
+    (CHAT, {"fallbacks": ["pb@1"]}),
+    (CHAT, {"fallbacks": [{"m": ["n", "pb@1"]}, 1e308]}),
+    (CHAT, {"models": ["m", "pb@1"], "route": "fallback"}),
+    (CHAT, {"plugins": [{"id": "fusion", "model": "pb@1"}]}),
+    (CHAT, {"lora_path": "pb@1"}),
+    (CHAT, {"extra_body": {"anything": {"pb@1": 1}}}),
+    (RESPONSES, {"tools": [{"type": "image_generation", "model": "pb@1"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), NAMING)
+def test_version_of_another_tenant_is_named_in_no_field(path: str, fields: dict[str, Any]) -> None:
+    body = msgspec.json.encode(fields)
+    for said in (body, body.replace(b"1e308", b"1e400")):
+        with pytest.raises(NotServed, match="no version 'pb@1'"):
+            check_call(OWNERS, DEFAULT, path, [], read_request(said))
+        with pytest.raises(BadRequest):
+            check_call(OWNERS, "a", path, [], read_request(said))
+        check_call(ALONE, DEFAULT, path, [], read_request(said))
+    if "model" in fields or "tools" in fields:
+        own = msgspec.json.decode(body.replace(b"pb@1", b"pa@1"))
+        called("a", path, own)
+
+
+def test_words_and_ids_name_no_version() -> None:
+    fields = {"user": "me@1", "metadata": {"a": "x@1"}, "stop": ["x@1"], "messages": ["x@1"]}
+    tools = [{"type": "function", "function": {"name": "f", "description": "x@1"}}]
+    called("a", CHAT, fields | {"tools": tools, "n": 1})
+    called(DEFAULT, CHAT, fields | {"tools": tools, "n": 1, "session_id": "s@1", "query": "x@1"})
+
+
+# Bodies that readers may take in different ways.
+
+
+def form(*pairs: tuple[str, str], charset: str = "utf-8") -> bytes:
+    parts = [
+        b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+        % (name.encode(), value.encode(charset))
+        for name, value in pairs
+    ]
+    return b"".join(parts) + FILE + b"--x--\r\n"
+
+
+def forwarded(
+    tenant: str, body: bytes, *types: bytes, path: str = "/v1/images/edits", **headers: bytes
+) -> None:
+    given: Headers = [(b"Content-Type", one) for one in types]
+    given += [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
+    check_forwarded(OWNERS, tenant, path, given, read_request(body))
+
+
+@pytest.mark.parametrize("model", ["pb@1", " pb@1", "pb@1\r\n", "pb@999", "nobody@1"])
+@pytest.mark.parametrize("name", ["model", "prompt", "svg[model]", "anything"])
+def test_form_names_no_version_of_another_tenant(model: str, name: str) -> None:
+    forwarded("a", form(("model", "pa@1"), ("prompt", "write to me@home")), FORM)
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(NotServed, match="no version"):
+            forwarded(tenant, form(("model", "m"), (name, model)), FORM)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("file_id", "file-1"),
+        ("mask[file_id]", "file-1"),
+        ("images[0][file_id]", "file-1"),
+        ("images[][file_id]", "file-1"),
+        ("file_ids[]", "file-1"),
+        ("mask", '{"file_id": "file-1"}'),
+        ("images", '[{"file_id": "file-1"}]'),
+        ("prompt", '{"id": "pmpt_1"}'),
+        ("priority", "-1"),
+        ("api_base", "http://x"),
+        ("vllm_xargs", '{"kv_transfer_params": {"do_remote_prefill": true}}'),
+    ],
+)
+def test_form_has_fields_of_the_list_alone(name: str, value: str) -> None:
+    body = form(("model", "m"), (name, value))
+    forwarded(DEFAULT, body, FORM)
+    with pytest.raises(BadRequest, match="tenants may send"):
+        forwarded("a", body, FORM)
+
+
+def test_form_that_says_all_itself_is_let_through() -> None:
+    fields = (("model", "whisper"), ("prompt", "file_id: [1]"), ("include[]", "logprobs"))
+    more = (("timestamp_granularities[]", "word"), ("chunking_strategy", '{"type": "server_vad"}'))
+    for tenant in ("a", "b", DEFAULT):
+        forwarded(tenant, form(*fields, *more), FORM, path="/v1/audio/transcriptions")
+
+
+SAID = msgspec.json.encode({"model": "m", "prompt": "a & b; c"})
+SNEAKED = b'{"model": "m", "x": "&model=pb@1&"}'
+UNCLEAR: dict[str, tuple[bytes, tuple[bytes, ...], dict[str, bytes]]] = {
+    "no JSON": (b"model=pb%401", (), {}),
+    "a form in another character set": (
+        form(("model", "pb@1"), charset="utf-7"),
+        (FORM + b"; charset=utf-7",),
+        {},
+    ),
+    "a form without a boundary": (form(("model", "pb@1")), (b"multipart/form-data",), {}),
+    "JSON that is called a form": (SAID, (FORM,), {}),
+    "JSON that is a form in a URL's encoding": (
+        SNEAKED,
+        (b"application/x-www-form-urlencoded",),
+        {},
+    ),
+    "JSON in another character set": (SAID, (b"application/json; charset=utf-7",), {}),
+    "two types": (form(("model", "m")), (FORM, b"multipart/form-data; boundary=y"), {}),
+    "compressed": (SAID, (b"application/json",), {"content_encoding": b"gzip"}),
+}
+
+
+@pytest.mark.parametrize("kind", UNCLEAR)
+def test_body_that_may_be_read_otherwise_is_refused(kind: str) -> None:
+    body, types, headers = UNCLEAR[kind]
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(BadRequest, match=r"not known (what it names|which model it names): "):
+            forwarded(tenant, body, *types, **headers)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [(), (b"application/json",), (b"application/json; charset=utf-8",), (b"text/plain",)],
+)
+def test_json_is_let_through_whatever_it_is_called(types: tuple[bytes, ...]) -> None:
+    forwarded("a", SAID, *types, content_encoding=b"identity")
+    forwarded("a", b'{"model":"m"}', b"application/x-www-form-urlencoded")
+    forwarded("a", b"", *types)
+
+
+def test_call_is_read_in_one_way_where_something_is_hidden() -> None:
+    called("a", CHAT, {"model": "pa@1", "user": "&"}, kind=b"application/json")
+    for unclear in (b"application/x-www-form-urlencoded", b"application/json; charset=utf-7"):
+        sneaked = {"model": "m", "user": "&model=pb@1&"}
+        with pytest.raises(BadRequest, match="not known which model"):
+            called("a", CHAT, sneaked, kind=unclear)
+        called(DEFAULT, CHAT, sneaked, owners=ALONE, kind=unclear)
+    with pytest.raises(BadRequest, match="not a JSON object"):
+        check_call(OWNERS, "a", CHAT, [(b"Content-Type", FORM)], read_request(form(("model", "m"))))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"model": "pb@1", "model": "m"}',
+        b'{"mod\\u0065l": "pb@1", "model": "m"}',
+        b'{"model": "m", "messages": [{"file_id": "f", "file_id": null}]}',
+        b'{"model": "m", "messages": [1e400, {"x": {"file_id": "f", "file_id": null}}]}',
+    ],
+)
+def test_name_that_comes_twice_is_refused_where_something_is_hidden(said: bytes) -> None:
+    request = read_request(said)
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):
+            check_call(OWNERS, tenant, CHAT, [], request)
+        with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):
+            forwarded(tenant, said)
+    check_call(ALONE, DEFAULT, CHAT, [], request)
+    mask = form(("model", "m"), ("mask", '{"file_id": "f", "file_id": null}'))
+    with pytest.raises(BadRequest, match="has 'file_id' twice"):
+        forwarded("a", mask, FORM)
+
+
+def test_query_has_names_of_the_list_alone_and_no_version_of_another_tenant() -> None:
+    for target in ("/v1/embeddings", "/v1/embeddings?", "/v1/messages?beta=true&model=pa%401"):
+        check_query(OWNERS, "a", target)
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(NotServed, match="no version 'pb@1'"):
+            check_query(OWNERS, tenant, "/v1/embeddings?beta=1&model=pb%401")
+    with pytest.raises(BadRequest, match="priority is not among"):
+        check_query(OWNERS, "a", "/v1/chat/completions?beta=true&priority=-1")
+    check_query(OWNERS, DEFAULT, "/v1/chat/completions?beta=true&priority=-1")
+
+
+def test_header_that_is_passed_on_names_no_version_of_another_tenant() -> None:
+    steering: Headers = [(b"X-Gateway-Model-Name-Rewrite", b"pb@1"), (b"Cookie", b"a=b")]
+    check_headers(OWNERS, "a", steering)
+    check_headers(OWNERS, DEFAULT, [(b"User-Agent", b"agent@1")])
+    check_headers(ALONE, DEFAULT, steering)
+    with pytest.raises(NotServed, match="no version 'pb@1'"):
+        check_headers(OWNERS, DEFAULT, steering)
