@@ -27,9 +27,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
-from proxy.calls.capture import CapturedCall
 from proxy.ingester.transcribe import question_of, record_of
-from proxy.spool.segments import encode_frame, read_frames
+from proxy.spool.segments import CapturedCall, encode_frame, read_frames
 from store.connection.engine import make_engine
 from store.embedded import EmbeddedPostgres
 from store.ids import new_id

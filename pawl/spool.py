@@ -8,12 +8,18 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import MOST_INFLATED, CapturedCall, Frame, Gap
 from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
 from proxy.ingester.transcribe import NO_READERS, question_of, record_of
 from proxy.redaction import Redactor
 from proxy.spool.folders import OPEN, SEALED
-from proxy.spool.segments import decode_payload, read_pieces
+from proxy.spool.segments import (
+    MOST_INFLATED,
+    CapturedCall,
+    Frame,
+    Gap,
+    decode_payload,
+    read_pieces,
+)
 from proxy.tool_events import ResultReaders
 from store.connection.availability import is_no_records_fault
 from store.records import CallRecord, Record

@@ -28,8 +28,7 @@ from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
-from proxy.upstreams.model_server import Reply
-from proxy.upstreams.replies import comes_in_events
+from proxy.upstreams.replies import Reply, comes_in_events
 from proxy.upstreams.server import Upstream
 from proxy.upstreams.upstreams import Upstreams
 from store.tenants import DEFAULT

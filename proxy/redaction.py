@@ -23,7 +23,6 @@ from msgspec import Raw
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from proxy.calls.capture import CapturedCall, Frame
 from proxy.errors import BadRedaction
 from proxy.formats.base import read_request
 from proxy.formats.repeated import repeated_name
@@ -32,7 +31,7 @@ from proxy.ingester.transcribe import CANNOT_BE_READ, Entry, raised_at, transcri
 from proxy.metrics import REDACTED as REDACTED_RECORDS
 from proxy.metrics import WITHHELD, labelled
 from proxy.settings import ProxySettings
-from proxy.spool.segments import decode_payload, encode_payload
+from proxy.spool.segments import CapturedCall, Frame, decode_payload, encode_payload
 from proxy.trainable import Reason
 from store.records import (
     CallRecord,

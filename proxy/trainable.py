@@ -19,11 +19,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from proxy.calls.capture import CapturedCall
 from proxy.formats.base import ModelRequest, Sampled
 from proxy.formats.raw_json import Object, readable_value
 from proxy.formats.registry import FORMATS
 from proxy.formats.sampling import SamplingRules
+from proxy.spool.segments import CapturedCall
 from store.records import CallStatus
 from store.values.distribution import REPLAYED, distribution_of
 from store.values.grammars import GRAMMAR

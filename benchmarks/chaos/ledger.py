@@ -8,8 +8,7 @@ from uuid import UUID
 
 import asyncpg
 
-from proxy.calls.capture import CapturedCall
-from proxy.spool.segments import decode_payload
+from proxy.spool.segments import CapturedCall, decode_payload
 from store.ids import time_of
 from store.link.lapses import SLACK
 from store.write.gaps import LOST_CALL

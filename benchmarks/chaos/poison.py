@@ -12,11 +12,9 @@ from pathlib import Path
 from time import time
 from typing import Final
 from uuid import UUID
-from zlib import crc32
 
 from benchmarks.proxy import wire
-from proxy.calls.capture import CapturedCall
-from proxy.spool.segments import HEADER, encode_frame
+from proxy.spool.segments import HEAD_BYTES, CapturedCall, encode_frame, frame_of
 from store.ids import new_id
 
 # One call in so many gets such a reply, and as often such a segment is laid down.
@@ -86,11 +84,11 @@ def lay(spool: Path, dice: random.Random, laid: Laid) -> None:
 
 
 def _foreign() -> bytes:
-    return HEADER.pack(len(FOREIGN), crc32(FOREIGN)) + FOREIGN
+    return frame_of(FOREIGN)
 
 
 def _flipped(frame: bytes, dice: random.Random) -> bytes:
-    at = dice.randrange(HEADER.size, len(frame))
+    at = dice.randrange(HEAD_BYTES, len(frame))
     return frame[:at] + bytes([frame[at] ^ 1 << dice.randrange(8)]) + frame[at + 1 :]
 
 

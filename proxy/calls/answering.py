@@ -5,30 +5,74 @@ call is recorded, so that the end leaves only once the record is durable. An ans
 is received, for a call can be broken off at any chunk, and its record says how far the reply came.
 """
 
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import Final, Protocol
 
 import structlog
 
 from proxy.calls.asking import Arrived, CallIdentity
-from proxy.calls.capture import ReplyBuffer
 from proxy.calls.routing import Routed
 from proxy.error_replies import UPSTREAM_SAID
+from proxy.errors import ReplyTooLarge, ReplyTorn
 from proxy.exploring import header_of
 from proxy.formats.base import StreamTranscript, Transcript
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
 from proxy.intake import Claim
 from proxy.metrics import FIRST_CHUNK_SECONDS
-from proxy.upstreams.model_server import Reply
-from proxy.upstreams.replies import as_came, comes_in_events, pass_rest, readable, take_whole
+from proxy.upstreams.replies import Reply, as_came, comes_in_events, readable
 from store.records import CallStatus
 
 log = structlog.get_logger()
 
 ERRORS: Final = 400
 REPLY_COPIES: Final = 3
+# A reply's bytes wait in memory until its end; beyond this size they are deflated.
+DEFLATE_FROM: Final = 64 * 1024
+LEVEL: Final = 1
+
+
+class ReplyBuffer:
+    """Keep a reply's bytes as they come; a long stream is compressed in memory."""
+
+    __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
+
+    def __init__(self, grown: Callable[[int], None] | None = None) -> None:
+        """Begin empty; `grown` is called with the size of each compressed piece that is kept."""
+        self._grown = grown
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._packed: list[bytes] = []
+        self._deflater: zlib._Compress | None = None
+
+    def keep(self, data: bytes) -> None:
+        """Keep a reply that came in one piece: it is in memory anyway."""
+        self._pieces.append(data)
+
+    def add(self, data: bytes) -> None:
+        """Keep a piece of a stream."""
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > DEFLATE_FROM:
+            self._pack()
+
+    def _pack(self) -> None:
+        if self._deflater is None:
+            self._deflater = zlib.compressobj(LEVEL)
+        packed = self._deflater.compress(b"".join(self._pieces))
+        self._packed.append(packed)
+        self._pieces, self._size = [], 0
+        if self._grown is not None:
+            self._grown(len(packed))
+
+    def take(self) -> tuple[bytes, bool]:
+        """Return all bytes, and whether they are deflated (zlib format, RFC 1950)."""
+        if self._deflater is None:
+            return b"".join(self._pieces), False
+        self._pack()
+        return b"".join([*self._packed, self._deflater.flush()]), True
 
 
 class Answer(Protocol):
@@ -165,9 +209,23 @@ class StreamedAnswer:
         if transcript is not None and transcript.at_end:
             # The reply's end was seen. The upstream may send more before it closes.
             if not self._reply.ended:
-                await pass_rest(exchange, self._pieces, transcript, self._arrived.name)
+                await self._pass_rest(transcript)
             self._held = transcript.finish()
         exchange.end(self._held)
+
+    async def _pass_rest(self, transcript: StreamTranscript) -> None:
+        """Pass on what follows the reply's last event, until the upstream closes its body.
+
+        The client has that event and the record is made, so the rest is not recorded.
+        """
+        exchange = self._arrived.exchange
+        exchange.write(transcript.release())
+        try:
+            async for chunk in self._pieces:
+                exchange.write(transcript.feed(chunk))
+                await exchange.drained()
+        except Torn as error:
+            log.info("stream_torn_after_its_end", call=self._arrived.name, reason=str(error))
 
     def _tear(self, why: str) -> None:
         """Break the stream off, with an error event of its API."""
@@ -227,12 +285,38 @@ class WholeAnswer:
         if length is not None and length.isdigit():
             # In memory as it comes, as it leaves and as it is recorded.
             self._claim.add(REPLY_COPIES * min(int(length), self._max_reply))
-        self._body = await take_whole(reply, self._max_reply, self.tape, arrived.name)
+        self._body = await self._take()
         follow, name = arrived.format.whole, sent.serving.served_name
         transcript = self.transcript = follow(sent.request, name, status=reply.status)
         transcript.feed(self._body)
         self._out = transcript.finish()
         return "complete"
+
+    async def _take(self) -> bytes:
+        """Return the reply's body, after keeping what came of it, whole or torn.
+
+        Raises:
+            ReplyTorn: the reply broke off.
+            ReplyTooLarge: it is longer than `max_reply` bytes.
+        """
+        reply = self._reply
+        try:
+            body = await reply.read(self._max_reply)
+        except Torn as error:
+            log.warning("reply_torn", call=self._arrived.name, reason=str(error))
+            self.tape.keep(reply.unread())
+            raise ReplyTorn(
+                f"The model server's reply broke off before its end: {error}. "
+                "Nothing of it was passed on",
+                code="upstream_broke",
+            ) from error
+        if body is None:
+            raise ReplyTooLarge(
+                "The model server's reply, which comes in one piece, is larger than this proxy "
+                "holds to record it; PAWL_MAX_REPLY_MB sets how much, and a stream has no limit"
+            )
+        self.tape.keep(body)
+        return body
 
     async def release(self) -> None:
         """Send the reply, once its record is durable."""

@@ -46,8 +46,8 @@ from proxy.routing import Route
 from proxy.spool.recorder import Recorder
 from proxy.tenants import check_continued, responses_named
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
-from proxy.upstreams.model_server import ModelServer, Reply
-from proxy.upstreams.upstreams import Upstreams
+from proxy.upstreams.replies import Reply
+from proxy.upstreams.upstreams import ModelServer, Upstreams
 from store.records import CallStatus
 
 log = structlog.get_logger()

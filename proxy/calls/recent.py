@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import Final, TypeVar
 
-from proxy.calls.capture import CapturedCall
+from proxy.spool.segments import CapturedCall
 from store.tenants import same_tenant
 
 # Targets of about 7,000 calls; the database knows the older ones.

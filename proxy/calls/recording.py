@@ -14,15 +14,14 @@ import structlog
 
 from proxy.calls.answering import Answer
 from proxy.calls.asking import Arrived, CallIdentity
-from proxy.calls.capture import CapturedCall
 from proxy.calls.routing import CallRouter, Routed
 from proxy.formats.base import ReplySummary
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.keys.limits import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.recorder import Recorder
-from proxy.upstreams.model_server import Reply
-from proxy.upstreams.replies import comes_in_events
+from proxy.spool.segments import CapturedCall
+from proxy.upstreams.replies import Reply, comes_in_events
 from store.records import CallStatus
 from store.tenants import DEFAULT, own_digests
 

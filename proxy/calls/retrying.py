@@ -18,7 +18,8 @@ from proxy.calls.asking import Arrived
 from proxy.calls.routing import CallRouter, Routed, send, send_where_served
 from proxy.errors import NotLoaded, NotServed
 from proxy.metrics import WAITED_FOR_ADAPTER
-from proxy.upstreams.model_server import ModelServer, Reply
+from proxy.upstreams.replies import Reply
+from proxy.upstreams.upstreams import ModelServer
 
 log = structlog.get_logger()
 

@@ -15,8 +15,8 @@ from proxy.intake import Intake
 from proxy.lookup import Lookup
 from proxy.policies.versions import Serving, Versions
 from proxy.tenants import check_call, check_headers, check_query
-from proxy.upstreams.model_server import ModelServer, Reply
-from proxy.upstreams.upstreams import SamplingDefaults, Upstreams
+from proxy.upstreams.replies import Reply
+from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
 from store.records import EVAL
 from store.version_queries import pinned_version
 

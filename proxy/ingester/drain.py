@@ -29,7 +29,6 @@ from typing import Final, Literal
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import MOST_INFLATED
 from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
 from proxy.ingester.outages import Lapses
 from proxy.ingester.removing import make_private
@@ -44,7 +43,7 @@ from proxy.metrics import (
     SPOOLED,
 )
 from proxy.redaction import Redactor
-from proxy.spool.segments import Piece
+from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
 from store.connection.availability import is_no_records_fault
 

@@ -25,11 +25,17 @@ import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.calls.capture import CapturedCall, Frame, Gap
 from proxy.ingester.segment_reader import segment_files
 from proxy.metrics import OUTDATED
 from proxy.spool.folders import PRIVATE
-from proxy.spool.segments import decode_payload, encode_payload, read_frames
+from proxy.spool.segments import (
+    CapturedCall,
+    Frame,
+    Gap,
+    decode_payload,
+    encode_payload,
+    read_frames,
+)
 from store.connection.availability import is_unavailable
 from store.connection.engine import database_time
 from store.deleting.names import (

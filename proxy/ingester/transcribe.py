@@ -21,7 +21,6 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap, inflate
 from proxy.exploring import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
@@ -37,7 +36,7 @@ from proxy.formats.base import (
 )
 from proxy.formats.raw_json import UNREADABLE, Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.spool.segments import Piece, decode_payload
+from proxy.spool.segments import MOST_INFLATED, CapturedCall, Gap, Piece, decode_payload, inflate
 from proxy.tool_events import ResultReaders, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent

@@ -145,7 +145,7 @@ def tokens_of(
     Args:
         request: the client's body.
         reply: the upstream's, as JSON or events; empty if there was none, which costs nothing.
-        deflated: whether `reply` is deflated (`proxy.calls.capture.ReplyBuffer`).
+        deflated: whether `reply` is deflated (`proxy.spool.segments.ReplyBuffer`).
         refused: whether the reply is an error, which costs only what its usage says.
     """
     if not reply:

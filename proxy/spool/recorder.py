@@ -12,11 +12,10 @@ from typing import Final
 
 import structlog
 
-from proxy.calls.capture import CapturedCall, Frame, Gap
 from proxy.calls.recent import Recent
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
-from proxy.spool.segments import encode_frame
+from proxy.spool.segments import CapturedCall, Frame, Gap, encode_frame
 from proxy.spool.spool import Outcome, take_folder
 from store.ids import new_id
 from store.records import FeedbackRecord

@@ -1,6 +1,10 @@
-"""Define the spool's file format (pure): frames that can be found again after damage.
+"""Define what the spool holds (pure): records in frames that can be found again after damage.
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
+
+A payload is a call as its worker captured it, feedback, or a gap. A worker parses only what serving
+needs: the ingester reads a call's bytes again through the same wire format and makes the ledger's
+record of them (`proxy.ingester.transcribe`).
 
 All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes, one for each
 process) make a frame's beginning findable: after damaged bytes, reading goes on at the next one. A
@@ -8,23 +12,30 @@ client cannot plant a beginning in its own body, because it does not know the ma
 it from the segment's name. The header has a checksum of its own, so that the length of a frame can
 be trusted though its payload is damaged. `number` counts frames, which gives the number of frames
 that are missing in a damaged stretch.
-
-Frames in the earlier format (`u32 length | u32 crc32(payload) | payload`) are read as well.
 """
 
 import os
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Final, NamedTuple
 from zlib import crc32
 
 import msgspec
 
-from proxy.calls.capture import CapturedCall, Frame, Gap
-from store.records import CallRecord, FeedbackRecord
+from store.records import (
+    TRAIN,
+    Arm,
+    CallRecord,
+    CallStatus,
+    Confidence,
+    FeedbackRecord,
+    Record,
+    Split,
+    ToolEvent,
+)
 
-# Read as a length of the earlier format, this is longer than any frame ever was.
 MAGIC: Final = b"\xf7PW\xfe"
 MARK: Final = os.urandom(8)
 _HEAD: Final = struct.Struct("<12sIIII")
@@ -32,11 +43,96 @@ HEAD_BYTES: Final = _HEAD.size
 _CHECK: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<12sIII")
 NUMBERS: Final = 2**32
-# The header of the earlier format.
-HEADER: Final = struct.Struct("<II")
 PIECE: Final = 5000
+# Longest reply that is inflated by default, in bytes: few deflated bytes can hold very many.
+MOST_INFLATED: Final = 256 * 2**20
 # Bytes of magic and mark that must be right for a damaged header to be taken for one.
 ALIKE: Final = 6
+
+
+class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
+    """Describe one call as its worker saw it.
+
+    `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
+    ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
+    and `needs` are fingerprints (`proxy.identity.call_memory`).
+
+    It is stored as an array: the order of the fields is what a spool's bytes depend on.
+    """
+
+    id: bytes
+    episode: str
+    method: str
+    confidence: Confidence
+    agent: str
+    task: str | None
+    dialect: str
+    policy: str | None
+    policy_version: int | None
+    served_model: str | None
+    wanted_ids: bool
+    status: CallStatus
+    http_status: int | None
+    streamed: bool
+    request: bytes
+    reply: bytes
+    deflated: bool
+    provides: tuple[bytes, ...]
+    needs: tuple[bytes, ...]
+    retry_of: bytes | None
+    retry: int
+    tool_events: tuple[ToolEvent, ...]
+    default_temperature: float
+    started_at: float
+    first_chunk_ms: float | None
+    total_ms: float
+    # What the upstream samples with besides, where the request does not say.
+    sampling_defaults: Mapping[str, float] = {}
+    split: Split = TRAIN
+    # Whether the upstream may hold calls of strict tools to a grammar.
+    tool_grammars: bool = True
+    # What exploration changed of the request, as `proxy.exploring` makes it.
+    explored: Mapping[str, float | None] | None = None
+    # The syntax of that grammar (`proxy.formats.sampling`), where it is known.
+    tool_tag: str | None = None
+    arm: Arm | None = None
+    # The id of the API key that let it in.
+    api_key: str | None = None
+
+
+class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
+    """Mark episodes as incomplete, because records of their calls could not be written."""
+
+    id: bytes
+    episodes: tuple[str, ...]
+
+
+# A call that was redacted is recorded as the ledger has it.
+Frame = CapturedCall | CallRecord | FeedbackRecord | Gap
+
+
+class ReplyTooLong(Exception):
+    """Report that a reply is longer than the limit for reading it into memory."""
+
+
+def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
+    """Return the bytes of a deflated reply as they were before they were deflated.
+
+    Raises:
+        zlib.error: the deflated bytes are damaged.
+        ReplyTooLong: the reply is longer than `most` bytes.
+    """
+    inflater = zlib.decompressobj()
+    inflated = inflater.decompress(reply, most + 1)
+    if len(inflated) > most:
+        raise ReplyTooLong(
+            f"the reply is longer than {most} bytes; raise PAWL_MAX_REPLY_MB, then "
+            "`pawl spool --replay` stores it"
+        )
+    if not inflater.eof:
+        raise zlib.error("the deflated reply is cut off")
+    return inflated
+
 
 _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
@@ -77,18 +173,22 @@ class Piece(NamedTuple):
 
 
 class _Head(msgspec.Struct, frozen=True, gc=False):
-    """Hold a frame's header, with the payload's place; `number` is None in the earlier format."""
+    """Hold a frame's header, with the payload's place."""
 
     begin: int
     end: int
     checksum: int
-    number: int | None
+    number: int
     mark: bytes
 
 
 def encode_frame(record: Frame) -> bytes:
     """Return a record as a frame, with the process's next frame number."""
-    payload = encode_payload(record)
+    return frame_of(encode_payload(record))
+
+
+def frame_of(payload: bytes) -> bytes:
+    """Return a payload as a frame, with the process's next frame number."""
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
 
@@ -141,14 +241,11 @@ def read_pieces(
             otherwise it may still be being written.
     """
     while at < len(data):
-        head = _head(data, at, mark) or _head_before(data, at)
-        known = head is not None and head.number is not None
-        if head is not None and known:
+        head = _head(data, at, mark)
+        if head is not None:
             number, mark = head.number, head.mark
-        if head is not None and head.end <= len(data):
-            payload = data[head.begin : head.end]
-            if crc32(payload) == head.checksum:
-                number = _added(number, known)
+            if _is_intact(data, head):
+                payload, number = data[head.begin : head.end], (number + 1) % NUMBERS
                 yield Piece(base + at, base + head.begin, base + head.end, payload, 1, number, "")
                 at = head.end
                 continue
@@ -158,17 +255,13 @@ def read_pieces(
         following = _head(data, end, mark)
         if following is None and not ended and 0 < len(data) - end < HEAD_BYTES:
             return
-        records = max(_lost(number, following, end - at), known)
-        number = _added(number, records)
+        records = max(_lost(number, following, end - at), head is not None)
+        number = None if number is None else (number + records) % NUMBERS
         damage = f"{end - at} damaged bytes at {base + at}"
-        if end == len(data) and not (head is not None and known and head.end == end):
+        if end == len(data) and (head is None or head.end != end):
             damage = f"a torn or damaged frame of {end - at} bytes at {base + at}"
         yield Piece(base + at, base + at, base + end, data[at:end], records, number, damage)
         at = end
-
-
-def _added(number: int | None, records: int) -> int | None:
-    return None if number is None else (number + records) % NUMBERS
 
 
 def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
@@ -183,30 +276,19 @@ def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
     return _Head(begin, begin + length, checksum, number, own_mark)
 
 
-def _head_before(data: bytes, at: int) -> _Head | None:
-    """Return the bytes at `at` as a header of the earlier format, or None if they cannot be one.
-
-    No frame was empty, so that a stretch of zeros is not taken for headers.
-    """
-    if len(data) - at < HEADER.size:
-        return None
-    length, checksum = HEADER.unpack_from(data, at)
-    begin = at + HEADER.size
-    return _Head(begin, begin + length, checksum, None, b"") if length else None
+def _is_intact(data: bytes, head: _Head) -> bool:
+    return head.end <= len(data) and crc32(data[head.begin : head.end]) == head.checksum
 
 
 def _end_of_damage(
     data: bytes, at: int, head: _Head | None, mark: bytes | None, ended: bool
 ) -> int | None:
     """Return where the damaged stretch that begins at `at` ends; None if it is not known yet."""
-    known = head is not None and head.number is not None
     if head is not None and head.end <= len(data):
-        if known and _began(data, head.end, mark):
+        if _began(data, head.end, mark):
             # A frame that was cut off may be followed by whole ones up to where it would end.
             return _intact_within(data, at + 1, head.end, mark) or head.end
-        if not known and _frame_at(data, head.end, mark, ended):
-            return head.end
-    elif known and not ended:
+    elif head is not None and not ended:
         return None
     # Without a mark, search only data that is not being written any more: a client can plant a
     # beginning in a body, which must not be found in a frame that is still incomplete.
@@ -220,7 +302,7 @@ def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | 
     """Return where the first intact frame begins that lies between both offsets, if one does."""
     while 0 <= (at := _next(data, at, mark)) < end:
         head = _head(data, at, mark)
-        if head is not None and head.end <= end and _frame_at(data, at, mark, ended=False):
+        if head is not None and head.end <= end and _is_intact(data, head):
             return at
         at += 1
     return None
@@ -235,16 +317,6 @@ def _began(data: bytes, at: int, mark: bytes | None) -> bool:
 
 def _each(data: bytes) -> Iterator[bytes]:
     return (data[at : at + 1] for at in range(len(data)))
-
-
-def _frame_at(data: bytes, at: int, mark: bytes | None, ended: bool) -> bool:
-    """Return whether an intact frame is at `at`, or the end of data that has ended."""
-    if at == len(data):
-        return ended
-    head = _head(data, at, mark) or _head_before(data, at)
-    if head is None or head.end > len(data):
-        return False
-    return crc32(data[head.begin : head.end]) == head.checksum
 
 
 def _next(data: bytes, at: int, mark: bytes | None) -> int:
@@ -262,7 +334,7 @@ def _lost(number: int | None, following: _Head | None, size: int) -> int:
 
     The count is 1 if it is not known, or if the stretch has no room for as many headers.
     """
-    if number is None or following is None or following.number is None:
+    if number is None or following is None:
         return 1
     lost = (following.number - number) % NUMBERS
     return lost if lost * HEAD_BYTES <= size else 1

@@ -1,4 +1,4 @@
-"""Read replies from an upstream: decoded, whole, and what follows a stream's last event.
+"""Define an upstream's reply, and take its content coding off.
 
 A request for ids asks for `identity`, but some servers and balancers compress all the same, and
 token ids can only be removed from a decoded reply. A stream then leaves without its coding. A whole
@@ -7,19 +7,11 @@ reply from which nothing had to be removed leaves as it came, coding and all.
 
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from typing import Final
+from typing import Final, Protocol
 
-import structlog
-
-from proxy.calls.capture import ReplyBuffer
-from proxy.errors import ReplyTooLarge, ReplyTorn, UnreadableCoding
-from proxy.formats.base import StreamTranscript
+from proxy.errors import UnreadableCoding
 from proxy.http.client import Torn
-from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers
-from proxy.upstreams.model_server import Reply
-
-log = structlog.get_logger()
 
 EVENT_STREAM: Final = b"text/event-stream"
 CODING: Final = b"content-encoding"
@@ -34,55 +26,56 @@ ERRORS: Final = 400
 STEP: Final = 256 * 1024
 
 
+class Reply(Protocol):
+    """Give a reply whose head has come; its body may still be on its way."""
+
+    @property
+    def status(self) -> int:
+        """Return the HTTP status."""
+
+    @property
+    def reason(self) -> bytes:
+        """Return the reason phrase beside the status."""
+
+    @property
+    def headers(self) -> Headers:
+        """Return the headers as they came."""
+
+    def header(self, wanted: bytes) -> bytes | None:
+        """Return a header's value, or None; `wanted` is its name in lower case."""
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+
+    async def read(self, limit: int | None = None) -> bytes | None:
+        """Return the whole body, or None once it is longer than `limit` bytes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the whole body has come and was taken."""
+
+    def unread(self) -> bytes:
+        """Return the bytes of a torn body that came and were not taken."""
+
+    def close(self) -> None:
+        """Release the reply; if it has not ended, its sender is told to stop."""
+
+    def discard(self) -> None:
+        """Release the reply and close what it came over, ended or not."""
+
+
 def comes_in_events(reply: Reply) -> bool:
     """Return whether a reply is a stream of events that can be read as one."""
     kind = reply.header(b"content-type") or b""
     return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
-
-
-async def take_whole(reply: Reply, limit: int, tape: ReplyBuffer, call: str) -> bytes:
-    """Return a reply's body, after recording on the tape what came of it, whole or torn.
-
-    Raises:
-        ReplyTorn: the reply broke off.
-        ReplyTooLarge: it is longer than `limit` bytes.
-    """
-    try:
-        body = await reply.read(limit)
-    except Torn as error:
-        log.warning("reply_torn", call=call, reason=str(error))
-        tape.keep(reply.unread())
-        raise ReplyTorn(
-            f"The model server's reply broke off before its end: {error}. "
-            "Nothing of it was passed on",
-            code="upstream_broke",
-        ) from error
-    if body is None:
-        raise ReplyTooLarge(
-            "The model server's reply, which comes in one piece, is larger than this proxy "
-            "holds to record it; PAWL_MAX_REPLY_MB sets how much, and a stream has no limit"
-        )
-    tape.keep(body)
-    return body
-
-
-async def pass_rest(
-    exchange: Exchange,
-    pieces: AsyncIterator[bytes],
-    transcript: StreamTranscript,
-    call: str,
-) -> None:
-    """Pass on what follows a reply's last event, until the upstream closes its body.
-
-    The client has that event and the record is made, so the rest is not recorded.
-    """
-    exchange.write(transcript.release())
-    try:
-        async for chunk in pieces:
-            exchange.write(transcript.feed(chunk))
-            await exchange.drained()
-    except Torn as error:
-        log.info("stream_torn_after_its_end", call=call, reason=str(error))
 
 
 def readable(reply: Reply) -> Reply:

@@ -5,7 +5,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 from uuid import UUID
-from zlib import crc32
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +12,15 @@ from prometheus_client import REGISTRY
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import CapturedCall
 from proxy.ingester.drain import Drainer
-from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
+from proxy.spool.segments import (
+    MARK,
+    CapturedCall,
+    decode_payload,
+    encode_frame,
+    frame_of,
+    read_frames,
+)
 from store.ids import new_id
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
@@ -92,7 +97,7 @@ def _piece(tape: Tape) -> Piece:
         case _:
             # A whole frame of something else.
             payload = tape.pick((b"\x93\x01\x02", b"", b"\xc1", b"\x81\xa1", b"\x91" * 2_000))
-            return Piece(HEADER.pack(len(payload), crc32(payload)) + payload, None)
+            return Piece(frame_of(payload), None)
 
 
 ID_BYTES = 16

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from proxy.calls.call import CallHandler
-from proxy.calls.capture import CapturedCall, Frame
 from proxy.calls.recent import Recent
 from proxy.errors import UpstreamBroke
 from proxy.feedback.endpoint import FeedbackEndpoint
@@ -21,7 +20,7 @@ from proxy.intake import Intake
 from proxy.keys.gate import NO_KEYS, Gate
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
-from proxy.spool.segments import encode_frame
+from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.upstreams.upstreams import Member, Upstreams
 from proxy.worker import data_handler
 from store.versions import PolicyVersion

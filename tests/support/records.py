@@ -6,7 +6,7 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.calls.capture import CapturedCall
+from proxy.spool.segments import CapturedCall
 from store.ids import lowest_id_at, new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
 from store.values.tokens import pack_ids, pack_logprobs

@@ -14,10 +14,9 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.deleting import UnknownEpisodes, as_text, choose, delete, drained
-from proxy.calls.capture import Frame, Gap
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.spool.segments import decode_payload, encode_frame, encode_payload
+from proxy.spool.segments import Frame, Gap, decode_payload, encode_frame, encode_payload
 from store.deleting.choosing import Selection
 from store.deleting.receipts import Receipt
 from store.ids import new_id

@@ -11,10 +11,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import Frame, Gap
 from proxy.ingester import removing as outdated
 from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
-from proxy.spool.segments import encode_payload
+from proxy.spool.segments import Frame, Gap, encode_payload
 from store.ids import lowest_id_at, time_of
 from store.read.stats import totals
 from store.records import CallRecord

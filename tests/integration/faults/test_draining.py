@@ -2,14 +2,13 @@
 
 import asyncio
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import drain, segment_reader
 from proxy.ingester.drain import Drainer
-from proxy.spool.segments import HEADER, encode_frame
+from proxy.spool.segments import encode_frame, frame_of
 from proxy.spool.spool import Spool
 from store.connection.engine import make_engine
 from store.read.episodes import episode_ids
@@ -18,7 +17,7 @@ from tests.support.records import captured, reward, statement
 from tests.support.waiting import eventually, until
 
 # A whole frame that is none of ours.
-FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"
+FOREIGN = frame_of(b"\x93\x01\x02")
 
 
 async def test_records_that_come_one_by_one_are_stored_many_at_once(

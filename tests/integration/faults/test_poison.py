@@ -11,11 +11,10 @@ from uuid import UUID
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import Frame
 from proxy.ingester import batch_writer, transcribe
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.spool.segments import encode_frame
+from proxy.spool.segments import Frame, encode_frame
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord

@@ -9,10 +9,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
-from proxy.calls.capture import CapturedCall
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.spool.segments import encode_frame, encode_payload
+from proxy.spool.segments import CapturedCall, encode_frame, encode_payload
 from tests.support.records import captured
 
 Storing = Callable[[AsyncEngine, Path, Sequence[CapturedCall]], Awaitable[None]]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy import trainable as sampling
-from proxy.calls.capture import CapturedCall
 from proxy.formats.base import read_request
 from proxy.formats.registry import FORMATS
+from proxy.spool.segments import CapturedCall
 from proxy.trainable import Judged, judged_settings, sampling_settings, why_not_replayed
 
 VALUES = st.sampled_from(

@@ -5,8 +5,7 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import as_json, as_lines, look, replay
-from proxy.calls.capture import Frame, Gap
-from proxy.spool.segments import encode_frame, read_frames
+from proxy.spool.segments import Frame, Gap, encode_frame, read_frames
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from store.tenants import scoped

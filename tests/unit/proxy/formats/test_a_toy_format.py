@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from proxy import routing as routes
-from proxy.calls.capture import CapturedCall
 from proxy.error_replies import explain
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
@@ -18,6 +17,7 @@ from proxy.identity.call_memory import needed_fingerprints, provided_fingerprint
 from proxy.ingester.transcribe import question_of, transcribe
 from proxy.intake import Intake
 from proxy.routing import Kind, find_route
+from proxy.spool.segments import CapturedCall
 from store.records import CallRecord
 from store.values.tokens import unpack_ids
 from store.write.rows import derived_task

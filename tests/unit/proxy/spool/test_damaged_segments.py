@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.calls.capture import CapturedCall
 from proxy.spool.segments import (
     HEAD_BYTES,
-    HEADER,
     MAGIC,
     MARK,
+    CapturedCall,
     Piece,
     decode_payload,
     encode_frame,
@@ -148,40 +147,12 @@ def test_a_client_cannot_plant_a_record_in_a_body_that_is_damaged() -> None:
     forged = encode_frame(reward(9.0, episode="mine"))[HEAD_BYTES:]
     fields = struct.pack("<12sIII", MAGIC + b"its mark", 1, len(forged), crc32(forged))
     plant = fields + struct.pack("<I", crc32(fields)) + forged
-    old = HEADER.pack(len(forged), crc32(forged)) + forged
-    outer = encode_frame(captured(request=plant + old + b"x" * 99))
+    outer = encode_frame(captured(request=plant + b"x" * 99))
     after = encode_frame(captured("after"))
     for position in range(HEAD_BYTES + 4):
         data = bytearray(outer + after)
         data[position] ^= 1
         assert whole(list(read_pieces(bytes(data), mark=MARK, ended=True))) == [after[HEAD_BYTES:]]
-
-
-def before(record: bytes) -> bytes:
-    """A payload as the Pawl before this format framed it."""
-    return HEADER.pack(len(record), crc32(record)) + record
-
-
-def test_what_the_pawl_before_wrote_is_read() -> None:
-    old = [before(frame[HEAD_BYTES:]) for frame in FRAMES]
-    segment = b"".join(old)
-    assert whole(pieces(segment, mark=None)) == payloads(set())
-    assert whole(pieces(segment, mark=None, ended=False)) == payloads(set())
-    assert whole(pieces(segment + SEGMENT, mark=None)) == payloads(set()) * 2
-    # A payload that is damaged costs its own record; a length, what cannot be found again.
-    data = bytearray(segment)
-    data[len(old[0]) + HEADER.size + 3] ^= 1
-    assert whole(pieces(bytes(data), mark=None)) == payloads({1})
-    data[len(old[0])] ^= 1
-    found = pieces(bytes(data) + SEGMENT, mark=None)
-    assert whole(found) == payloads(set(range(1, 8))) + payloads(set())
-    assert lost(found) == 1
-
-
-def test_a_record_reads_the_same_in_either_format() -> None:
-    record = decode_payload(FRAMES[1][HEAD_BYTES:])
-    assert isinstance(record, CapturedCall)
-    assert record.episode == "e1"
 
 
 @pytest.mark.parametrize("damaged_after", [False, True])

@@ -4,8 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.calls.capture import CapturedCall, Gap
-from proxy.spool.segments import decode_payload, encode_frame, read_frames
+from proxy.spool.segments import CapturedCall, Gap, decode_payload, encode_frame, read_frames
 from store.values.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.support.records import captured, reward
 
