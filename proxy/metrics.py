@@ -162,12 +162,8 @@ UNWRITTEN = Counter(
     "pawl_records_unwritten_total",
     "Records that could not be written to disk; pawl_records_dropped_total has them too.",
 )
-LAPSES = Counter(
-    "pawl_lapses_total",
-    "Times in which a worker lost records and could not say of which episodes: all near are aside.",
-)
-LAPSE_SECONDS = Gauge(
-    "pawl_lapse_seconds",
+RECORDING_OUTAGE_SECONDS = Gauge(
+    "pawl_recording_outage_seconds",
     "Seconds for which a worker has been losing records without saying of which episodes.",
     multiprocess_mode="livemostrecent",
 )

@@ -189,8 +189,8 @@ def _ready_reply(
     so a load balancer must not take the proxy out of rotation for them.
     """
     drain = drainer.progress
-    lapse_s = drainer.lapses.lasts_s
-    degraded = drain.state == "stuck" or database.refusal or lapse_s
+    recording_outage_s = drainer.outages.lasts_s
+    degraded = drain.state == "stuck" or database.refusal or recording_outage_s
     return web.json_response(
         {
             "status": _status(ready=ready, degraded=bool(degraded)),
@@ -198,7 +198,7 @@ def _ready_reply(
             "database": _database_state(database),
             "serving": serving,
             "drain": drain.told(),
-            "lapse_s": round(lapse_s, 1),
+            "recording_outage_s": round(recording_outage_s, 1),
         },
         status=200 if ready else 503,
     )

@@ -30,7 +30,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
-from proxy.ingester.outages import Lapses
+from proxy.ingester.outages import RecordingOutages
 from proxy.ingester.removing import make_private
 from proxy.ingester.segment_reader import Segment, segment_files
 from proxy.ingester.transcribe import NO_READERS
@@ -132,7 +132,7 @@ class Drainer:
         self._connect = connect
         self._batch = batch
         self._writer = BatchWriter(root, readers, most_reply, redactor)
-        self.lapses = Lapses(root)
+        self.outages = RecordingOutages(root)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
         self._stopping = asyncio.Event()
@@ -201,7 +201,7 @@ class Drainer:
     def _note(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
-        elif trouble := self._writer.trouble or self.lapses.trouble:
+        elif trouble := self._writer.trouble or self.outages.trouble:
             self.progress.note("stuck", trouble)
         else:
             self.progress.note("moving")
@@ -244,7 +244,7 @@ class Drainer:
         """
         engine = self._connect()
         if engine is None:
-            await self.lapses.look()
+            await self.outages.look()
             await self.count()
             return None
         async with self._busy:
@@ -252,7 +252,7 @@ class Drainer:
 
     async def _drain_from(self, engine: AsyncEngine) -> int:
         self._writer.begin()
-        await self.lapses.tell(engine)
+        await self.outages.store(engine)
         self._look()
         moved = await self._writer.try_held(engine, self._segments.values())
         self._is_behind = False

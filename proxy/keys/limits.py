@@ -3,7 +3,7 @@
 Tokens are counted from the bytes of a reply. Whatever the API, a server reports them in objects
 called `usage`: at the end of a reply, and in some streams at its beginning or several times; the
 largest value of each number counts. Without usage, the ids that the proxy requested are counted. A
-reply with neither is estimated, so that an unreported call is not free. Text that a model writes
+reply with neither is estimated, so that an not_stored call is not free. Text that a model writes
 cannot be mistaken for either: inside a JSON string quotes are escaped.
 """
 

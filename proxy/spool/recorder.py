@@ -1,9 +1,9 @@
 """Hand records to the spool; count one that cannot be written, and leave a gap.
 
-A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
-the spool's reserve. If that fails too (the reserve is used up, or the disk gives I/O errors), the
-episodes are remembered, and the gap is written as soon as the disk works. Meanwhile a lapse on disk
-stands for them, in case this process is killed (`proxy.spool.outages`).
+A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into the
+spool's reserve. If that fails too (the reserve is used up, or the disk gives I/O errors), the
+episodes are remembered, and the gap is written as soon as the disk works. Meanwhile an outage on
+disk stands for them, in case this process is killed (`proxy.spool.outages`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
-# Most episodes with an unwritten gap that are remembered; beyond them only the lapse is on disk.
+# Most episodes with an unwritten gap that are remembered; beyond them only the outage is on disk.
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
@@ -52,8 +52,8 @@ class Recorder:
         self._gaps: dict[str, None] = {}
         # Those in the gap that is being written.
         self._telling: tuple[str, ...] = ()
-        # Records were lost since the last lapse ended; and some of whose episodes no name is left.
-        self._lapsing = False
+        # Records were lost since the last outage ended; and some of whose episodes no name is left.
+        self._losing = False
         self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
         self._spool = take_folder(
@@ -130,8 +130,8 @@ class Recorder:
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":
             self._tell_of_gaps()
-        if outcome != "lost" and self._lapsing:
-            self._end_lapse()
+        if outcome != "lost" and self._losing:
+            self._end_outage()
         if outcome == "durable":
             return
         if lost:
@@ -145,18 +145,18 @@ class Recorder:
     def _remember(self, lost: list[str]) -> None:
         """Remember the episodes of lost records, as many as there is room for."""
         for episode in filter(None, lost):
-            self._lapsing = True
+            self._losing = True
             if len(self._gaps) < MOST_GAPS:
                 self._gaps[episode] = None
             elif episode not in self._gaps:
                 self._unnamed = True
 
-    def _end_lapse(self) -> None:
-        """End the lapse once all episodes that are remembered have been told of."""
+    def _end_outage(self) -> None:
+        """End the outage once all episodes that are remembered have been told of."""
         if self._gaps or self._telling:
             return
-        self._spool.end_lapse(named=not self._unnamed)
-        self._lapsing = self._unnamed = False
+        self._spool.end_outage(named=not self._unnamed)
+        self._losing = self._unnamed = False
 
     def _try_again(self) -> None:
         # If no call comes, nothing else would notice that the disk works again, and an episode

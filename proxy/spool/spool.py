@@ -16,7 +16,7 @@ refused at once.
 
 Whether a commit failed is known to the writer thread first. It writes what is to be noted of the
 lost frames (`note`) into a reserve that a full disk cannot refuse, before anybody gets an answer.
-Where the reserve is used up it marks a lapse instead (`proxy.spool.outages`), until `end_lapse`.
+Where the reserve is used up it marks an outage instead (`proxy.spool.outages`), until `end_outage`.
 """
 
 import asyncio
@@ -186,9 +186,9 @@ class Spool:
             if not future.done():
                 future.set_result(outcome == "durable")
 
-    def end_lapse(self, *, named: bool) -> None:
-        """End the lapse, if one lasts; `named`: all that was lost meanwhile is marked by name."""
-        self._queue.put(partial(self._writer.end_lapse, named=named))
+    def end_outage(self, *, named: bool) -> None:
+        """End the outage, if one lasts; `named`: all that was lost meanwhile is marked by name."""
+        self._queue.put(partial(self._writer.end_outage, named=named))
 
     async def flush(self) -> None:
         """Wait until every frame that was taken is durable or given up."""
@@ -240,7 +240,7 @@ class Spool:
             # Memory may be short. This thread must go on, or no frame would get a result again.
             log.exception("spool_write_failed", records=len(waiting))
         if any(mark for _, _, mark in waiting):
-            self._writer.begin_lapse()
+            self._writer.begin_outage()
         return "lost"
 
 

@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from proxy.spool.folders import OPEN, SEALED, Home
-from proxy.spool.outages import LapseFile
+from proxy.spool.outages import OutageFile
 from proxy.spool.segments import MARK
 from store.files import sync
 from store.ids import new_id
@@ -129,14 +129,14 @@ class SegmentWriter:
         self._reserve_failed = False
         # Segments that will not grow any more, but could not be renamed yet.
         self._unsealed: list[Path] = [] if home is None else home.left
-        self._lapse: LapseFile | None = None
-        # Whether the file of lapses failed last, and an end that it did not take yet.
-        self._lapse_failed = False
+        self._outage: OutageFile | None = None
+        # Whether the file of outages failed last, and an end that it did not take yet.
+        self._outage_failed = False
         self._ending: bool | None = None
         # When the first record was lost that no mark tells of (Unix time): what refused the mark
         # may be over while the disk still has no room for names.
         self._unmarked_since = inf
-        self._open_lapse()
+        self._open_outage()
 
     def append(self, data: bytes) -> bool:
         """Make `data` durable at the segment's end, and return whether that worked.
@@ -155,7 +155,7 @@ class SegmentWriter:
             return False
         if begins:
             # The disk works, perhaps again.
-            self._open_lapse()
+            self._open_outage()
             self._renew_reserve(segment.path.parent)
         if segment.size >= self._segment_bytes:
             self.seal()
@@ -183,42 +183,45 @@ class SegmentWriter:
             return False
         return True
 
-    def begin_lapse(self) -> None:
+    def begin_outage(self) -> None:
         """Mark durably, without a byte more on the disk, that records are lost from now on.
 
         A loss before, of which no mark could be made, is in it.
         """
         self._ending = None
         self._unmarked_since = min(self._unmarked_since, time.time())
-        self._open_lapse()
-        if self._lapse is None:
+        self._open_outage()
+        if self._outage is None:
             return
         try:
-            if self._lapse.begin(self._unmarked_since):
-                log.error("lapse_began", reason="records are lost, and no room is left for names")
+            if self._outage.begin(self._unmarked_since):
+                log.error(
+                    "recording_outage_began",
+                    reason="records are lost, and no room is left for names",
+                )
             self._unmarked_since = inf
         except Exception as error:
-            self._lose_lapse(error)
+            self._lose_outage(error)
 
-    def end_lapse(self, *, named: bool) -> None:
-        """End the lapse, if one lasts: records can be written again.
+    def end_outage(self, *, named: bool) -> None:
+        """End the outage, if one lasts: records can be written again.
 
         `named` tells whether all episodes that lost a record meanwhile are marked by name.
         """
         self._ending = named
-        if self._lapse is None:
+        if self._outage is None:
             return
         try:
             if self._unmarked_since < inf and not named:
-                self._lapse.begin(self._unmarked_since)
-            lapse = self._lapse.end(time.time(), named=named)
+                self._outage.begin(self._unmarked_since)
+            outage = self._outage.end(time.time(), named=named)
         except Exception as error:
             # `seal` tries again.
-            self._lose_lapse(error)
+            self._lose_outage(error)
             return
         self._ending, self._unmarked_since = None, inf
-        if lapse is not None and lapse.until is not None:
-            log.warning("lapse_ended", after_s=round(lapse.until - lapse.since, 3))
+        if outage is not None and outage.until is not None:
+            log.warning("recording_outage_ended", after_s=round(outage.until - outage.since, 3))
 
     def seal(self) -> None:
         """End the segment; the next `append` begins another one."""
@@ -227,8 +230,8 @@ class SegmentWriter:
             self._end(segment)
         self._unsealed = [path for path in self._unsealed if not _sealed(path)]
         if self._ending is not None:
-            self._open_lapse()
-            self.end_lapse(named=self._ending)
+            self._open_outage()
+            self.end_outage(named=self._ending)
 
     def release(self) -> None:
         """End the segment and the reserve, and unlock the folder."""
@@ -236,9 +239,9 @@ class SegmentWriter:
         if reserve is not None:
             self._end(reserve)
         self.seal()
-        if self._lapse is not None:
-            self._lapse.close()
-            self._lapse = None
+        if self._outage is not None:
+            self._outage.close()
+            self._outage = None
         if self._home is not None:
             self._home.release()
             self._home = None
@@ -260,14 +263,14 @@ class SegmentWriter:
     def _leave(self, home: Home) -> None:
         """Give up a folder that somebody removed, with what was in it; another is taken next.
 
-        A lapse whose file went with it goes on.
+        An outage whose file went with it goes on.
         """
         log.error("spool_removed", folder=str(home.folder), by="somebody else")
         reserve, self._reserve = self._reserve, None
-        lapse, self._lapse = self._lapse, None
-        if lapse is not None:
-            self._unmarked_since = min(self._unmarked_since, lapse.lasts_since)
-            _close(lapse)
+        outage, self._outage = self._outage, None
+        if outage is not None:
+            self._unmarked_since = min(self._unmarked_since, outage.lasts_since)
+            _close(outage)
         if reserve is not None:
             _close(reserve)
         self._home = None
@@ -290,27 +293,29 @@ class SegmentWriter:
         if reserve is not None:
             self._end(reserve)
 
-    def _open_lapse(self) -> None:
-        """Have the file of lapses, and end the lapse of a worker that was killed."""
-        if self._lapse is not None or self._home is None:
+    def _open_outage(self) -> None:
+        """Have the file of outages, and end the outage of a worker that was killed."""
+        if self._outage is not None or self._home is None:
             return
         try:
-            lapse = LapseFile(self._home.folder)
+            outage = OutageFile(self._home.folder)
         except Exception as error:
-            self._lose_lapse(error)
+            self._lose_outage(error)
             return
-        self._lapse, self._lapse_failed = lapse, False
-        if lapse.lasts and self._ending is None:
-            self.end_lapse(named=False)
+        self._outage, self._outage_failed = outage, False
+        if outage.lasts and self._ending is None:
+            self.end_outage(named=False)
 
-    def _lose_lapse(self, error: Exception) -> None:
-        """Note that the file of lapses failed; it is opened again when it is needed."""
-        if not self._lapse_failed:
-            log.error("lapse_not_marked", reason=_text(error), kept="in this worker's memory")
-        self._lapse_failed = True
-        lapse, self._lapse = self._lapse, None
-        if lapse is not None:
-            _close(lapse)
+    def _lose_outage(self, error: Exception) -> None:
+        """Note that the file of outages failed; it is opened again when it is needed."""
+        if not self._outage_failed:
+            log.error(
+                "recording_outage_not_marked", reason=_text(error), kept="in this worker's memory"
+            )
+        self._outage_failed = True
+        outage, self._outage = self._outage, None
+        if outage is not None:
+            _close(outage)
 
     def _give_up(self) -> None:
         """Cut off the bytes that failed, if the disk allows it, and end the segment."""
@@ -341,7 +346,7 @@ class SegmentWriter:
             self._unsealed.append(segment.path)
 
 
-def _close(file: SegmentFile | LapseFile) -> None:
+def _close(file: SegmentFile | OutageFile) -> None:
     try:
         file.close()
     except OSError as error:

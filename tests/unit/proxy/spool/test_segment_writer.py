@@ -8,7 +8,7 @@ import pytest
 from proxy.errors import SpoolInUse
 from proxy.spool import writer as segment_writer
 from proxy.spool.folders import Home, take_home
-from proxy.spool.outages import LAPSE, Lapse, read_lapse
+from proxy.spool.outages import OUTAGE, RecordingOutage, read_outage
 from proxy.spool.writer import SegmentWriter
 
 
@@ -33,48 +33,48 @@ def writer(tmp_path: Path) -> SegmentWriter:
     return SegmentWriter(lambda: home, home, segment_bytes=2**20)
 
 
-def lapse_in(folder: Path) -> Lapse | None:
-    file = folder / LAPSE
-    return read_lapse(file).unreported if file.exists() else None
+def outage_in(folder: Path) -> RecordingOutage | None:
+    file = folder / OUTAGE
+    return read_outage(file).not_stored if file.exists() else None
 
 
-def test_a_lapse_has_the_losses_before_it_that_no_mark_could_be_made_of(
+def test_a_outage_has_the_losses_before_it_that_no_mark_could_be_made_of(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
-    (tmp_path / LAPSE).unlink()
-    writer.begin_lapse()
-    assert lapse_in(tmp_path) is None
+    (tmp_path / OUTAGE).unlink()
+    writer.begin_outage()
+    assert outage_in(tmp_path) is None
     clock.now = 200.0
-    writer.begin_lapse()
-    found = lapse_in(tmp_path)
+    writer.begin_outage()
+    found = outage_in(tmp_path)
     assert found is not None
     assert (found.since, found.until) == (100.0, None)
 
 
-def test_losses_that_were_named_are_in_no_later_lapse(
+def test_losses_that_were_named_are_in_no_later_outage(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
-    (tmp_path / LAPSE).unlink()
-    writer.begin_lapse()
+    (tmp_path / OUTAGE).unlink()
+    writer.begin_outage()
     assert writer.append(b"x")
-    writer.end_lapse(named=True)
-    assert lapse_in(tmp_path) is None
+    writer.end_outage(named=True)
+    assert outage_in(tmp_path) is None
     clock.now = 200.0
-    writer.begin_lapse()
-    found = lapse_in(tmp_path)
+    writer.begin_outage()
+    found = outage_in(tmp_path)
     assert found is not None
     assert found.since == 200.0
 
 
-def test_losses_without_a_mark_or_a_name_are_a_lapse_in_the_end(
+def test_losses_without_a_mark_or_a_name_are_a_outage_in_the_end(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
-    (tmp_path / LAPSE).unlink()
-    writer.begin_lapse()
+    (tmp_path / OUTAGE).unlink()
+    writer.begin_outage()
     clock.now = 200.0
     assert writer.append(b"x")
-    writer.end_lapse(named=False)
-    found = lapse_in(tmp_path)
+    writer.end_outage(named=False)
+    found = outage_in(tmp_path)
     assert found is not None
     assert (found.since, found.until) == (100.0, 200.0)
 
@@ -96,23 +96,23 @@ def test_a_folder_that_somebody_removed_is_made_and_taken_again(
         Home(folder)
     # What tells of losses is there again too.
     assert writer.mark(b"m")
-    writer.begin_lapse()
-    assert lapse_in(folder) is not None
+    writer.begin_outage()
+    assert outage_in(folder) is not None
     writer.release()
     Home(folder).release()
 
 
-def test_a_lapse_whose_file_went_with_its_folder_lasts_on_in_the_next(
+def test_a_outage_whose_file_went_with_its_folder_lasts_on_in_the_next(
     clock: Clock, tmp_path: Path
 ) -> None:
     folder = tmp_path / "0"
     writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
-    writer.begin_lapse()
+    writer.begin_outage()
     clock.now = 200.0
     shutil.rmtree(folder)
     assert writer.append(b"y")
-    writer.end_lapse(named=False)
-    found = lapse_in(folder)
+    writer.end_outage(named=False)
+    found = outage_in(folder)
     assert found is not None
     assert (found.since, found.until) == (100.0, 200.0)
     writer.release()

@@ -15,12 +15,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.recent import Recent
-from proxy.ingester import outages as telling_of
+from proxy.ingester import outages
 from proxy.ingester.drain import Drainer
-from proxy.ingester.outages import Lapses
+from proxy.ingester.outages import RecordingOutages
 from proxy.spool import recorder as recording
 from proxy.spool import writer as segment_writer
-from proxy.spool.outages import LAPSE, LapseFile, read_lapse
+from proxy.spool.outages import OUTAGE, OutageFile, read_outage
 from proxy.spool.recorder import Recorder
 from store.connection.engine import make_engine
 from tests.integration.faults.spool.test_full_spool import fill, full_disk, incomplete
@@ -100,9 +100,9 @@ async def drain(engine: AsyncEngine, disk: Path) -> None:
 
 
 def lapsing(disk: Path, folder: str = "0") -> bool:
-    """Whether a lapse lasts: no mark of an episode finds room in the reserve any more."""
-    lapse = read_lapse(disk / folder / LAPSE).lapse
-    return lapse is not None and lapse.until is None
+    """Whether an outage lasts: no mark of an episode finds room in the reserve any more."""
+    outage = read_outage(disk / folder / OUTAGE).outage
+    return outage is not None and outage.until is None
 
 
 @pytest.mark.timeout(600)
@@ -139,7 +139,7 @@ async def test_a_worker_that_starts_on_a_full_disk_and_is_killed_leaves_its_mark
     assert "cut short" in await incomplete(engine)
 
 
-async def lapses(engine: AsyncEngine) -> int:
+async def stored_outages(engine: AsyncEngine) -> int:
     async with engine.connect() as connection:
         return int((await connection.execute(text("SELECT count(*) FROM lapses"))).scalar_one())
 
@@ -169,23 +169,23 @@ async def ended(disk: Path) -> bool:
     return not lapsing(disk)
 
 
-async def test_a_worker_that_lives_names_all_and_leaves_no_lapse(
+async def test_a_worker_that_lives_names_all_and_leaves_no_outage(
     engine: AsyncEngine, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
     await drain(engine, full_disk)
     # Others are not set aside for what may yet be named.
-    assert await lapses(engine) == 0
+    assert await stored_outages(engine) == 0
     (full_disk / "balloon").unlink()
     assert await eventually(lambda: ended(full_disk))
     await recorder.close()
     await drain(engine, full_disk)
-    assert await lapses(engine) == 0
+    assert await stored_outages(engine) == 0
     assert await incomplete(engine) == {"another", "cut short"}
     assert_adds_up()
 
 
-async def test_more_episodes_than_are_remembered_are_a_lapse(
+async def test_more_episodes_than_are_remembered_are_a_outage(
     engine: AsyncEngine, full_disk: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_GAPS", 1)
@@ -197,18 +197,18 @@ async def test_more_episodes_than_are_remembered_are_a_lapse(
     await recorder.close()
     await drain(engine, full_disk)
     assert {"whole", "later"} <= await incomplete(engine)
-    assert await lapses(engine) == 1
+    assert await stored_outages(engine) == 1
     assert_adds_up()
 
 
-async def test_a_lapse_that_lasts_is_told_while_the_disk_is_full(
+async def test_a_outage_that_lasts_is_told_while_the_disk_is_full(
     engine: AsyncEngine, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
     # Before the drain, which deletes segments: the disk is not full after that.
-    telling = Lapses(full_disk, patience_s=0.0)
-    await telling.tell(engine)
-    assert await lapses(engine) == 1
+    telling = RecordingOutages(full_disk, patience_s=0.0)
+    await telling.store(engine)
+    assert await stored_outages(engine) == 1
     assert telling.lasts_s > 0
     await drain(engine, full_disk)
     assert "whole" in await incomplete(engine)
@@ -226,44 +226,44 @@ async def test_a_worker_that_stops_on_a_full_disk_leaves_its_mark(
     assert "whole" in await incomplete(engine)
 
 
-async def test_a_lapse_waits_for_the_database_and_is_told_once(
+async def test_a_outage_waits_for_the_database_and_is_told_once(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     """Of a worker that is gone, and whose place no other takes."""
     worker = recorder_on(tmp_path)
     assert await take(worker, "cut short")
     await worker.close()
-    LapseFile(tmp_path / "0").begin(time.time())
+    OutageFile(tmp_path / "0").begin(time.time())
     away = make_engine("postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(OSError, match="Connect call failed"):
-        await Lapses(tmp_path).tell(away)
+        await RecordingOutages(tmp_path).store(away)
     await away.dispose()
     assert not lapsing(tmp_path)
     await drain(engine, tmp_path)
     assert await incomplete(engine) == {"cut short"}
-    assert read_lapse(tmp_path / "0" / LAPSE).unreported is None
-    assert await lapses(engine) == 1
+    assert read_outage(tmp_path / "0" / OUTAGE).not_stored is None
+    assert await stored_outages(engine) == 1
 
 
-async def test_a_lapse_that_cannot_be_noted_is_told_again(
+async def test_a_outage_that_cannot_be_noted_is_told_again(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = recorder_on(tmp_path)
     assert await take(worker, "cut short")
     await worker.close()
-    file = LapseFile(tmp_path / "0")
+    file = OutageFile(tmp_path / "0")
     file.begin(time.time())
     file.end(time.time(), named=False)
-    telling = Lapses(tmp_path)
+    telling = RecordingOutages(tmp_path)
 
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(telling_of, "note_reported", refuse)
-    await telling.tell(engine)
+    monkeypatch.setattr(outages, "note_stored", refuse)
+    await telling.store(engine)
     assert telling.trouble
-    assert await lapses(engine) == 1
-    assert read_lapse(tmp_path / "0" / LAPSE).unreported is not None
+    assert await stored_outages(engine) == 1
+    assert read_outage(tmp_path / "0" / OUTAGE).not_stored is not None
 
 
 async def test_where_the_mark_fails_too_the_episodes_are_remembered(

@@ -9,57 +9,57 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.spool.outages import (
-    LAPSE,
+    OUTAGE,
     PAGE,
     PAGES,
-    LapseFile,
-    note_reported,
+    OutageFile,
+    note_stored,
     parse_state,
-    read_lapse,
+    read_outage,
 )
 
 
 def size(folder: Path) -> int:
-    return (folder / LAPSE).stat().st_size
+    return (folder / OUTAGE).stat().st_size
 
 
-def test_a_lapse_begins_once_and_ends(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
-    assert read_lapse(tmp_path / LAPSE).unreported is None
+def test_a_outage_begins_once_and_ends(tmp_path: Path) -> None:
+    file = OutageFile(tmp_path)
+    assert read_outage(tmp_path / OUTAGE).not_stored is None
     assert file.begin(10.0)
     assert not file.begin(11.0)
-    lasting = read_lapse(tmp_path / LAPSE).unreported
+    lasting = read_outage(tmp_path / OUTAGE).not_stored
     assert lasting is not None
     assert (lasting.since, lasting.until) == (10.0, None)
     ended = file.end(12.0, named=False)
     assert ended == lasting._replace(until=12.0)
-    assert read_lapse(tmp_path / LAPSE).unreported == ended
+    assert read_outage(tmp_path / OUTAGE).not_stored == ended
     assert file.end(13.0, named=False) is None
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_where_every_episode_was_named_there_was_no_lapse(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
+def test_where_every_episode_was_named_there_was_no_outage(tmp_path: Path) -> None:
+    file = OutageFile(tmp_path)
     file.begin(10.0)
     assert file.end(12.0, named=True) is None
-    assert read_lapse(tmp_path / LAPSE).unreported is None
+    assert read_outage(tmp_path / OUTAGE).not_stored is None
 
 
 def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
+    file = OutageFile(tmp_path)
     file.begin(10.0)
     first = file.end(12.0, named=False)
     assert first is not None
-    note_reported(tmp_path / LAPSE, first)
-    assert read_lapse(tmp_path / LAPSE).unreported is None
+    note_stored(tmp_path / OUTAGE, first)
+    assert read_outage(tmp_path / OUTAGE).not_stored is None
     file.begin(20.0)
-    second = read_lapse(tmp_path / LAPSE).unreported
+    second = read_outage(tmp_path / OUTAGE).not_stored
     assert second is not None
     assert (second.id != first.id, second.since) == (True, 20.0)
 
 
 def test_one_that_is_not_told_yet_takes_in_the_next_and_is_not_withdrawn(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
+    file = OutageFile(tmp_path)
     file.begin(10.0)
     first = file.end(12.0, named=False)
     file.begin(20.0)
@@ -69,8 +69,8 @@ def test_one_that_is_not_told_yet_takes_in_the_next_and_is_not_withdrawn(tmp_pat
 
 
 def test_what_a_killed_worker_left_is_not_withdrawn(tmp_path: Path) -> None:
-    LapseFile(tmp_path).begin(10.0)
-    file = LapseFile(tmp_path)
+    OutageFile(tmp_path).begin(10.0)
+    file = OutageFile(tmp_path)
     assert file.lasts
     ended = file.end(30.0, named=True)
     assert ended is not None
@@ -78,7 +78,7 @@ def test_what_a_killed_worker_left_is_not_withdrawn(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_set_back_makes_it_longer(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
+    file = OutageFile(tmp_path)
     file.begin(10.0)
     file.begin(90.0)
     assert file.begin(5.0)
@@ -92,19 +92,19 @@ def test_a_write_that_is_torn_leaves_what_was_before(
     tmp_path_factory: pytest.TempPathFactory, cut: int, ending: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
-    file = LapseFile(folder)
+    file = OutageFile(folder)
     if ending:
         file.begin(10.0)
-    before = (folder / LAPSE).read_bytes()
+    before = (folder / OUTAGE).read_bytes()
     state = parse_state(before)
     if ending:
         file.end(12.0, named=False)
     else:
         file.begin(10.0)
-    after = (folder / LAPSE).read_bytes()
+    after = (folder / OUTAGE).read_bytes()
     changed = [at for at in range(len(after)) if before[at] != after[at]]
     torn = after[: changed[0] + min(cut, len(changed) - 1)]
-    assert parse_state(torn + before[len(torn) :]).lapse == state.lapse
+    assert parse_state(torn + before[len(torn) :]).outage == state.outage
 
 
 @given(st.binary(max_size=3 * PAGE))
@@ -115,9 +115,9 @@ def test_bytes_that_nobody_wrote_say_nothing(data: bytes) -> None:
 def test_a_write_that_fails_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = LapseFile(tmp_path)
+    file = OutageFile(tmp_path)
     file.begin(10.0)
-    lasting = read_lapse(tmp_path / LAPSE).lapse
+    lasting = read_outage(tmp_path / OUTAGE).outage
 
     def refuse(*_: Any) -> int:
         raise OSError(5, "Input/output error")
@@ -126,21 +126,21 @@ def test_a_write_that_fails_changes_nothing(
         patch.setattr(os, "pwrite", refuse)
         with pytest.raises(OSError, match="Input/output"):
             file.end(12.0, named=False)
-    assert read_lapse(tmp_path / LAPSE).lapse == lasting
+    assert read_outage(tmp_path / OUTAGE).outage == lasting
     ended = file.end(13.0, named=False)
     assert ended is not None
     assert ended.until == 13.0
 
 
 def test_a_file_that_was_cut_off_is_made_whole(tmp_path: Path) -> None:
-    LapseFile(tmp_path).begin(10.0)
-    os.truncate(tmp_path / LAPSE, 2 * PAGE)
-    assert LapseFile(tmp_path).lasts
+    OutageFile(tmp_path).begin(10.0)
+    os.truncate(tmp_path / OUTAGE, 2 * PAGE)
+    assert OutageFile(tmp_path).lasts
     assert size(tmp_path) == PAGE * PAGES
 
 
 def test_a_file_that_somebody_removed_takes_no_mark(tmp_path: Path) -> None:
-    file = LapseFile(tmp_path)
-    (tmp_path / LAPSE).unlink()
+    file = OutageFile(tmp_path)
+    (tmp_path / OUTAGE).unlink()
     with pytest.raises(FileNotFoundError, match="removed"):
         file.begin(10.0)
