@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from benchmarks.report import Bar, Rows, number, percentile
+from benchmarks.proxy.figures import Bar, percentile
+from benchmarks.proxy.tables import Rows, number
 from benchmarks.swap.records import Call, Event, Gap, Load, Seen, Stored, Unload, Waited
 from benchmarks.swap.schedule import Schedule, Span, spans, within
 from store.records import Record

@@ -17,7 +17,7 @@ from proxy.calls.routing import Routed
 from proxy.error_replies import UPSTREAM_SAID
 from proxy.errors import ReplyTooLarge, ReplyTorn
 from proxy.exploring import header_of
-from proxy.formats.base import StreamTranscript, Transcript
+from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
 from proxy.intake import Claim
@@ -87,7 +87,7 @@ class Answer(Protocol):
     first_chunk_ms: float | None
 
     @property
-    def transcript(self) -> Transcript | None:
+    def parser(self) -> ReplyParser | None:
         """Return what follows the reply, or None before it is there."""
 
     async def receive(self) -> CallStatus:
@@ -156,8 +156,8 @@ class StreamedAnswer:
         "_routed",
         "_why_torn",
         "first_chunk_ms",
+        "parser",
         "tape",
-        "transcript",
     )
 
     _pieces: AsyncIterator[bytes]
@@ -173,14 +173,15 @@ class StreamedAnswer:
         self._held = b""
         self._why_torn: str | None = None
         self.tape = ReplyBuffer(claim.add)
-        self.transcript: StreamTranscript | None = None
+        self.parser: ReplyParser | None = None
         self.first_chunk_ms: float | None = None
 
     async def receive(self) -> CallStatus:
         """Pass the reply on as it comes, and return how it ended, but keep its end back."""
         arrived, reply, sent, tape = self._arrived, self._reply, self._routed, self.tape
-        exchange, follow = arrived.exchange, arrived.format.streamed
-        transcript = self.transcript = follow(sent.request, sent.serving.served_name)
+        exchange, served_name = arrived.exchange, sent.serving.served_name
+        parser = arrived.format.reply(sent.request, served_name, streamed=True)
+        self.parser = parser
         exchange.begin(reply.status, reply.reason, [*for_client(reply.headers), *self._headers])
         pieces = self._pieces = reply.pieces()
         try:
@@ -188,41 +189,41 @@ class StreamedAnswer:
                 if self.first_chunk_ms is None:
                     self._note_first_chunk()
                 tape.add(chunk)
-                exchange.write(transcript.feed(chunk))
-                if transcript.at_end:
+                exchange.write(parser.feed(chunk))
+                if parser.at_end:
                     break
                 await exchange.drained()
         except Torn as error:
-            if not transcript.ended:
+            if not parser.ended:
                 self._why_torn = str(error)
                 log.warning("stream_torn", call=arrived.name, reason=self._why_torn)
                 return "truncated"
-        self._held = b"" if transcript.at_end else transcript.finish()
-        return "complete" if transcript.ended else "truncated"
+        self._held = b"" if parser.at_end else parser.finish()
+        return "complete" if parser.ended else "truncated"
 
     async def release(self) -> None:
         """Send the end; tear a reply that broke off, as a clean end would make it look whole."""
         if self._why_torn is not None:
             self._tear(self._why_torn)
             return
-        exchange, transcript = self._arrived.exchange, self.transcript
-        if transcript is not None and transcript.at_end:
+        exchange, parser = self._arrived.exchange, self.parser
+        if parser is not None and parser.at_end:
             # The reply's end was seen. The upstream may send more before it closes.
             if not self._reply.ended:
-                await self._pass_rest(transcript)
-            self._held = transcript.finish()
+                await self._pass_rest(parser)
+            self._held = parser.finish()
         exchange.end(self._held)
 
-    async def _pass_rest(self, transcript: StreamTranscript) -> None:
+    async def _pass_rest(self, parser: ReplyParser) -> None:
         """Pass on what follows the reply's last event, until the upstream closes its body.
 
         The client has that event and the record is made, so the rest is not recorded.
         """
         exchange = self._arrived.exchange
-        exchange.write(transcript.release())
+        exchange.write(parser.release())
         try:
             async for chunk in self._pieces:
-                exchange.write(transcript.feed(chunk))
+                exchange.write(parser.feed(chunk))
                 await exchange.drained()
         except Torn as error:
             log.info("stream_torn_after_its_end", call=self._arrived.name, reason=str(error))
@@ -253,8 +254,8 @@ class WholeAnswer:
         "_reply",
         "_routed",
         "first_chunk_ms",
+        "parser",
         "tape",
-        "transcript",
     )
 
     def __init__(
@@ -275,7 +276,7 @@ class WholeAnswer:
         self._max_reply = max_reply
         self._body = self._out = b""
         self.tape = ReplyBuffer(claim.add)
-        self.transcript: Transcript | None = None
+        self.parser: ReplyParser | None = None
         self.first_chunk_ms: float | None = None
 
     async def receive(self) -> CallStatus:
@@ -286,10 +287,11 @@ class WholeAnswer:
             # In memory as it comes, as it leaves and as it is recorded.
             self._claim.add(REPLY_COPIES * min(int(length), self._max_reply))
         self._body = await self._take()
-        follow, name = arrived.format.whole, sent.serving.served_name
-        transcript = self.transcript = follow(sent.request, name, status=reply.status)
-        transcript.feed(self._body)
-        self._out = transcript.finish()
+        parser = self.parser = arrived.format.reply(
+            sent.request, sent.serving.served_name, streamed=False, status=reply.status
+        )
+        parser.feed(self._body)
+        self._out = parser.finish()
         return "complete"
 
     async def _take(self) -> bytes:

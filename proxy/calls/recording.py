@@ -132,8 +132,8 @@ class CallRecorder:
     ) -> tuple[ReplySummary, tuple[bytes, ...]]:
         """Return the reply's summary and the call's fingerprints, or empty ones if that fails."""
         try:
-            transcript = None if answered.answer is None else answered.answer.transcript
-            summary = ReplySummary() if transcript is None else transcript.summary()
+            parser = None if answered.answer is None else answered.answer.parser
+            summary = ReplySummary() if parser is None else parser.summary()
             return summary, self._offer(arrived, asked, answered, summary)
         except Exception:
             log.exception("offers_not_read", call=arrived.name)

@@ -1,16 +1,23 @@
-"""Define what a wire format offers, and the values that pass through it (pure).
+"""Define what all wire formats share: requests, replies as their bytes come, and what a format is.
 
-Adding a format is a module with a `WireFormat`, and a line in `proxy.formats.registry`. Nothing
-outside this package knows any format by its name.
+A wire format is a subclass of `WireFormat` and one of `ReplyParser`, and a line in
+`proxy.formats.registry`. Nothing outside this package knows any format by its name.
 """
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from proxy.formats.conversation import Turns
-from proxy.formats.errors import ErrorShape
-from proxy.formats.raw_json import Object, parse_object, readable_value
+from proxy.formats.errors import OPENAI, ErrorShape
+from proxy.formats.raw_json import (
+    STRING,
+    Member,
+    Object,
+    parse_object,
+    readable_value,
+    without,
+)
 from proxy.formats.sampling import SamplingRules
 from store.records import ToolCall
 from store.values.json_limits import nests_too_deep
@@ -32,153 +39,6 @@ class ModelRequest(msgspec.Struct, frozen=True):
     injected: frozenset[str] = frozenset()
     # The upstream's path, where it differs from the one that the client asked for.
     path: str | None = None
-
-
-class Sampled(msgspec.Struct, frozen=True):
-    """Hold one reply's token ids, their log-probabilities, and the counts to check them against.
-
-    Log-probabilities that the server gives for some of the ids only are None. `thoughtless` says
-    whether the server told that no part of the reply is a thought, which no grammar holds.
-    """
-
-    prompt_ids: tuple[int, ...] | None
-    sampled_ids: tuple[int, ...] | None
-    sampled_logprobs: tuple[float, ...] | None
-    choices: int
-    completion_tokens: int | None
-    thoughtless: bool = False
-
-
-NOTHING_SAMPLED = Sampled(
-    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
-)
-
-
-class ReplySummary(msgspec.Struct, frozen=True):
-    """Hold what of a reply a later call may repeat: its id, and its first choice's content."""
-
-    response_id: str | None = None
-    text: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-class ReplyFacts(msgspec.Struct, frozen=True):
-    """State the facts of a reply that are stored, whether it is whole or broke off.
-
-    `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
-    it was not JSON. `whole` says whether the reply came to its proper end. `too_deep` says that a
-    text of the upstream's became a structure which nests too deep to be read. `text` is what
-    the reply's first choice says.
-    """
-
-    reply: bytes | None
-    response_id: str | None
-    finish: str | None
-    usage: dict[str, Any] | None
-    tool_calls: tuple[ToolCall, ...]
-    sampled: Sampled
-    whole: bool
-    too_deep: bool = False
-    text: str = ""
-
-
-class Transcript(Protocol):
-    """Follow one reply in a worker: pass on what the client is to see, and note what it says."""
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the reply came to its proper end."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Take bytes as they came, and return those that may leave at once."""
-
-    def finish(self) -> bytes:
-        """Take the upstream's end, and return the bytes held back until the record is durable."""
-
-    def summary(self) -> ReplySummary:
-        """Return what a later call may repeat of the reply."""
-
-
-class StreamTranscript(Transcript, Protocol):
-    """Follow a reply of server-sent events, whose sender may keep it open after the last event."""
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether the reply's last event has come whole; what follows is not recorded."""
-
-    def release(self) -> bytes:
-        """Return what was held back, once the record is durable; later bytes leave as they come."""
-
-
-class ReplyReader(Transcript, Protocol):
-    """Follow a recorded reply in the ingester, as the worker did, for all that is stored of it."""
-
-    def read(self, raw: bytes) -> None:
-        """Take all bytes that the upstream sent, for their facts only."""
-
-    def facts(self) -> ReplyFacts:
-        """Return the reply's facts, whole or not."""
-
-
-class WireFormat(Protocol):
-    """Speak one API of clients: know its routes, and read its requests and replies."""
-
-    @property
-    def name(self) -> str:
-        """Return the format's name, as the ledger stores it."""
-
-    @property
-    def title(self) -> str:
-        """Return the format's name for readers of the reference."""
-
-    @property
-    def path(self) -> str:
-        """Return the path to which calls are posted, from `/v1` on."""
-
-    @property
-    def forwarded(self) -> tuple[str, ...]:
-        """Return the paths to which requests are posted that are passed on unrecorded."""
-
-    @property
-    def errors(self) -> ErrorShape:
-        """Return the form of this API's errors."""
-
-    @property
-    def turns(self) -> Turns:
-        """Return how its requests hold a conversation."""
-
-    @property
-    def sampling(self) -> SamplingRules:
-        """Return which of its fields tell how a call was sampled."""
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the request's large fields, without which the ingester can read the reply."""
-
-    def rewrite(
-        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
-    ) -> ModelRequest:
-        """Return the request for the upstream; its bytes are the client's if nothing must change.
-
-        With `want_ids`, the fields that make the server send token ids and log-probabilities are
-        added.
-        """
-
-    def whole(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> Transcript:
-        """Return a transcript for a reply in one piece, which comes with this HTTP `status`."""
-
-    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
-        """Return a transcript for a reply of server-sent events."""
-
-    def whole_reader(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> ReplyReader:
-        """Return a reader for a recorded reply in one piece, which came with this HTTP `status`."""
-
-    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
-        """Return a reader for a recorded reply of server-sent events."""
 
 
 def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
@@ -223,8 +83,345 @@ def with_changes(request: ModelRequest, served_name: str | None, added: Object) 
     return msgspec.structs.replace(request, body=body, injected=frozenset(added))
 
 
-def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | None:
-    """Return the model's name to put back into a reply, or None if it was not changed."""
-    if served_name is None or request.model is None or served_name == request.model:
-        return None
-    return msgspec.Raw(msgspec.json.encode(request.model))
+class Sampled(msgspec.Struct, frozen=True):
+    """Hold one reply's token ids, their log-probabilities, and the counts to check them against.
+
+    Log-probabilities that the server gives for some of the ids only are None. `thoughtless` says
+    whether the server told that no part of the reply is a thought, which no grammar holds.
+    """
+
+    prompt_ids: tuple[int, ...] | None
+    sampled_ids: tuple[int, ...] | None
+    sampled_logprobs: tuple[float, ...] | None
+    choices: int
+    completion_tokens: int | None
+    thoughtless: bool = False
+
+
+NOTHING_SAMPLED: Final = Sampled(
+    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
+)
+
+
+class ReplySummary(msgspec.Struct, frozen=True):
+    """Hold what of a reply a later call may repeat: its id, and its first choice's content."""
+
+    response_id: str | None = None
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ReplyFacts(msgspec.Struct, frozen=True):
+    """State the facts of a reply that are stored, whether it is whole or broke off.
+
+    `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
+    it was not JSON. `too_deep` says that a text of the upstream's became a structure which nests
+    too deep to be read. `text` is what the reply's first choice says.
+    """
+
+    reply: bytes | None
+    response_id: str | None
+    finish: str | None
+    usage: dict[str, Any] | None
+    tool_calls: tuple[ToolCall, ...]
+    sampled: Sampled
+    too_deep: bool = False
+    text: str = ""
+
+
+class Unread(Exception):
+    """Report an event's data that is not a JSON object; it may be one line of several."""
+
+
+BOM: Final = b"\xef\xbb\xbf"
+DATA: Final = b"data:"
+EVENT: Final = b"event:"
+DONE: Final = b"[DONE]"
+LF: Final = 10
+CR: Final = 13
+
+
+class ReplyParser:
+    """Follow one reply: return what the client gets, and gather what is stored of it.
+
+    It is fed a reply's bytes and returns those that the client gets: without what was asked for on
+    our behalf, and every other byte as it came. The ingester feeds the same parser the recorded
+    bytes, and takes from it what the ledger stores.
+
+    A reply in one piece leaves at its end. Of server-sent events (WHATWG HTML §9.2) each complete
+    line leaves at once. An unfinished line waits for its end. A `data:` line that cannot be read by
+    itself waits for the rest of its event, for it may be a part of the event's data. From the line
+    that ends the reply on, bytes are held back until the record is durable.
+    """
+
+    # Whether a stream's last event has come whole; what follows is not recorded.
+    at_end = False
+    _end_seen = False
+    # How many events could not be read.
+    _unread = 0
+    _holding = False
+    _skip_blank = False
+
+    def __init__(
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        streamed: bool,
+        status: int | None = None,
+        reading: bool = False,
+    ) -> None:
+        """Begin before the first byte.
+
+        Args:
+            request: the request as it was rewritten.
+            served_name: the version's name, which the request went to.
+            streamed: the reply is server-sent events.
+            status: the HTTP status with which it comes.
+            reading: what is stored is gathered, and nothing is passed on.
+        """
+        self._request = request
+        self._served_name = served_name
+        self._streamed = streamed
+        self._status = status
+        self._reading = reading
+        # The client's name for the model, to be put back; None if it was not changed.
+        self._model = None
+        if served_name is not None and request.model not in (None, served_name):
+            self._model = msgspec.Raw(msgspec.json.encode(request.model))
+        # A whole reply's bytes so far, or those of an unfinished line.
+        self._partial: list[bytes] = []
+        # An event whose first line of data could not be read by itself, from that line on.
+        self._open: list[bytes] = []
+        # What waits for the record, from the reply's end on.
+        self._held: list[bytes] = []
+        self.begin()
+
+    # What a format says of its replies.
+
+    def begin(self) -> None:
+        """Set up what the format keeps of a reply, before the first byte."""
+
+    def whole(self, body: bytes) -> bytes:
+        """Return what the client gets of a reply in one piece."""
+        return body
+
+    def event(self, data: bytes) -> bytes | None:
+        """Return what the client gets of an event's data, or None to drop the event.
+
+        The same object is returned if nothing changes.
+
+        Raises:
+            Unread: the data cannot be parsed.
+        """
+        return data
+
+    def added(self, data: bytes) -> dict[bytes, Member]:
+        """Return the members, by name, that are taken out of data that cannot be parsed."""
+        return {}
+
+    def is_end(self, line: bytes) -> bool:
+        """Return whether a line begins a stream's last event; OpenAI's is `data: [DONE]`."""
+        return DONE in line and line.startswith(DATA) and line[5:].strip() == DONE
+
+    def summary(self) -> ReplySummary:
+        """Return what a later call may repeat of the reply, as far as it has come."""
+        raise NotImplementedError
+
+    def facts(self) -> ReplyFacts:
+        """Return what the ledger stores of the reply, as far as it has come."""
+        raise NotImplementedError
+
+    # How a reply is followed.
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the reply came to its proper end, and every event could be read."""
+        return self._end_seen and not self._unread
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take bytes as they came, and return those that may leave at once."""
+        if not self._streamed:
+            self._partial.append(chunk)
+            return b""
+        leaving: list[bytes] = []
+        for line in self._lines(chunk):
+            if len(line) > 2 and not self._end_seen and self.is_end(line):
+                self._end_seen = self._holding = True
+                self.at_end = line.startswith(DATA)
+            (self._held if self._holding else leaving).append(self._line(line))
+        return b"" if self._reading else b"".join(leaving)
+
+    def finish(self) -> bytes:
+        """Take the upstream's end, and return the bytes held back until the record is durable."""
+        rest, self._partial = b"".join(self._partial), []
+        if not self._streamed:
+            self._end_seen = True
+            out = self.whole(rest)
+            return b"" if self._reading else out
+        if rest:
+            self._end_seen = self._end_seen or self.is_end(rest)
+            self._held.append(self._unfinished(rest))
+        elif self._open:
+            self._held.append(self._dispatch(b""))
+        return self.release()
+
+    def release(self) -> bytes:
+        """Return what was held back, once the record is durable; later bytes leave as they come."""
+        held = b"" if self._reading else b"".join(self._held)
+        self._held, self._holding = [], False
+        return held
+
+    def hide(self, data: bytes) -> bytes:
+        """Return data that cannot be parsed without what no client may see."""
+        members = self.added(data)
+        if self._model is not None:
+            served = msgspec.json.encode(self._served_name)
+            members[b"model"] = Member(opens=STRING, instead=bytes(self._model), only=served)
+        return without(data, members)
+
+    def _lines(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that `chunk` completes; they end in LF, CR or both.
+
+        A CR that is the last byte so far may be half of a line's end: it waits for the next byte.
+        """
+        if self._partial and chunk:
+            is_waiting = self._partial[-1][-1] == CR
+            self._partial.append(chunk)
+            # A line in many pieces is joined once, at its end.
+            if not is_waiting and b"\n" not in chunk and b"\r" not in chunk:
+                return []
+            chunk, self._partial = b"".join(self._partial), []
+        lines = chunk.splitlines(keepends=True)
+        if lines and lines[-1][-1] != LF:
+            self._partial.append(lines.pop())
+        return lines
+
+    def _line(self, line: bytes) -> bytes:
+        """Return what leaves of a line."""
+        if self._open:
+            if line.strip():
+                self._open.append(line)
+                return b""
+            self.at_end = self._end_seen
+            return self._dispatch(line)
+        if not line.startswith(DATA):
+            return self._other(line)
+        data = line[5:].strip()
+        try:
+            out = self.event(data)
+        except Unread:
+            self._open.append(line)
+            return b""
+        if out is None:
+            self._skip_blank = True
+            return b""
+        return line if out is data else line.replace(data, out, 1)
+
+    def _other(self, line: bytes) -> bytes:
+        if line == b"\n" or not line.strip():
+            self.at_end = self._end_seen
+            skip, self._skip_blank = self._skip_blank, False
+            return b"" if skip else line
+        if line[0] == BOM[0] and line.startswith(BOM):
+            # A stream may begin with a byte order mark, which is no part of the first line.
+            return BOM + self._line(line[len(BOM) :])
+        # Lines of other fields carry no data. But a reader that knows fewer kinds of line ends
+        # may take a part of one for data.
+        return line if line.startswith(EVENT) else self.hide(line)
+
+    def _dispatch(self, blank: bytes) -> bytes:
+        """Return an event whose data is on several lines, as it leaves."""
+        lines, self._open = self._open, []
+        data = _joined(lines)
+        try:
+            out = self.event(data)
+        except Unread:
+            self._unread += 1
+            out = self.hide(data)
+        lines = [line if _is_data(line) else self.hide(line) for line in lines]
+        if out is None:
+            return b"".join(line for line in lines if not _is_data(line))
+        return _with_data(lines, data, out) + blank
+
+    def _unfinished(self, rest: bytes) -> bytes:
+        """Return an event that was cut off: it is passed on without a call of `event`."""
+        if rest.startswith(BOM):
+            return BOM + self._unfinished(rest[len(BOM) :])
+        lines = [line if _is_data(line) else self.hide(line) for line in [*self._open, rest]]
+        self._open, data = [], _joined(lines)
+        return _with_data(lines, data, self.hide(data))
+
+
+def _joined(lines: list[bytes]) -> bytes:
+    return b"\n".join(_data_of(line) for line in lines if _is_data(line))
+
+
+def _with_data(lines: list[bytes], data: bytes, out: bytes) -> bytes:
+    """Return an event's lines, with `out` in place of their `data` if the two differ."""
+    if out == data:
+        return b"".join(lines)
+    first = next(line for line in lines if _is_data(line))
+    end = first[len(first.rstrip(b"\r\n")) :]
+    rewritten = [DATA + b" " + part + end for part in out.split(b"\n")]
+    return b"".join(rewritten + [line for line in lines if not _is_data(line)])
+
+
+def _is_data(line: bytes) -> bool:
+    """Return whether a line is of the field `data`, which may stand without a colon."""
+    return line.startswith(DATA) or line.rstrip(b"\r\n") == b"data"
+
+
+def _data_of(line: bytes) -> bytes:
+    value = line[5:].rstrip(b"\r\n")
+    return value[1:] if value.startswith(b" ") else value
+
+
+class WireFormat(Protocol):
+    """Speak one API of clients: know its routes, and read its requests and replies.
+
+    A format is a subclass of this one.
+    """
+
+    # The format's name, as the ledger stores it; it never changes.
+    name: str
+    # The format's name for readers of the reference.
+    title: str
+    # The path to which calls are posted, from `/v1` on.
+    path: str
+    # The paths to which requests are posted that are passed on unrecorded; never prefixes.
+    forwarded: tuple[str, ...] = ()
+    # The request's large fields, without which the ingester can read the reply.
+    unread: tuple[str, ...] = ()
+    # The form of this API's errors.
+    errors: ErrorShape = OPENAI
+    # How its requests hold a conversation.
+    turns: Turns = Turns()
+    # Which of its fields tell how a call was sampled.
+    sampling: SamplingRules = SamplingRules()
+    # What follows a reply; `reply` makes one for each.
+    parser: type[ReplyParser]
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """Return the request for the upstream; its bytes are the client's if nothing must change.
+
+        With `want_ids`, the fields that make the server send token ids and log-probabilities are
+        added.
+        """
+
+    def reply(
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        streamed: bool,
+        status: int | None = None,
+        reading: bool = False,
+    ) -> ReplyParser:
+        """Return a parser for the reply to a request that `rewrite` returned.
+
+        Arguments are those of `ReplyParser`.
+        """
+        return self.parser(request, served_name, streamed=streamed, status=status, reading=reading)

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat
+from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
 from proxy.formats.conversation import (
     TOOL_ROLES,
     UNHEARD_ROLES,
@@ -113,13 +113,9 @@ def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, 
     choice, forced = fields.get("tool_choice"), None
     if not free_choice(choice):
         forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
-    functions = functions_of(list(map(_function, _tools(fields))))
-    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions, tag)
-
-
-def _tools(fields: Mapping[str, Any]) -> list[Any]:
     tools = fields.get("tools")
-    return tools if isinstance(tools, list) else []
+    functions = functions_of(list(map(_function, tools if isinstance(tools, list) else [])))
+    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions, tag)
 
 
 def _function(tool: Any) -> Any:
@@ -127,16 +123,26 @@ def _function(tool: Any) -> Any:
     return tool.get("function") if is_function else None
 
 
-CHAT: Final = ChoicesFormat(
-    name="chat",
-    title="OpenAI chat completions",
-    path="/v1/chat/completions",
-    reply_object="chat.completion",
-    turns=ChatTurns(),
-    sampling=ChatSampling(),
-    unread=("messages",),
-    wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
+class ChatReply(ChoicesReply):
+    """Follow a chat completion."""
+
+    reply_object = "chat.completion"
+
+
+class ChatFormat(ChoicesFormat):
+    """Speak chat completions."""
+
+    name = "chat"
+    title = "OpenAI chat completions"
+    path = "/v1/chat/completions"
+    unread = ("messages",)
+    turns = ChatTurns()
+    sampling = ChatSampling()
+    parser = ChatReply
+    wanted: Mapping[str, msgspec.Raw] = {LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")}
     # vLLM refuses these two without the client's own `logprobs`.
-    spoiling=("top_logprobs", "logprob_token_ids"),
-    spared_by=LOGPROBS,
-)
+    spoiling = ("top_logprobs", "logprob_token_ids")
+    spared_by = LOGPROBS
+
+
+CHAT: Final = ChatFormat()

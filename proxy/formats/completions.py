@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat
+from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
 from proxy.formats.conversation import Turns, is_given
 from proxy.formats.raw_json import Object
 from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form, of_form, the_grammar
@@ -38,17 +38,27 @@ class CompletionsSampling(SamplingRules):
         return the_grammar(fields, fields.get("response_format"), of_form)
 
 
-COMPLETIONS: Final = ChoicesFormat(
-    name="completions",
-    title="OpenAI completions",
-    path="/v1/completions",
-    reply_object="text_completion",
-    turns=CompletionsTurns(),
-    sampling=CompletionsSampling(),
-    unread=("prompt",),
+class CompletionsReply(ChoicesReply):
+    """Follow a text completion."""
+
+    reply_object = "text_completion"
+
+
+class CompletionsFormat(ChoicesFormat):
+    """Speak text completions."""
+
+    name = "completions"
+    title = "OpenAI completions"
+    path = "/v1/completions"
+    unread = ("prompt",)
+    turns = CompletionsTurns()
+    sampling = CompletionsSampling()
+    parser = CompletionsReply
     # Here `logprobs` is a number: how many alternatives beside the sampled token.
-    wanted={LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")},
-    numbers=(LOGPROBS,),
+    wanted: Mapping[str, msgspec.Raw] = {LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")}
+    numbers = (LOGPROBS,)
     # With ids asked for, the prompt's text is left out of the echo.
-    spoiling=("echo",),
-)
+    spoiling = ("echo",)
+
+
+COMPLETIONS: Final = CompletionsFormat()

@@ -1,4 +1,9 @@
-"""Turn chat completions into Anthropic's messages, or forward messages as they are (pure)."""
+"""Turn chat completions into Anthropic's messages, or forward messages as they are (pure).
+
+The events are those that vLLM makes of its own chat completions for `/v1/messages`
+(`vllm/entrypoints/anthropic/serving.py`), as https://docs.anthropic.com/en/api/messages-streaming
+defines them. vLLM draws signatures at random; here they are derived from the reply's id.
+"""
 
 import json
 import re
@@ -8,14 +13,19 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from proxy.formats.base import (
+    BOM,
+    DATA,
+    DONE,
+    EVENT,
     NOTHING_SAMPLED,
-    ModelRequest,
     ReplyFacts,
+    ReplyParser,
     ReplySummary,
     Sampled,
-    own_name,
+    Unread,
 )
-from proxy.formats.choices import DONE, ReplyFilter
+from proxy.formats.choices import added_members
+from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
 from proxy.formats.raw_json import (
     UNREADABLE,
@@ -23,21 +33,299 @@ from proxy.formats.raw_json import (
     Object,
     decoded_object,
     parse_object,
-    value_of,
-    without,
+    string_or_none,
 )
-from proxy.formats.sse import BOM, EventStream, Lines, Unread, is_done
 from store.records import ToolCall
 from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
 
+_encode: Final = msgspec.json.Encoder().encode
+Message = dict[str, Any]
+Event = dict[str, Any]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class MessagesReply(ReplyParser):
+    """Hold the message that a reply makes, whichever way it comes."""
+
+    # Whether a reply in one piece could be read as a message.
+    _is_message = False
+
+    def begin(self) -> None:
+        """Begin without anything gathered."""
+        # The message so far.
+        self._message: Message = {}
+
+    def summary(self) -> ReplySummary:
+        """Return the message's text and tool calls so far; a tool call counts once it is whole."""
+        message = self._message
+        return ReplySummary(
+            response_id=string_or_none(message.get("id")),
+            text=_text_of(message),
+            tool_calls=_tool_calls_of(message),
+        )
+
+    def facts(self) -> ReplyFacts:
+        """Return the message's facts."""
+        message, too_deep = self._message, self._is_too_deep()
+        if not (message or self._is_message):
+            return ReplyFacts(None, None, None, None, (), self._sampled(), too_deep)
+        usage = message.get("usage")
+        return ReplyFacts(
+            reply=_encode(message),
+            response_id=string_or_none(message.get("id")),
+            finish=string_or_none(message.get("stop_reason")),
+            usage=usage if isinstance(usage, dict) else None,
+            tool_calls=_tool_calls_of(message),
+            sampled=self._sampled(),
+            too_deep=too_deep,
+            text=_text_of(message),
+        )
+
+    def _keep_message(self, out: bytes) -> None:
+        """Keep a message that came in one piece, as it leaves."""
+        message = decoded_object(out)
+        if message is not None:
+            self._message, self._is_message = message, True
+
+    def _sampled(self) -> Sampled:
+        """Return the reply's token data."""
+        return NOTHING_SAMPLED
+
+    def _is_too_deep(self) -> bool:
+        """Return whether a text of the reply became a structure that nests too deep."""
+        return False
+
+
+class ForwardedReply(MessagesReply):
+    """Follow a message that a server makes itself: recorded, and not trainable.
+
+    The client's name for the model is put back at the top level, and in the `message` of a stream's
+    first event.
+    """
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the message's end came."""
+        return self._end_seen
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the reply with the client's name for the model."""
+        out = self._renamed(body)
+        self._keep_message(out)
+        return out
+
+    def event(self, data: bytes) -> bytes:
+        """Return an event's data with the client's name for the model."""
+        out = self._renamed(data)
+        event = decoded_object(out)
+        if event is None:
+            raise Unread
+        _merge_event(self._message, event)
+        return out
+
+    def is_end(self, line: bytes) -> bool:
+        """Return whether a line names the event `message_stop`."""
+        return line.startswith(EVENT) and line[len(EVENT) :].strip() == b"message_stop"
+
+    def _renamed(self, data: bytes) -> bytes:
+        if self._model is None:
+            return data
+        parsed = parse_object(data)
+        if parsed is None:
+            return self.hide(data)
+        changed = _rename(parsed, self._model)
+        inner = parse_object(bytes(parsed["message"])) if "message" in parsed else None
+        if inner is not None and _rename(inner, self._model):
+            parsed["message"] = msgspec.Raw(_encode(inner))
+            changed = True
+        return _encode(parsed) if changed else data
+
+
+def _rename(holder: Object, model: msgspec.Raw) -> bool:
+    if "model" not in holder:
+        return False
+    holder["model"] = model
+    return True
+
+
+class TranslatedReply(MessagesReply):
+    """Make a message of a chat completion or its chunks, as they come, or of an error instead."""
+
+    _is_done = False
+    _failed = False
+    # What is read of tokens, and of a reply in one piece.
+    _prompt_ids: list[int] | None = None
+    _ids: list[int] | None = None
+    _logprobs: list[float] | None = None
+    _completion_tokens: int | None = None
+    _body = b""
+
+    def begin(self) -> None:
+        """Begin without anything gathered."""
+        super().begin()
+        # The client's name for the model, if another was put in its place.
+        self._asked_model = None if self._model is None else self._request.model
+        if self._streamed:
+            self._events = MessageEvents(self._asked_model)
+            # Data that is not a chunk by itself; it may be the first line of several.
+            self._parts: list[bytes] = []
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the message, or the error in Anthropic's format.
+
+        A reply that is neither is returned as it came, without ids.
+        """
+        reply = _read_chat(body)
+        if self._reading and reply is not None:
+            self._body = body
+            self._take_tokens(reply)
+        out = self._translated(reply) or _translated_error(body, self._status)
+        if out is None:
+            # U+FFFD stands for each lone surrogate and each byte that is not UTF-8.
+            text = body.decode(errors="replace").encode()
+            text = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], text)
+            out = self._translated(_read_chat(text)) or self.hide(body)
+        self._keep_message(out)
+        return out
+
+    def _translated(self, reply: "ChatReply | None") -> bytes | None:
+        if reply is None or not reply.choices or reply.choices[0].message is None:
+            return None
+        message = whole_message(reply, reply.choices[0], self._asked_model or reply.model)
+        return _encode(message)
+
+    def added(self, data: bytes) -> dict[bytes, Member]:
+        """Return the members that are taken out of a chat's reply."""
+        return added_members(self._request)
+
+    def is_end(self, line: bytes) -> bool:
+        """Return whether a line is `[DONE]`; after an unreadable chunk there is no end."""
+        return DONE in line and not self._failed and super().is_end(line.removeprefix(BOM))
+
+    def _line(self, line: bytes) -> bytes:
+        if not line.startswith(DATA):
+            return self._other(line) if self._parts or len(line) > 1 else b""
+        if self._is_done or self._failed:
+            return b""
+        data = line[5:].strip()
+        if data == DONE:
+            self._is_done = self.at_end = True
+            return self._encoded(self._events.stop())
+        chunk = None if self._parts else _read_chat(data)
+        if chunk is None:
+            self._parts.append(data)
+            return b""
+        return self._chunk(chunk, data)
+
+    def _unfinished(self, rest: bytes) -> bytes:
+        """Return the last events if the line that was cut off is `[DONE]`; any other is ignored."""
+        return self._line(rest) if self.is_end(rest) else b""
+
+    def _other(self, line: bytes) -> bytes:
+        if line.startswith(b":"):
+            return line.rstrip(b"\r\n") + b"\n\n"
+        if line.startswith(BOM):
+            return self._line(line[len(BOM) :])
+        if not self._parts or self._failed or self._is_done or line.strip():
+            return b""
+        data, self._parts = b"\n".join(self._parts), []
+        return self._chunk(_read_chat(data), data)
+
+    def _chunk(self, chunk: "ChatReply | None", data: bytes) -> bytes:
+        if chunk is None or chunk.choices is None:
+            self._failed = True
+            error = _error_of(decoded_object(data) or {}) or _Error(_NOT_A_CHUNK, "", None)
+            return ANTHROPIC.event(error.message, error.kind, status=error.status)
+        if self._reading:
+            self._take_tokens(chunk)
+        return self._encoded(self._events.take(chunk))
+
+    def _encoded(self, events: list[Event]) -> bytes:
+        encoded = []
+        for event in events:
+            _merge_event(self._message, event)
+            encoded += [b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n"]
+        return b"".join(encoded)
+
+    def _take_tokens(self, reply: "ChatReply") -> None:
+        """Gather the token data of a completion, or of a chunk of one."""
+        if reply.prompt_token_ids is not None:
+            self._prompt_ids = reply.prompt_token_ids
+        if reply.usage is not None:
+            self._completion_tokens = reply.usage.completion_tokens
+        for choice in reply.choices or ():
+            if choice.token_ids is not None:
+                self._ids = self._ids or []
+                self._ids += choice.token_ids
+            if choice.logprobs is not None:
+                self._logprobs = self._logprobs or []
+                self._logprobs += [token.logprob for token in choice.logprobs.content or ()]
+
+    def _sampled(self) -> Sampled:
+        return Sampled(
+            prompt_ids=None if self._prompt_ids is None else tuple(self._prompt_ids),
+            sampled_ids=None if self._ids is None else tuple(self._ids),
+            sampled_logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            choices=1,
+            completion_tokens=self._completion_tokens,
+        )
+
+    def _is_too_deep(self) -> bool:
+        """Return whether a tool call's arguments, text in a chat, nest too deep as a structure."""
+        if most_of(self._body).containers <= MAX_DEPTH:
+            return False
+        reply = _read_chat(self._body)
+        messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []
+        calls = [call for message in messages if message for call in message.tool_calls or ()]
+        return any(
+            nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
+            for call in calls
+        )
+
+
+_NOT_A_CHUNK: Final = "The model server sent data that is not a chunk of a chat completion."
 # An escape in a string; the group is a surrogate without its other half.
-ESCAPE: Final = re.compile(
+_ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
-REPLACED: Final = rb"\ufffd"
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def _read_chat(data: bytes) -> "ChatReply | None":
+    """Return the parsed completion or chunk, or None if it is neither."""
+    try:
+        return _chat_reply.decode(data)
+    except UNREADABLE:
+        return None
+
+
+def _translated_error(body: bytes, status: int | None) -> bytes | None:
+    """Return vLLM's error in Anthropic's format, with the type of its status there."""
+    error = _error_of(decoded_object(body) or {})
+    if error is None:
+        return None
+    if status not in ERROR_STATUSES:
+        status = error.status
+    return ANTHROPIC.body(error.message, error.kind, status=status)
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+    kind: str
+    status: int | None
+
+
+def _error_of(payload: dict[str, Any]) -> _Error | None:
+    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10."""
+    error = payload.get("error")
+    if not isinstance(error, dict):
+        error = payload if payload.get("object") == "error" else {}
+    message, kind, code = error.get("message"), error.get("type"), error.get("code")
+    if not isinstance(message, str):
+        return None
+    # vLLM's code is the HTTP status, OpenAI's is a word.
+    return _Error(message, str(kind), code if type(code) is int else None)
 
 
 class ChatFunction(msgspec.Struct):
@@ -112,63 +400,13 @@ class ChatReply(msgspec.Struct):
     error: Any = None
 
 
-def read_reply(payload: bytes) -> ChatReply | None:
-    """Return the parsed reply or chunk, or None if it is neither."""
-    try:
-        return msgspec.json.decode(payload, type=ChatReply)
-    except UNREADABLE:
-        return None
-
-
-def read_repaired(body: bytes) -> ChatReply | None:
-    """Return a reply with U+FFFD for each lone surrogate and each byte that is not UTF-8."""
-    text = body.decode(errors="replace").encode()
-    return read_reply(ESCAPE.sub(lambda m: REPLACED if m[1] else m[0], text))
-
-
-class ChatTokens:
-    """Gather ids and log-probabilities, chunk by chunk."""
-
-    def __init__(self) -> None:
-        """Begin with nothing gathered."""
-        self._prompt: list[int] | None = None
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._told: set[str] = set()
-        self._counted: int | None = None
-
-    def take(self, reply: ChatReply) -> None:
-        """Add the token data of a reply, or of a chunk of one."""
-        if reply.prompt_token_ids is not None:
-            self._prompt = reply.prompt_token_ids
-        if reply.usage is not None:
-            self._counted = reply.usage.completion_tokens
-        for choice in reply.choices or ():
-            if choice.token_ids is not None:
-                self._told.add("ids")
-                self._ids += choice.token_ids
-            if choice.logprobs is not None:
-                self._told.add("logprobs")
-                self._logprobs += (token.logprob for token in choice.logprobs.content or ())
-
-    def sampled(self) -> Sampled:
-        """Return what was gathered; None for what never came."""
-        return Sampled(
-            prompt_ids=None if self._prompt is None else tuple(self._prompt),
-            sampled_ids=tuple(self._ids) if "ids" in self._told else None,
-            sampled_logprobs=tuple(self._logprobs) if "logprobs" in self._told else None,
-            choices=1,
-            completion_tokens=self._counted,
-        )
-
-
-Event = dict[str, Any]
+_chat_reply: Final = msgspec.json.Decoder(ChatReply)
 NO_MESSAGE: Final = ChatMessage()
 
 
 def encode_event(event: Event) -> bytes:
     """Return an event as bytes of a stream."""
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
 
 
 def usage_of(usage: ChatUsage | None) -> dict[str, int]:
@@ -387,10 +625,14 @@ _BLOCK_DELTAS: Final = {
 }
 
 
-def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
+def _merge_event(message: Message, event: Event) -> None:
     """Add one event of Anthropic's stream to `message`, in place; a malformed one adds nothing."""
     kind, index = event.get("type"), event.get("index")
-    if kind == "message_start" and isinstance(event.get("message"), dict):
+    if kind in ("content_block_delta", "content_block_stop"):
+        content = message.get("content")
+        if isinstance(content, list) and isinstance(index, int) and 0 <= index < len(content):
+            _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
+    elif kind == "message_start" and isinstance(event.get("message"), dict):
         message |= event["message"] | {"content": []}
     elif kind == "message_delta":
         for part in ("delta", "usage"):
@@ -399,11 +641,21 @@ def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
             if isinstance(values, dict) and isinstance(target, dict):
                 target |= values
     elif kind == "content_block_start" and isinstance(event.get("content_block"), dict):
-        message.setdefault("content", []).append(dict(event["content_block"]))
-    elif kind in ("content_block_delta", "content_block_stop"):
-        content = message.get("content", [])
-        if isinstance(index, int) and 0 <= index < len(content):
-            _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
+        content = message.setdefault("content", [])
+        if isinstance(content, list):
+            content.append(dict(event["content_block"]))
+
+
+def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
+    """Append a delta to a block; a tool's input is JSON in pieces, parsed at the block's end."""
+    if not isinstance(block, dict):
+        return
+    if stop and PARTIAL_INPUT in block:
+        block["input"] = _input_of(block.pop(PARTIAL_INPUT))
+    if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
+        source, target = _BLOCK_DELTAS[delta["type"]]
+        if isinstance(delta.get(source), str):
+            block[target] = str(block.get(target) or "") + delta[source]
 
 
 def _input_of(text: str) -> Any:
@@ -417,450 +669,18 @@ def _input_of(text: str) -> Any:
         return text
 
 
-def _merge_block(block: dict[str, Any], delta: Any, *, stop: bool) -> None:
-    """Append a delta to a block; a tool's input is JSON in pieces, parsed at the block's end."""
-    if stop and PARTIAL_INPUT in block:
-        block["input"] = _input_of(block.pop(PARTIAL_INPUT))
-    if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
-        source, target = _BLOCK_DELTAS[delta["type"]]
-        if isinstance(delta.get(source), str):
-            block[target] = str(block.get(target) or "") + delta[source]
+def _text_of(message: Message) -> str:
+    texts = (block.get("text") for block in blocks_of(message.get("content"), "text"))
+    return "".join(string_or_none(text) or "" for text in texts)
 
 
-ENVELOPE: Final = "message"
-LAST_EVENT: Final = b"message_stop"
-Message = dict[str, Any]
-
-
-def message_facts(
-    message: Message | None, sampled: Sampled, *, whole: bool, too_deep: bool = False
-) -> ReplyFacts:
-    """Return the facts of a message, which is None if the reply could not be read as one."""
-    if message is None:
-        return ReplyFacts(None, None, None, None, (), sampled, whole, too_deep)
-    usage = message.get("usage")
-    return ReplyFacts(
-        reply=msgspec.json.encode(message),
-        response_id=_text(message.get("id")),
-        finish=_text(message.get("stop_reason")),
-        usage=usage if isinstance(usage, dict) else None,
-        tool_calls=_tool_calls(message),
-        sampled=sampled,
-        whole=whole,
-        too_deep=too_deep,
-        text=_words(message),
-    )
-
-
-def message_summary(message: Message) -> ReplySummary:
-    """Return what was said so far; a tool's block counts once it is whole."""
-    return ReplySummary(
-        response_id=_text(message.get("id")), text=_words(message), tool_calls=_tool_calls(message)
-    )
-
-
-def _words(message: Message) -> str:
-    return "".join(_text(block.get("text")) or "" for block in _blocks(message, "text"))
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _blocks(message: Message, kind: str) -> list[dict[str, Any]]:
-    content = message.get("content")
-    members = content if isinstance(content, list) else []
-    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
-
-
-def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
+def _tool_calls_of(message: Message) -> tuple[ToolCall, ...]:
     return tuple(
         ToolCall(
             id=str(block.get("id")),
             name=str(block.get("name")),
-            arguments=msgspec.json.encode(block.get("input")).decode(),
+            arguments=_encode(block.get("input")).decode(),
         )
-        for block in _blocks(message, "tool_use")
+        for block in blocks_of(message.get("content"), "tool_use")
         if PARTIAL_INPUT not in block
-    )
-
-
-class Renaming:
-    """Put the client's name for the model back in place of the version's."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin with the client's name from `request`, and the version's name."""
-        self._model = own_name(request, served_name)
-        self._members: dict[bytes, Member] = {}
-        if self._model is not None:
-            served = msgspec.json.encode(served_name)
-            self._members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
-
-    def restore(self, payload: bytes) -> bytes:
-        """Return the payload with the client's name; the same object if nothing changes."""
-        model = self._model
-        if model is None:
-            return payload
-        parsed = parse_object(payload)
-        if parsed is None:
-            return self.hide(payload)
-        changed = _rename(parsed, model)
-        inner = parse_object(bytes(parsed[ENVELOPE])) if ENVELOPE in parsed else None
-        if inner is not None and _rename(inner, model):
-            parsed[ENVELOPE] = msgspec.Raw(msgspec.json.encode(inner))
-            changed = True
-        return msgspec.json.encode(parsed) if changed else payload
-
-    def hide(self, payload: bytes) -> bytes:
-        """Return a payload that cannot be parsed with the version's name replaced."""
-        return without(payload, self._members)
-
-
-def _rename(holder: Object, model: msgspec.Raw) -> bool:
-    if "model" not in holder:
-        return False
-    holder["model"] = model
-    return True
-
-
-class PlainReply:
-    """Follow a message in one piece."""
-
-    def __init__(self, renaming: Renaming) -> None:
-        """Begin a reply in which `renaming` puts the model's name back."""
-        self._renaming = renaming
-        self._pieces: list[bytes] = []
-        self._message: Message | None = None
-        self._whole = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Keep the bytes until the reply's end, and return none."""
-        self._pieces.append(chunk)
-        return b""
-
-    def finish(self) -> bytes:
-        """Return the whole reply with the client's name for the model."""
-        out = self._renaming.restore(b"".join(self._pieces))
-        self._message, self._whole = decoded_object(out), True
-        return out
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the reply's end has come."""
-        return self._whole
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls."""
-        return message_summary(self._message or {})
-
-
-class PlainReader(PlainReply):
-    """Read a recorded message in one piece."""
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def facts(self) -> ReplyFacts:
-        """Return the message's facts, without token ids."""
-        return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
-
-
-class PlainStream:
-    """Follow a message as server-sent events, each of which names its type."""
-
-    def __init__(self, renaming: Renaming) -> None:
-        """Begin a stream in which `renaming` puts the model's name back."""
-        self._renaming = renaming
-        self._events = EventStream(self._data, renaming.hide, _is_end)
-        self._message: Message = {}
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Return the lines that `chunk` completes, up to the event `message_stop`."""
-        return self._events.feed(chunk)
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether the event `message_stop` has come whole."""
-        return self._events.at_end
-
-    def release(self) -> bytes:
-        """Return the held back end of the stream."""
-        return self._events.release()
-
-    def finish(self) -> bytes:
-        """Return the held back end of the stream, with any unfinished line."""
-        return self._events.finish()
-
-    @property
-    def ended(self) -> bool:
-        """Return whether `message_stop` came."""
-        return self._events.ended
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls so far."""
-        return message_summary(self._message)
-
-    def _data(self, payload: bytes) -> bytes:
-        out = self._renaming.restore(payload)
-        event = decoded_object(out)
-        if event is None:
-            raise Unread
-        merge_message_event(self._message, event)
-        return out
-
-
-class PlainStreamReader(PlainStream):
-    """Read the recorded events of a message."""
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def facts(self) -> ReplyFacts:
-        """Return the facts of the message that the events make, without token ids."""
-        return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
-
-
-def _is_end(line: bytes) -> bool:
-    name, _, value = line.partition(b":")
-    return name == b"event" and value.strip() == LAST_EVENT
-
-
-NOT_A_CHUNK: Final = "The model server sent data that is not a chunk of a chat completion."
-
-
-class WholeMessage:
-    """Make a message of a chat completion in one piece, or of the error in its place."""
-
-    def __init__(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> None:
-        """Begin the reply to `request`, which comes with this HTTP `status`."""
-        self._model = _asked_model(request, served_name)
-        self._filter = ReplyFilter(request, served_name)
-        self._status = status
-        self._pieces: list[bytes] = []
-        self._message: dict[str, Any] | None = None
-        self._whole = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Keep the bytes until the reply's end, and return none."""
-        self._pieces.append(chunk)
-        return b""
-
-    def finish(self) -> bytes:
-        """Return the message, or the error in Anthropic's format.
-
-        A reply that is neither is returned as it came, without ids.
-        """
-        body = b"".join(self._pieces)
-        out = _translated(self._read(body), self._model) or _translated_error(body, self._status)
-        if out is None:
-            out = _translated(read_repaired(body), self._model) or self._filter.hide(body)
-        self._message, self._whole = decoded_object(out), True
-        return out
-
-    def _read(self, body: bytes) -> ChatReply | None:
-        return read_reply(body)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the reply's end has come."""
-        return self._whole
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls."""
-        return message_summary(self._message or {})
-
-
-class StreamedMessage:
-    """Make a message's events of a chat completion's chunks, as they come."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin the reply to `request`."""
-        self._events = MessageEvents(_asked_model(request, served_name))
-        self._message: dict[str, Any] = {}
-        self._lines = Lines()
-        # Data that is not a chunk by itself; it may be the first line of several.
-        self._parts: list[bytes] = []
-        self._held = b""
-        self._ended = False
-        self._failed = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Return the events of the lines that `chunk` completes."""
-        return b"".join([self._line(line) for line in self._lines.feed(chunk)])
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether `[DONE]` has come."""
-        return self._ended
-
-    def release(self) -> bytes:
-        """Return the last events, which were held back."""
-        held, self._held = self._held, b""
-        return held
-
-    def finish(self) -> bytes:
-        """Return the last events; an unfinished line is ignored unless it is `[DONE]`."""
-        rest = self._lines.rest()
-        if is_done(rest):
-            self._line(rest)
-        return self.release()
-
-    def _line(self, line: bytes) -> bytes:
-        line = line.removeprefix(BOM)
-        if line.startswith(b":"):
-            return line.rstrip(b"\r\n") + b"\n\n"
-        if self._ended or self._failed:
-            return b""
-        if not line.startswith(b"data:"):
-            return self._rest_of_event() if self._parts and not line.strip() else b""
-        payload = line[5:].strip()
-        if payload == DONE:
-            self._ended = True
-            self._held = self._say(self._events.stop())
-            return b""
-        chunk = None if self._parts else read_reply(payload)
-        if chunk is None:
-            self._parts.append(payload)
-            return b""
-        return self._chunk(chunk, payload)
-
-    def _rest_of_event(self) -> bytes:
-        payload, self._parts = b"\n".join(self._parts), []
-        return self._chunk(read_reply(payload), payload)
-
-    def _chunk(self, chunk: ChatReply | None, payload: bytes) -> bytes:
-        if chunk is None or chunk.choices is None:
-            self._failed = True
-            return _error_event(decoded_object(payload) or {})
-        return self._say(self._events.take(chunk))
-
-    def _say(self, events: list[Event]) -> bytes:
-        for event in events:
-            merge_message_event(self._message, event)
-        return b"".join(encode_event(event) for event in events)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether `[DONE]` came."""
-        return self._ended
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls so far."""
-        return message_summary(self._message)
-
-
-def _translated(reply: ChatReply | None, model: str | None) -> bytes | None:
-    if reply is None or not reply.choices or reply.choices[0].message is None:
-        return None
-    return msgspec.json.encode(whole_message(reply, reply.choices[0], model or reply.model))
-
-
-def _asked_model(request: ModelRequest, served_name: str | None) -> str | None:
-    name = value_of(own_name(request, served_name))
-    return name if isinstance(name, str) else None
-
-
-def _translated_error(body: bytes, status: int | None) -> bytes | None:
-    """Return vLLM's error in Anthropic's format, with the type of its status there."""
-    error = _error_of(decoded_object(body) or {})
-    if error is None:
-        return None
-    if status not in ERROR_STATUSES:
-        status = error.status
-    return ANTHROPIC.body(error.message, error.kind, status=status)
-
-
-def _error_event(payload: dict[str, Any]) -> bytes:
-    error = _error_of(payload) or _Error(NOT_A_CHUNK, "", None)
-    return ANTHROPIC.event(error.message, error.kind, status=error.status)
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str
-    kind: str
-    status: int | None
-
-
-def _error_of(payload: dict[str, Any]) -> _Error | None:
-    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10."""
-    error = payload.get("error")
-    if not isinstance(error, dict):
-        error = payload if payload.get("object") == "error" else {}
-    message, kind, code = error.get("message"), error.get("type"), error.get("code")
-    if not isinstance(message, str):
-        return None
-    # vLLM's code is the HTTP status, OpenAI's is a word.
-    return _Error(message, str(kind), code if type(code) is int else None)
-
-
-class WholeMessageReader(WholeMessage):
-    """Read a chat completion in one piece as the message that it became."""
-
-    def __init__(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> None:
-        """Begin the reply to `request`, which came with this HTTP `status`."""
-        super().__init__(request, served_name, status=status)
-        self._tokens = ChatTokens()
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def _read(self, body: bytes) -> ChatReply | None:
-        reply = super()._read(body)
-        if reply is not None:
-            self._tokens.take(reply)
-        return reply
-
-    def facts(self) -> ReplyFacts:
-        """Return the message's facts, with the completion's token data."""
-        return message_facts(
-            self._message,
-            self._tokens.sampled(),
-            whole=self._whole,
-            too_deep=_arguments_nest_too_deep(b"".join(self._pieces)),
-        )
-
-
-class StreamedMessageReader(StreamedMessage):
-    """Read a chat completion's chunks as the message that they became."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin the reply to `request`."""
-        super().__init__(request, served_name)
-        self._tokens = ChatTokens()
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def _chunk(self, chunk: ChatReply | None, payload: bytes) -> bytes:
-        if chunk is not None and chunk.choices is not None:
-            self._tokens.take(chunk)
-        return super()._chunk(chunk, payload)
-
-    def facts(self) -> ReplyFacts:
-        """Return the facts of the message that the events make, with the chunks' token data."""
-        sampled = self._tokens.sampled()
-        return message_facts(self._message or None, sampled, whole=self._ended)
-
-
-def _arguments_nest_too_deep(raw: bytes) -> bool:
-    """Return whether a chat's reply that became a message has arguments that nest too deep.
-
-    A tool call's arguments are text in a chat, and a structure in a message.
-    """
-    if most_of(raw).containers <= MAX_DEPTH:
-        return False
-    reply = read_reply(raw)
-    messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []
-    calls = [call for message in messages if message for call in message.tool_calls or ()]
-    return any(
-        nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
-        for call in calls
     )

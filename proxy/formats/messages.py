@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, ReplyReader, StreamTranscript, Transcript, with_changes
+from proxy.formats.base import ModelRequest, ReplyParser, WireFormat, with_changes
 from proxy.formats.chat import CHAT, grammar_of_chat
 from proxy.formats.conversation import (
     UNHEARD_ROLES,
@@ -25,18 +25,8 @@ from proxy.formats.conversation import (
     is_only_text,
     tool_result,
 )
-from proxy.formats.errors import ANTHROPIC, ErrorShape
-from proxy.formats.message_replies import (
-    PlainReader,
-    PlainReply,
-    PlainStream,
-    PlainStreamReader,
-    Renaming,
-    StreamedMessage,
-    StreamedMessageReader,
-    WholeMessage,
-    WholeMessageReader,
-)
+from proxy.formats.errors import ANTHROPIC
+from proxy.formats.message_replies import ForwardedReply, TranslatedReply
 from proxy.formats.raw_json import Object
 from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form_within, limits_thinking
 
@@ -391,21 +381,20 @@ class MessagesSampling(SamplingRules):
         return None if as_chat is None else grammar_of_chat(as_chat, tag)
 
 
-CHAT_PATH: Final = CHAT.path
 ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
 
 
-class MessagesFormat(msgspec.Struct, frozen=True):
+class MessagesFormat(WireFormat):
     """Speak Anthropic's API, through chat completions if token ids are wanted."""
 
-    name: str = "messages"
-    title: str = "Anthropic messages"
-    path: str = "/v1/messages"
-    forwarded: tuple[str, ...] = ("/v1/messages/count_tokens",)
-    errors: ErrorShape = ANTHROPIC
-    turns: Turns = MessagesTurns()
-    sampling: SamplingRules = MessagesSampling()
-    unread: tuple[str, ...] = ()
+    name = "messages"
+    title = "Anthropic messages"
+    path = "/v1/messages"
+    forwarded = ("/v1/messages/count_tokens",)
+    errors = ANTHROPIC
+    turns = MessagesTurns()
+    sampling = MessagesSampling()
+    parser = TranslatedReply
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -420,36 +409,21 @@ class MessagesFormat(msgspec.Struct, frozen=True):
             request,
             body=msgspec.json.encode(chat | ASKED_FOR),
             injected=frozenset(ASKED_FOR),
-            path=CHAT_PATH,
+            path=CHAT.path,
         )
 
-    def whole(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> Transcript:
-        """Return a transcript that translates the reply, or passes it on if the request was."""
-        if request.path is None:
-            return PlainReply(Renaming(request, served_name))
-        return WholeMessage(request, served_name, status=status)
-
-    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
-        """Return a transcript that translates the events, or forwards them with the request."""
-        if request.path is None:
-            return PlainStream(Renaming(request, served_name))
-        return StreamedMessage(request, served_name)
-
-    def whole_reader(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> ReplyReader:
-        """Return a reader of a reply that was translated, or passed on if the request was."""
-        if request.path is None:
-            return PlainReader(Renaming(request, served_name))
-        return WholeMessageReader(request, served_name, status=status)
-
-    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
-        """Return a reader of events that were translated, or forwarded with the request."""
-        if request.path is None:
-            return PlainStreamReader(Renaming(request, served_name))
-        return StreamedMessageReader(request, served_name)
+    def reply(
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        streamed: bool,
+        status: int | None = None,
+        reading: bool = False,
+    ) -> ReplyParser:
+        """Return a parser that translates the reply, or forwards it if the request was."""
+        parser = ForwardedReply if request.path is None else self.parser
+        return parser(request, served_name, streamed=streamed, status=status, reading=reading)
 
 
 MESSAGES: Final = MessagesFormat()

@@ -18,14 +18,14 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from proxy.formats.base import (
+    EVENT,
     ModelRequest,
     ReplyFacts,
-    ReplyReader,
+    ReplyParser,
     ReplySummary,
     Sampled,
-    StreamTranscript,
-    Transcript,
-    own_name,
+    Unread,
+    WireFormat,
     with_changes,
 )
 from proxy.formats.conversation import (
@@ -36,22 +36,25 @@ from proxy.formats.conversation import (
     ToolCallShown,
     ToolResult,
     Turns,
+    blocks_of,
     is_only_text,
     is_text,
     tool_result,
 )
-from proxy.formats.errors import ErrorShape, ResponsesErrors
+from proxy.formats.errors import ResponsesErrors
 from proxy.formats.raw_json import (
+    ARRAY,
     NULL,
     NUMBER,
     ODD_SHAPE,
+    STRING,
     Member,
     Object,
     decoded_object,
     parse_object,
     readable_value,
+    string_or_none,
     value_of,
-    without,
 )
 from proxy.formats.sampling import (
     EVERYWHERE,
@@ -63,358 +66,8 @@ from proxy.formats.sampling import (
     of_text_form,
     the_grammar,
 )
-from proxy.formats.sse import EventStream, Unread
 from store.records import ToolCall
 
-IDS: Final = "enable_response_messages"
-INCLUDE: Final = "include"
-TOP: Final = "top_logprobs"
-# Any other item means that the server took turns of its own: several prompts, several samples.
-OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
-THOUGHT: Final = "reasoning"
-# With a false one, vLLM leaves thoughts out of the reply.
-SHOWS_THOUGHTS: Final = "include_reasoning"
-# vLLM's type of messages with token ids; those in gpt-oss's own form have none.
-RAW_TOKENS: Final = "raw_message_tokens"
-EMPTY: Final = msgspec.Raw(b"[]")
-DELTA: Final = b"response.output_text.delta"
-UNTOLD: Final = (NULL, EMPTY)
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-class ResponseFilter:
-    """Restore a response or its events, and gather the token data that this removes."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin with what `request` was given beside the client's own fields."""
-        self._model = own_name(request, served_name)
-        self._hide_ids = IDS in request.injected
-        self._hide_logprobs = INCLUDE in request.injected
-        self._thinks = request.fields.get(SHOWS_THOUGHTS) not in (None, True)
-        self._prompts: list[list[int]] | None = None
-        self._ids: list[list[int]] | None = None
-        self._logprobs: list[float] = []
-        self._one_sample = True
-        self._members = self._added_members(served_name)
-
-    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
-        members: dict[bytes, Member] = {}
-        if self._hide_ids:
-            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=b"["))
-        if self._hide_logprobs:
-            members[TOP.encode()] = Member(opens=NUMBER)
-            members[b"logprobs"] = Member(opens=b"[", unless_empty=True)
-        if self._model is not None:
-            served = msgspec.json.encode(served_name)
-            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
-        return members
-
-    def hide(self, payload: bytes) -> bytes:
-        """Return a payload that cannot be parsed with the values of added members replaced."""
-        members = self._members
-        if b"logprobs" in members and DELTA in payload:
-            members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
-        return without(payload, members)
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Return whether a reply goes through unchanged."""
-        return not (self._hide_ids or self._hide_logprobs or self._model)
-
-    def response(self, response: Object) -> None:
-        """Restore a response in place; its token data replaces that of an earlier event."""
-        if self._model is not None and "model" in response:
-            response["model"] = self._model
-        self._prompts = _tokens(response.get("input_messages"))
-        self._ids = _tokens(response.get("output_messages"))
-        for name in ("input_messages", "output_messages"):
-            if self._hide_ids and name in response:
-                response[name] = NULL
-        if self._hide_logprobs and TOP in response:
-            response[TOP] = NULL
-        self._logprobs = []
-        items = objects_of(response.get("output"))
-        if items:
-            for item in items:
-                kind = value_of(item.get("type"))
-                self._one_sample &= kind in OWN_ITEMS
-                self._thinks |= kind == THOUGHT
-                self._logprobs += self.item(item)
-            response["output"] = msgspec.Raw(msgspec.json.encode(items))
-
-    def item(self, item: Object) -> list[float]:
-        """Restore an output item in place, and return its log-probabilities."""
-        logprobs: list[float] = []
-        parts = objects_of(item.get("content"))
-        if parts:
-            for part in parts:
-                logprobs += self.text(part, NULL)
-            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
-        return logprobs
-
-    def text(self, holder: Object, untold: msgspec.Raw) -> list[float]:
-        """Restore a text, or a piece of one, in place, and return its log-probabilities.
-
-        `untold` is the value of `logprobs` in a text for which none were asked.
-        """
-        logprobs = holder.get("logprobs")
-        if logprobs is None or logprobs in UNTOLD:
-            return []
-        if self._hide_logprobs:
-            holder["logprobs"] = untold
-        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
-
-    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """Return the token data; the ids only if there was one prompt and all else was sampled.
-
-        vLLM gives log-probabilities of texts only. They count if they are as many as the ids: of
-        fewer it cannot be told whose they are.
-        """
-        prompts, replies = self._prompts or [], self._ids or []
-        exact = self._one_sample and len(prompts) == 1
-        ids = tuple(replies[0]) if exact and len(replies) == 1 else None
-        complete = ids is not None and len(self._logprobs) == len(ids)
-        return Sampled(
-            prompt_ids=tuple(prompts[0]) if exact else None,
-            sampled_ids=ids,
-            sampled_logprobs=tuple(self._logprobs) if complete else None,
-            choices=1,
-            completion_tokens=(usage or {}).get("output_tokens"),
-            thoughtless=not self._thinks and _thinking_tokens(usage) == 0,
-        )
-
-
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _RawMessage(msgspec.Struct):
-    type: str
-    tokens: list[TokenId] | None = None
-
-
-def _thinking_tokens(usage: dict[str, Any] | None) -> Any:
-    """Return how many tokens of thoughts were counted, or None if it is not told."""
-    details = (usage or {}).get("output_tokens_details")
-    return details.get("reasoning_tokens") if isinstance(details, dict) else None
-
-
-def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
-    """Return the ids of each message, or None if there are none."""
-    if raw is None or raw in UNTOLD:
-        return None
-    messages = msgspec.json.decode(raw, type=list[_RawMessage])
-    if any(message.type != RAW_TOKENS or message.tokens is None for message in messages):
-        return None
-    return [message.tokens or [] for message in messages]
-
-
-def objects_of(raw: msgspec.Raw | None) -> list[Object]:
-    """Return a list's members with values unparsed; nothing if the value is not a list."""
-    if raw is None or bytes(raw)[:1] != b"[":
-        return []
-    return msgspec.json.decode(raw, type=list[Object])
-
-
-LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
-
-
-class WholeResponse:
-    """Follow a response in one piece."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin the reply to `request`."""
-        self._filter = ResponseFilter(request, served_name)
-        self._pieces: list[bytes] = []
-        self._response: dict[str, Any] | None = None
-        self._whole = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Keep the bytes until the reply's end, and return none."""
-        self._pieces.append(chunk)
-        return b""
-
-    def finish(self) -> bytes:
-        """Return the restored reply, byte for byte the upstream's if nothing was added."""
-        out = self._restored(b"".join(self._pieces))
-        self._response, self._whole = decoded_object(out), True
-        return out
-
-    def _restored(self, body: bytes) -> bytes:
-        parsed = parse_object(body)
-        if parsed is None or parsed.keys().isdisjoint(("model", "output")):
-            return self._filter.hide(body)
-        try:
-            self._filter.response(parsed)
-        except ODD_SHAPE:
-            return self._filter.hide(body)
-        return body if self._filter.changes_nothing else msgspec.json.encode(parsed)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the reply's end has come."""
-        return self._whole
-
-    def summary(self) -> ReplySummary:
-        """Return the response's id, text and tool calls."""
-        return _summary(self._response or {}, text_of(self._response or {}))
-
-
-class StreamedResponse:
-    """Follow a response's events; the first and the last carry the response itself."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin the reply to `request`."""
-        self._filter = ResponseFilter(request, served_name)
-        self._events = EventStream(self._data, self._filter.hide, _is_end)
-        self._response: dict[str, Any] | None = None
-        self._deltas: list[str] = []
-        self._unread = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Return the restored lines that `chunk` completes, up to the event that ends the reply."""
-        return self._events.feed(chunk)
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether the event that ends the reply has come whole."""
-        return self._events.at_end
-
-    def release(self) -> bytes:
-        """Return the held back end of the stream."""
-        return self._events.release()
-
-    def finish(self) -> bytes:
-        """Return the held back end of the stream, with any unfinished line."""
-        return self._events.finish()
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the last event came and all events were readable."""
-        return self._events.ended and not (self._unread or self._events.unread)
-
-    def summary(self) -> ReplySummary:
-        """Return the id, text and tool calls so far; tool calls only once the last event came."""
-        return _summary(self._response or {}, "".join(self._deltas))
-
-    def _data(self, payload: bytes) -> bytes:
-        event = parse_object(payload)
-        if event is None:
-            raise Unread
-        try:
-            changed = self._read(event)
-        except ODD_SHAPE:
-            self._unread = True
-            return self._filter.hide(payload)
-        if not changed or self._filter.changes_nothing:
-            return payload
-        return msgspec.json.encode(event)
-
-    def _read(self, event: Object) -> bool:
-        """Restore an event in place; return whether it is of a type that may change."""
-        kind = value_of(event.get("type"))
-        if "response" in event:
-            response = msgspec.json.decode(event["response"], type=Object)
-            self._filter.response(response)
-            event["response"] = msgspec.Raw(msgspec.json.encode(response))
-            self._response = decoded_object(event["response"])
-        elif kind == "response.output_text.delta":
-            self._deltas.append(msgspec.json.decode(event["delta"], type=str))
-            self._filter.text(event, EMPTY)
-        elif kind == "response.content_part.done":
-            part = msgspec.json.decode(event["part"], type=Object)
-            self._filter.text(part, NULL)
-            event["part"] = msgspec.Raw(msgspec.json.encode(part))
-        elif kind == "response.output_item.done":
-            item = msgspec.json.decode(event["item"], type=Object)
-            self._filter.item(item)
-            event["item"] = msgspec.Raw(msgspec.json.encode(item))
-        else:
-            return False
-        return True
-
-
-def _is_end(line: bytes) -> bool:
-    name, _, value = line.partition(b":")
-    return name == b"event" and value.strip().decode(errors="replace") in LAST_EVENTS
-
-
-def _summary(response: dict[str, Any], text: str) -> ReplySummary:
-    calls = tool_calls_of(response)
-    return ReplySummary(response_id=string_of(response.get("id")), text=text, tool_calls=calls)
-
-
-def string_of(value: object) -> str | None:
-    """Return `value` if it is a string, else None."""
-    return value if isinstance(value, str) else None
-
-
-def _members(holder: dict[str, Any], field: str, kind: str) -> list[dict[str, Any]]:
-    value = holder.get(field)
-    members = value if isinstance(value, list) else []
-    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
-
-
-def text_of(response: dict[str, Any]) -> str:
-    """Return what a response says, its items' texts one after another."""
-    messages = _members(response, "output", "message")
-    parts = (part for item in messages for part in _members(item, "content", "output_text"))
-    return "".join(string_of(part.get("text")) or "" for part in parts)
-
-
-def tool_calls_of(response: dict[str, Any]) -> tuple[ToolCall, ...]:
-    """Return the tool executions that a response asks for."""
-    return tuple(
-        ToolCall(
-            id=str(item.get("call_id")),
-            name=str(item.get("name")),
-            arguments=str(item.get("arguments")),
-        )
-        for item in _members(response, "output", "function_call")
-    )
-
-
-class WholeResponseReader(WholeResponse):
-    """Read a response in one piece."""
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def facts(self) -> ReplyFacts:
-        """Return the response's facts."""
-        return _facts(self._response, self._filter, whole=self._whole)
-
-
-class StreamedResponseReader(StreamedResponse):
-    """Read a response's events."""
-
-    def read(self, raw: bytes) -> None:
-        """Take the reply's bytes."""
-        self.feed(raw)
-
-    def facts(self) -> ReplyFacts:
-        """Return the facts of the response in the newest event that carries it."""
-        return _facts(self._response, self._filter, whole=self.ended)
-
-
-def _facts(response: dict[str, Any] | None, filtered: ResponseFilter, *, whole: bool) -> ReplyFacts:
-    if response is None:
-        return ReplyFacts(None, None, None, None, (), filtered.sampled(None), whole)
-    usage = response.get("usage") if isinstance(response.get("usage"), dict) else None
-    return ReplyFacts(
-        reply=msgspec.json.encode(response),
-        response_id=string_of(response.get("id")),
-        finish=string_of(response.get("status")),
-        usage=usage,
-        tool_calls=tool_calls_of(response),
-        sampled=filtered.sampled(usage),
-        whole=whole,
-        text=text_of(response),
-    )
-
-
-QUOTE: Final = b'"'
 PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only what is new.
 KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
@@ -458,7 +111,7 @@ class ResponsesTurns(Turns):
     def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
         """Return what users say, message by message; an input that is one text is a user's."""
         given = parsed.get(self.field, NULL)
-        is_one_text = memoryview(given)[0] in QUOTE
+        is_one_text = memoryview(given)[0] in STRING
         return [given] if is_one_text else super().said_by_users(parsed)
 
     def only_text(self, parsed: Object) -> bool:
@@ -550,20 +203,259 @@ class ResponsesSampling(SamplingRules):
         return the_grammar(fields, form, of_text_form, forced, functions, tag)
 
 
+IDS: Final = "enable_response_messages"
+INCLUDE: Final = "include"
+TOP: Final = "top_logprobs"
 LOGPROBS: Final = "message.output_text.logprobs"
 
+# Any other item means that the server took turns of its own: several prompts, several samples.
+_OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+_THOUGHT: Final = "reasoning"
+# With a false one, vLLM leaves thoughts out of the reply.
+_SHOWS_THOUGHTS: Final = "include_reasoning"
+# vLLM's type of messages with token ids; those in gpt-oss's own form have none.
+_RAW_TOKENS: Final = "raw_message_tokens"
+_LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_TEXT_DELTA: Final = "response.output_text.delta"
+_EMPTY: Final = msgspec.Raw(b"[]")
+_NOT_ASKED: Final = (NULL, _EMPTY)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
-class ResponsesFormat(msgspec.Struct, frozen=True):
+
+class ResponsesReply(ReplyParser):
+    """Follow a response in one piece, or its events, of which first and last carry the response.
+
+    A reply that is not of the API's shape is passed on as it came, without what was added, wherever
+    that stands.
+    """
+
+    def begin(self) -> None:
+        """Begin without anything gathered."""
+        self._hide_ids = IDS in self._request.injected
+        self._hide_logprobs = INCLUDE in self._request.injected
+        self._changes_nothing = not (self._hide_ids or self._hide_logprobs or self._model)
+        # The newest response, as the client sees it.
+        self._response: dict[str, Any] | None = None
+        self._deltas: list[str] = []
+        self._prompts: list[list[int]] | None = None
+        self._ids: list[list[int]] | None = None
+        self._logprobs: list[float] = []
+        self._one_sample = True
+        self._thinks = self._request.fields.get(_SHOWS_THOUGHTS) not in (None, True)
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the restored reply, byte for byte the upstream's if nothing was added."""
+        out = self._restored(body)
+        self._response = decoded_object(out)
+        return out
+
+    def _restored(self, body: bytes) -> bytes:
+        parsed = parse_object(body)
+        if parsed is None or parsed.keys().isdisjoint(("model", "output")):
+            return self.hide(body)
+        try:
+            self._restore_response(parsed)
+        except ODD_SHAPE:
+            return self.hide(body)
+        return body if self._changes_nothing else msgspec.json.encode(parsed)
+
+    def event(self, data: bytes) -> bytes:
+        """Return the restored data of an event."""
+        event = parse_object(data)
+        if event is None:
+            raise Unread
+        try:
+            changed = self._restore_event(event)
+        except ODD_SHAPE:
+            self._unread += 1
+            return self.hide(data)
+        return msgspec.json.encode(event) if changed and not self._changes_nothing else data
+
+    def is_end(self, line: bytes) -> bool:
+        """Return whether a line names the event that ends a response."""
+        if not line.startswith(EVENT):
+            return False
+        return line[len(EVENT) :].strip().decode(errors="replace") in _LAST_EVENTS
+
+    def added(self, data: bytes) -> dict[bytes, Member]:
+        """Return the members that are taken out of a response, or of a text's delta."""
+        members: dict[bytes, Member] = {}
+        if self._hide_ids:
+            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=ARRAY))
+        if self._hide_logprobs:
+            instead = bytes(_EMPTY if _TEXT_DELTA.encode() in data else NULL)
+            members[TOP.encode()] = Member(opens=NUMBER)
+            members[b"logprobs"] = Member(opens=ARRAY, instead=instead, unless_empty=True)
+        return members
+
+    def summary(self) -> ReplySummary:
+        """Return the id, text and tool calls so far; tool calls only once the last event came."""
+        response = self._response or {}
+        return ReplySummary(
+            response_id=string_or_none(response.get("id")),
+            text="".join(self._deltas) if self._streamed else _text_of(response),
+            tool_calls=_tool_calls_of(response),
+        )
+
+    def facts(self) -> ReplyFacts:
+        """Return the facts of the response, in a stream those of the newest event that has it."""
+        response = self._response
+        if response is None:
+            return ReplyFacts(None, None, None, None, (), self._sampled(None))
+        usage = response.get("usage") if isinstance(response.get("usage"), dict) else None
+        return ReplyFacts(
+            reply=msgspec.json.encode(response),
+            response_id=string_or_none(response.get("id")),
+            finish=string_or_none(response.get("status")),
+            usage=usage,
+            tool_calls=_tool_calls_of(response),
+            sampled=self._sampled(usage),
+            text=_text_of(response),
+        )
+
+    def _sampled(self, usage: dict[str, Any] | None) -> Sampled:
+        """Return the token data; the ids only if there was one prompt and all else was sampled.
+
+        vLLM gives log-probabilities of texts only. They count if they are as many as the ids: of
+        fewer it cannot be told whose they are.
+        """
+        prompts, replies = self._prompts or [], self._ids or []
+        exact = self._one_sample and len(prompts) == 1
+        ids = tuple(replies[0]) if exact and len(replies) == 1 else None
+        complete = ids is not None and len(self._logprobs) == len(ids)
+        details = (usage or {}).get("output_tokens_details")
+        thoughts = details.get("reasoning_tokens") if isinstance(details, dict) else None
+        return Sampled(
+            prompt_ids=tuple(prompts[0]) if exact else None,
+            sampled_ids=ids,
+            sampled_logprobs=tuple(self._logprobs) if complete else None,
+            choices=1,
+            completion_tokens=(usage or {}).get("output_tokens"),
+            thoughtless=not self._thinks and thoughts == 0,
+        )
+
+    def _restore_event(self, event: Object) -> bool:
+        """Restore an event in place; return whether it is of a type that may change."""
+        kind = value_of(event.get("type"))
+        if "response" in event:
+            response = msgspec.json.decode(event["response"], type=Object)
+            self._restore_response(response)
+            event["response"] = msgspec.Raw(msgspec.json.encode(response))
+            self._response = decoded_object(event["response"])
+        elif kind == _TEXT_DELTA:
+            self._deltas.append(msgspec.json.decode(event["delta"], type=str))
+            self._restore_text(event, _EMPTY)
+        elif kind == "response.content_part.done":
+            part = msgspec.json.decode(event["part"], type=Object)
+            self._restore_text(part, NULL)
+            event["part"] = msgspec.Raw(msgspec.json.encode(part))
+        elif kind == "response.output_item.done":
+            item = msgspec.json.decode(event["item"], type=Object)
+            self._restore_item(item)
+            event["item"] = msgspec.Raw(msgspec.json.encode(item))
+        else:
+            return False
+        return True
+
+    def _restore_response(self, response: Object) -> None:
+        """Restore a response in place; its token data replaces that of an earlier event."""
+        if self._model is not None and "model" in response:
+            response["model"] = self._model
+        self._prompts = _token_ids(response.get("input_messages"))
+        self._ids = _token_ids(response.get("output_messages"))
+        for name in ("input_messages", "output_messages"):
+            if self._hide_ids and name in response:
+                response[name] = NULL
+        if self._hide_logprobs and TOP in response:
+            response[TOP] = NULL
+        self._logprobs = []
+        items = _objects_of(response.get("output"))
+        if items:
+            for item in items:
+                kind = value_of(item.get("type"))
+                self._one_sample &= kind in _OWN_ITEMS
+                self._thinks |= kind == _THOUGHT
+                self._logprobs += self._restore_item(item)
+            response["output"] = msgspec.Raw(msgspec.json.encode(items))
+
+    def _restore_item(self, item: Object) -> list[float]:
+        """Restore an output item in place, and return its log-probabilities."""
+        logprobs: list[float] = []
+        parts = _objects_of(item.get("content"))
+        if parts:
+            for part in parts:
+                logprobs += self._restore_text(part, NULL)
+            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
+        return logprobs
+
+    def _restore_text(self, holder: Object, not_asked: msgspec.Raw) -> list[float]:
+        """Restore a text, or a piece of one, in place, and return its log-probabilities.
+
+        `not_asked` is the value of `logprobs` in a text for which none were asked.
+        """
+        logprobs = holder.get("logprobs")
+        if logprobs is None or logprobs in _NOT_ASKED:
+            return []
+        if self._hide_logprobs:
+            holder["logprobs"] = not_asked
+        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _RawMessage(msgspec.Struct):
+    type: str
+    tokens: list[TokenId] | None = None
+
+
+def _token_ids(raw: msgspec.Raw | None) -> list[list[int]] | None:
+    """Return the ids of each message, or None if there are none."""
+    if raw is None or raw in _NOT_ASKED:
+        return None
+    messages = msgspec.json.decode(raw, type=list[_RawMessage])
+    if any(message.type != _RAW_TOKENS or message.tokens is None for message in messages):
+        return None
+    return [message.tokens or [] for message in messages]
+
+
+def _objects_of(raw: msgspec.Raw | None) -> list[Object]:
+    """Return a list's members with values unparsed; nothing if the value is not a list."""
+    if raw is None or memoryview(raw)[0] not in ARRAY:
+        return []
+    return msgspec.json.decode(raw, type=list[Object])
+
+
+def _text_of(response: dict[str, Any]) -> str:
+    """Return what a response says, its items' texts one after another."""
+    messages = blocks_of(response.get("output"), "message")
+    parts = (part for item in messages for part in blocks_of(item.get("content"), "output_text"))
+    return "".join(string_or_none(part.get("text")) or "" for part in parts)
+
+
+def _tool_calls_of(response: dict[str, Any]) -> tuple[ToolCall, ...]:
+    """Return the tool executions that a response asks for."""
+    return tuple(
+        ToolCall(
+            id=str(item.get("call_id")),
+            name=str(item.get("name")),
+            arguments=str(item.get("arguments")),
+        )
+        for item in blocks_of(response.get("output"), "function_call")
+    )
+
+
+class ResponsesFormat(WireFormat):
     """Speak OpenAI's Responses API."""
 
-    name: str = "responses"
-    title: str = "OpenAI responses"
-    path: str = "/v1/responses"
-    forwarded: tuple[str, ...] = ()
-    errors: ErrorShape = ResponsesErrors()
-    turns: Turns = ResponsesTurns()
-    sampling: SamplingRules = ResponsesSampling()
-    unread: tuple[str, ...] = ()
+    name = "responses"
+    title = "OpenAI responses"
+    path = "/v1/responses"
+    errors = ResponsesErrors()
+    turns = ResponsesTurns()
+    sampling = ResponsesSampling()
+    parser = ResponsesReply
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -585,26 +477,6 @@ class ResponsesFormat(msgspec.Struct, frozen=True):
                 if isinstance(fields.get(TOP), int) and fields[TOP] > 0:
                     added[TOP] = msgspec.Raw(b"0")
         return with_changes(request, served_name, added)
-
-    def whole(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> Transcript:
-        """Return a transcript of a response in one piece."""
-        return WholeResponse(request, served_name)
-
-    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
-        """Return a transcript of a response's events."""
-        return StreamedResponse(request, served_name)
-
-    def whole_reader(
-        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> ReplyReader:
-        """Return a reader of a response in one piece."""
-        return WholeResponseReader(request, served_name)
-
-    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
-        """Return a reader of a response's events."""
-        return StreamedResponseReader(request, served_name)
 
 
 RESPONSES: Final = ResponsesFormat()

@@ -26,10 +26,7 @@ from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
     ReplyFacts,
-    ReplyReader,
-    ReplySummary,
     Sampled,
-    Transcript,
     WireFormat,
     read_request,
     request_of,
@@ -97,7 +94,7 @@ def _texts(content: Any) -> Iterator[bytes]:
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
 NO_READERS = ResultReaders()
-NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
+NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED)
 CANNOT_BE_READ: Final = "cannot be read"
 
 
@@ -318,7 +315,7 @@ def _nests_too_deep(facts: ReplyFacts) -> bool:
 
 def _unreadable(facts: ReplyFacts) -> ReplyFacts:
     """Return the facts of a reply that is kept as raw bytes: its id, which feedback may name."""
-    return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
+    return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id)
 
 
 def _facts(
@@ -333,40 +330,20 @@ def _facts(
         return NO_REPLY
     wire_format, name = FORMATS[captured.dialect], captured.served_model
     rewritten = wire_format.rewrite(request, name, want_ids=captured.wanted_ids)
+    parser = wire_format.reply(
+        rewritten,
+        name,
+        streamed=captured.streamed,
+        status=captured.http_status,
+        reading=reading,
+    )
+    parser.feed(raw)
+    if captured.streamed or captured.status == "complete":
+        # The worker took what there was of a stream as its end.
+        parser.finish()
     if not reading:
-        return msgspec.structs.replace(
-            NO_REPLY, response_id=_followed(captured, wire_format, rewritten, raw).response_id
-        )
-    reader: ReplyReader = (
-        wire_format.stream_reader(rewritten, name)
-        if captured.streamed
-        else wire_format.whole_reader(rewritten, name, status=captured.http_status)
-    )
-    reader.read(raw)
-    if _came_to_an_end(captured):
-        reader.finish()
-    return reader.facts()
-
-
-def _followed(
-    captured: CapturedCall, wire_format: WireFormat, rewritten: ModelRequest, raw: bytes
-) -> ReplySummary:
-    """Return the summary of a reply that is followed as the worker did it."""
-    name = captured.served_model
-    transcript: Transcript = (
-        wire_format.streamed(rewritten, name)
-        if captured.streamed
-        else wire_format.whole(rewritten, name, status=captured.http_status)
-    )
-    transcript.feed(raw)
-    if _came_to_an_end(captured):
-        transcript.finish()
-    return transcript.summary()
-
-
-def _came_to_an_end(captured: CapturedCall) -> bool:
-    """Return whether the worker took the reply's end, or what there was of a stream as its end."""
-    return captured.streamed or captured.status == "complete"
+        return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id)
+    return parser.facts()
 
 
 def _results(

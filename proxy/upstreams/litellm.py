@@ -19,8 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.errors import BadRequest, BadUpstreams, UpstreamSilent
-from proxy.formats.base import read_request
-from proxy.formats.choices import DONE
+from proxy.formats.base import DONE, read_request
 from proxy.formats.errors import OPENAI
 from proxy.http.client import Torn
 from proxy.http.wire import JSON, Headers

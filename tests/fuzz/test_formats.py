@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, Transcript, read_request
+from proxy.formats.base import ModelRequest, ReplyParser, read_request
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
 from store.records import CallRecord
@@ -56,49 +56,46 @@ def test_any_request_can_be_rewritten(
 def test_any_whole_reply_can_be_followed(
     name: str, body: bytes, reply: bytes, served_name: str | None, want_ids: bool
 ) -> None:
-    wire_format = FORMATS[name]
-    asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
-    expected = _unchanged(asked, served_name, reply)
-    reader = wire_format.whole_reader(asked, served_name)
-    for transcript in (wire_format.whole(asked, served_name), reader):
-        passed = _followed(transcript, [reply])
-        assert transcript.ended in (True, False)
-        assert expected in (None, passed)
-    reader.facts()
+    asked = FORMATS[name].rewrite(read_request(body), served_name, want_ids=want_ids)
+    _follow(name, asked, served_name, [reply], streamed=False)
 
 
-def _pieces(tape: Tape) -> tuple[bytes, list[bytes]]:
-    stream = calls.streams(tape)
-    return stream, cut(tape, stream)
+def _pieces(tape: Tape) -> list[bytes]:
+    return cut(tape, calls.streams(tape))
 
 
 @fuzzing(500)
 @given(names, requests, made_of(_pieces), served, st.booleans())
 def test_any_stream_can_be_followed(
-    name: str,
-    body: bytes,
-    stream: tuple[bytes, list[bytes]],
-    served_name: str | None,
-    want_ids: bool,
+    name: str, body: bytes, pieces: list[bytes], served_name: str | None, want_ids: bool
 ) -> None:
-    wire_format = FORMATS[name]
-    asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
-    reply, chunks = stream
-    expected = _unchanged(asked, served_name, reply)
-    reader = wire_format.stream_reader(asked, served_name)
-    for transcript in (wire_format.streamed(asked, served_name), reader):
-        passed = _followed(transcript, chunks)
-        assert transcript.ended in (True, False)
-        assert expected in (None, passed)
-    reader.facts()
+    asked = FORMATS[name].rewrite(read_request(body), served_name, want_ids=want_ids)
+    _follow(name, asked, served_name, pieces, streamed=True)
 
 
-def _followed(transcript: Transcript, chunks: list[bytes]) -> bytes:
+def _follow(
+    name: str, asked: ModelRequest, served_name: str | None, pieces: list[bytes], *, streamed: bool
+) -> None:
+    """Follow a reply in pieces as the worker does, and read it: in pieces, and at once."""
+    spoken, reply = FORMATS[name], b"".join(pieces)
+    worker = spoken.reply(asked, served_name, streamed=streamed)
+    passed = _fed(worker, pieces)
+    assert _unchanged(asked, served_name, reply) in (None, passed)
+    at_once, again = (
+        spoken.reply(asked, served_name, streamed=streamed, reading=True) for _ in range(2)
+    )
+    assert _fed(at_once, [reply]) == _fed(again, pieces) == b""
+    assert at_once.ended == again.ended
+    # NaN is no equal of itself.
+    assert repr(at_once.facts()) == repr(again.facts())
+
+
+def _fed(parser: ReplyParser, pieces: list[bytes]) -> bytes:
     """What it passes on to its end; it is looked at before that too: it may break off anywhere."""
-    passed = b"".join([transcript.feed(chunk) for chunk in chunks])
-    transcript.summary()
-    passed += transcript.finish()
-    transcript.summary()
+    passed = b"".join([parser.feed(piece) for piece in pieces])
+    parser.summary()
+    passed += parser.finish()
+    parser.summary()
     return passed
 
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from proxy.formats.base import ModelRequest, ReplyFacts, read_request
+from proxy.formats.base import ModelRequest, ReplyFacts, ReplySummary, read_request
 from proxy.formats.registry import FORMATS
 
 FOLDER = Path(__file__).parent / "recorded"
@@ -23,8 +23,8 @@ TRIES = 20
 
 def recordings(api: str) -> dict[str, dict[str, str]]:
     """Return every exchange of one API, by its name."""
-    found: dict[str, dict[str, str]] = json.loads((FOLDER / f"{api}.json").read_text())
-    return found
+    exchanges: dict[str, dict[str, str]] = json.loads((FOLDER / f"{api}.json").read_text())
+    return exchanges
 
 
 def normalised(body: bytes) -> bytes:
@@ -56,10 +56,30 @@ def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(points)]
 
 
-def follow(api: str, request: ModelRequest, pieces: list[bytes]) -> tuple[bytes, ReplyFacts, Any]:
-    """Return what the client sees of a reply in pieces, its facts and its summary."""
-    spoken = FORMATS[api]
-    reader = spoken.stream_reader if request.stream else spoken.whole_reader
-    transcript: Any = reader(request, SERVED)
-    out = b"".join(transcript.feed(piece) for piece in pieces) + transcript.finish()
-    return out, transcript.facts(), transcript.summary()
+class Followed(NamedTuple):
+    """What the client sees of a reply, what is stored of it, and what a later call may repeat."""
+
+    seen: bytes
+    facts: ReplyFacts
+    summary: ReplySummary
+    ended: bool
+
+
+def follow(
+    name: str,
+    request: ModelRequest,
+    pieces: Iterable[bytes],
+    served: str | None = SERVED,
+    *,
+    streamed: bool | None = None,
+    status: int | None = None,
+) -> Followed:
+    """Follow a reply as a worker does, and read it as the ingester does."""
+    is_stream = request.stream if streamed is None else streamed
+    spoken = FORMATS[name]
+    worker = spoken.reply(request, served, streamed=is_stream, status=status)
+    reader = spoken.reply(request, served, streamed=is_stream, status=status, reading=True)
+    pieces = list(pieces)
+    seen = b"".join([*map(worker.feed, pieces), worker.finish()])
+    assert reader.feed(b"".join(pieces)) + reader.finish() == b""
+    return Followed(seen, reader.facts(), worker.summary(), worker.ended)

@@ -14,6 +14,7 @@ from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.records import CallRecord
+from tests.support.recordings import follow
 from tests.support.records import captured
 
 VALUES = st.recursive(
@@ -73,12 +74,6 @@ def test_values_that_python_cannot_hold_reach_the_client(name: str, body: bytes)
     """Halves of an emoji in a stream, numbers past any float: for the client, not for us."""
     spoken = FORMATS[name]
     request = spoken.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
-    whole: Any = spoken.whole_reader(request, "m@1")
-    whole.feed(body)
-    streamed: Any = spoken.stream_reader(request, "m@1")
-    passed = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
-    for seen in (whole.finish(), passed):
+    for streamed, reply in ((False, body), (True, b"data: " + body + b"\n\n")):
+        seen = follow(name, request, [reply], "m@1", streamed=streamed).seen
         assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
-    for transcript in (whole, streamed):
-        transcript.facts()
-        transcript.summary()

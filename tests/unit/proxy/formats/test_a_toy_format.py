@@ -24,7 +24,7 @@ from store.write.rows import derived_task
 from tests.support.doubles import MOST, Remembered, SaidReply, SaidServer, data_port
 from tests.support.http_wires import settle
 from tests.support.records import tokens
-from tests.support.toy_format.toy import TOY
+from tests.support.toy_format import TOY
 
 ASKED = {"model": "m", "said": [{"by": "me", "words": "Hello?"}], "temperature": 1}
 ANSWER = {"id": "toy-1", "model": "m@1", "words": "Hi.", "tokens": [[1, 2], [3, 4], [-0.5, -1.0]]}

@@ -1,4 +1,4 @@
-"""The chat wire_format: what is added is taken out again, whatever way the stream is cut."""
+"""Chat and text completions: what is added is taken out again, whatever way a stream is cut."""
 
 import json
 from itertools import pairwise
@@ -8,21 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import read_request
+from proxy.formats.base import ModelRequest, read_request
 from proxy.formats.chat import CHAT
-from proxy.formats.choices import StreamedReply, StreamReader, WholeReader, WholeReply
 from proxy.formats.completions import COMPLETIONS
+from tests.support.recordings import Followed, follow
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'
     b'"x":1e400,"seed":12345678901234567890}'
 )
+SERVED = "agent@3"
 
 
-def asked(body: bytes = ASKED, **fields: Any) -> Any:
+def asked(body: bytes = ASKED, **fields: Any) -> ModelRequest:
     if fields:
-        body = json.dumps(json.loads(b'{"model":"agent"}') | fields).encode()
-    return CHAT.rewrite(read_request(body), "agent@3", want_ids=True)
+        body = json.dumps({"model": "agent"} | fields).encode()
+    return CHAT.rewrite(read_request(body), SERVED, want_ids=True)
 
 
 def event(value: Any) -> bytes:
@@ -34,133 +35,143 @@ def chunk(delta: Any, ids: Any = None, logprobs: Any = None, **more: Any) -> dic
         None if logprobs is None else {"content": [{"token": "t", "logprob": p} for p in logprobs]}
     )
     choice = {"index": 0, "delta": delta, "logprobs": content, "finish_reason": None}
-    return {"id": "r1", "model": "agent@3", "choices": [choice | {"token_ids": ids} | more]}
+    return {"id": "r1", "model": SERVED, "choices": [choice | {"token_ids": ids} | more]}
+
+
+def joined(*lines: bytes) -> bytes:
+    return b"\n\n".join([*lines, b"data: [DONE]", b""])
 
 
 HEAD = chunk({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1, 2, 3]}
-STREAM = (
-    b"\n\n".join(
-        [
-            event(HEAD),
-            event(chunk({"content": "h\u00e9"}, [4], [-0.5])),
-            event(chunk({}, [5], [-1.5])),
-            b": a comment",
-            event(chunk({"content": "llo\u2028"}, [6], [-2.5], finish_reason="stop")),
-            event(
-                {"id": "r1", "model": "agent@3", "choices": [], "usage": {"completion_tokens": 3}}
-            ),
-            b"data: [DONE]",
-        ]
-    )
-    + b"\n\n"
+USAGE = {"id": "r1", "model": SERVED, "choices": [], "usage": {"completion_tokens": 3}}
+STREAM = joined(
+    event(HEAD),
+    event(chunk({"content": "h\u00e9"}, [4], [-0.5])),
+    event(chunk({}, [5], [-1.5])),
+    b": a comment",
+    event(chunk({"content": "llo\u2028"}, [6], [-2.5], finish_reason="stop")),
+    event(USAGE),
 )
-SEEN = (
-    b"\n\n".join(
-        [
-            event(HEAD | {"model": "agent", "prompt_token_ids": None}),
-            event(chunk({"content": "h\u00e9"}) | {"model": "agent"}),
-            b": a comment",
-            event(chunk({"content": "llo\u2028"}, finish_reason="stop") | {"model": "agent"}),
-            event({"id": "r1", "model": "agent", "choices": [], "usage": {"completion_tokens": 3}}),
-            b"data: [DONE]",
-        ]
-    )
-    + b"\n\n"
+SEEN = joined(
+    event(HEAD | {"model": "agent", "prompt_token_ids": None}),
+    event(chunk({"content": "h\u00e9"}) | {"model": "agent"}),
+    b": a comment",
+    event(chunk({"content": "llo\u2028"}, finish_reason="stop") | {"model": "agent"}),
+    event(USAGE | {"model": "agent"}),
 )
 
 
-def run(pieces: list[bytes]) -> tuple[bytes, StreamReader]:
-    reply = StreamReader(asked(), "agent@3", "chat.completion")
-    out = b"".join(reply.feed(piece) for piece in pieces)
-    return out + reply.finish(), reply
+def run(*pieces: bytes, request: ModelRequest | None = None) -> Followed:
+    return follow("chat", request or asked(), pieces, SERVED, streamed=True)
 
 
-def test_the_request_keeps_its_bytes_but_for_what_is_added() -> None:
+def test_request_keeps_its_bytes_but_for_what_is_added() -> None:
     body = asked().body
     assert body == ASKED.replace(b'"agent"', b'"agent@3"')[:-1] + (
         b',"logprobs":true,"return_token_ids":true}'
     )
-
-
-def test_nothing_wanted_nothing_changed() -> None:
     request = read_request(ASKED)
     assert CHAT.rewrite(request, "agent", want_ids=False).body is request.body
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a":\xff}'])
-def test_what_is_no_json_object_goes_through(body: bytes) -> None:
-    request = CHAT.rewrite(read_request(body), "agent@3", want_ids=True)
+def test_request_that_is_no_json_object_is_not_changed(body: bytes) -> None:
+    request = CHAT.rewrite(read_request(body), SERVED, want_ids=True)
     assert request.body == body
     assert request.parsed is None
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_any_way_of_cutting_the_stream_gives_the_same(cuts: list[int]) -> None:
+def test_any_way_of_cutting_a_stream_gives_the_same(cuts: list[int]) -> None:
     points = [0, *sorted(cuts), len(STREAM)]
-    seen, reply = run([STREAM[a:b] for a, b in pairwise(points)])
-    assert seen == SEEN
-    facts = reply.facts()
-    assert facts.whole
-    assert facts.sampled.prompt_ids == (1, 2, 3)
-    assert facts.sampled.sampled_ids == (4, 5, 6)
-    assert facts.sampled.sampled_logprobs == (-0.5, -1.5, -2.5)
-    assert facts.finish == "stop"
+    reply = run(*(STREAM[a:b] for a, b in pairwise(points)))
+    assert (reply.seen, reply.ended, reply.facts.finish) == (SEEN, True, "stop")
+    sampled = reply.facts.sampled
+    assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2, 3), (4, 5, 6))
+    assert sampled.sampled_logprobs == (-0.5, -1.5, -2.5)
+    assert json.loads(reply.facts.reply or b"") == {
+        "id": "r1",
+        "model": "agent",
+        "prompt_token_ids": None,
+        "usage": {"completion_tokens": 3},
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "h\u00e9llo\u2028"},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "token_ids": None,
+            }
+        ],
+    }
+    assert (reply.summary.response_id, reply.summary.text) == ("r1", "h\u00e9llo\u2028")
 
 
-def test_byte_by_byte_and_with_carriage_returns() -> None:
+def test_stream_may_come_byte_by_byte_and_with_carriage_returns() -> None:
     stream = STREAM.replace(b"\n", b"\r\n")
-    seen, reply = run([stream[i : i + 1] for i in range(len(stream))])
-    assert seen == SEEN.replace(b"\n", b"\r\n")
-    assert reply.facts().whole
+    reply = run(*(stream[i : i + 1] for i in range(len(stream))))
+    assert (reply.seen, reply.ended) == (SEEN.replace(b"\n", b"\r\n"), True)
 
 
-def test_the_end_is_held_back_until_it_is_asked_for() -> None:
-    reply = StreamReader(asked(), "agent@3", "chat.completion")
-    assert b"[DONE]" not in reply.feed(STREAM)
-    assert reply.finish() == b"data: [DONE]\n\n"
+def test_line_leaves_when_it_is_whole_and_the_end_is_held_back() -> None:
+    parser = CHAT.reply(asked(), SERVED, streamed=True)
+    assert parser.feed(event(HEAD)) == b""
+    assert parser.feed(b"\n").startswith(b"data: ")
+    assert b"[DONE]" not in parser.feed(STREAM)
+    assert parser.at_end
+    assert parser.finish() == b"data: [DONE]\n\n"
 
 
-def test_chunks_leave_as_soon_as_their_line_is_whole() -> None:
-    reply = StreamReader(asked(), "agent@3", "chat.completion")
-    assert reply.feed(event(HEAD) + b"\n").startswith(b"data: ")
+def test_comment_after_the_end_leaves_after_it() -> None:
+    more = b": a comment\n\n"
+    assert run(STREAM + more).seen == SEEN + more
 
 
-def test_a_torn_stream_is_not_whole() -> None:
-    _, reply = run([STREAM[:200]])
-    assert not reply.facts().whole
+def test_torn_stream_has_not_ended() -> None:
+    assert not run(STREAM[:200]).ended
+
+
+def test_stream_has_ended_with_each_choices_reason_or_with_done() -> None:
+    assert run(event(chunk({"content": "a"}, finish_reason="stop")) + b"\n\n").ended
+    second = chunk({"content": "b"}, index=1)
+    stopped = event(chunk({"content": "a"}, finish_reason="stop")) + b"\n\n"
+    assert not run(stopped + event(second) + b"\n\n").ended
+
+
+def test_choice_whose_index_is_no_number_does_not_stop_the_ingester() -> None:
+    odd = event(chunk({"content": "b"}, [7], [-1.0])).replace(b'"index":0', b'"index":1e400')
+    reply = run(odd + b"\n\n" + STREAM)
+    assert (reply.facts.text, reply.facts.sampled.sampled_ids) == ("h\u00e9llo\u2028", None)
 
 
 def test_what_the_client_asked_for_itself_stays() -> None:
-    reply = StreamReader(asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion")
-    seen = reply.feed(event(chunk({"content": "x"}, [4], [-0.5])) + b"\n\n")
-    assert b'"token_ids":[4]' in seen
-    assert b'"logprob":-0.5' in seen
+    request = asked(return_token_ids=True, logprobs=True)
+    reply = run(event(chunk({"content": "x"}, [4], [-0.5])) + b"\n\n", request=request)
+    assert b'"token_ids":[4]' in reply.seen
+    assert b'"logprob":-0.5' in reply.seen
+    assert reply.facts.sampled.sampled_ids == (4,)
 
 
 def test_streamed_tool_calls_are_put_together() -> None:
-    part = {"index": 0, "id": "call_1", "type": "function"}
-    events = [
-        chunk(
-            {"tool_calls": [part | {"function": {"name": "calc", "arguments": ""}}]}, [1], [-1.0]
-        ),
-        chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}, [2], [-1.0]),
-        chunk({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}, [3], [-1.0]),
-    ]
-    _, reply = run([event(e) + b"\n\n" for e in events] + [b"data: [DONE]\n\n"])
-    [call] = reply.facts().tool_calls
-    assert (call.id, call.name, call.arguments) == ("call_1", "calc", '{"a":1}')
+    named = {"id": "call_1", "type": "function", "function": {"name": "calc", "arguments": ""}}
+    pieces = [named, {"function": {"arguments": '{"a"'}}, {"function": {"arguments": ":1}"}}]
+    events = [chunk({"tool_calls": [{"index": 0} | piece]}, [1], [-1.0]) for piece in pieces]
+    reply = run(*(event(e) + b"\n\n" for e in events), b"data: [DONE]\n\n")
+    for calls in (reply.facts.tool_calls, reply.summary.tool_calls):
+        [call] = calls
+        assert (call.id, call.name, call.arguments) == ("call_1", "calc", '{"a":1}')
 
 
 def test_several_choices_are_counted() -> None:
-    second = chunk({"content": "b"}, [9], [-1.0])
-    second["choices"][0]["index"] = 1
-    _, reply = run([event(chunk({"content": "a"}, [8], [-1.0])) + b"\n\n", event(second) + b"\n\n"])
-    assert reply.facts().sampled.choices == 2
+    second = chunk({"content": "b"}, [9], [-1.0], index=1)
+    reply = run(event(chunk({"content": "a"}, [8], [-1.0])) + b"\n\n", event(second) + b"\n\n")
+    assert (reply.facts.sampled.choices, reply.facts.text) == (2, "a")
 
 
-WHOLE = {
+WHOLE: dict[str, Any] = {
     "id": "r1",
-    "model": "agent@3",
+    "model": SERVED,
     "unknown": 12345678901234567890,
     "choices": [
         {
@@ -176,18 +187,16 @@ WHOLE = {
 }
 
 
-def test_a_whole_reply_is_restored_and_recorded() -> None:
-    reply = WholeReader(asked(), "agent@3")
-    assert reply.feed(json.dumps(WHOLE).encode()) == b""
-    seen = json.loads(reply.finish())
-    choice = WHOLE["choices"][0] | {"logprobs": None, "token_ids": None}  # type: ignore[index]
-    assert seen == WHOLE | {"model": "agent", "choices": [choice], "prompt_token_ids": None}
-    facts = reply.facts()
-    assert facts.sampled.sampled_ids == (4,)
-    assert (facts.response_id, facts.finish) == ("r1", "length")
+def test_whole_reply_is_restored_and_recorded() -> None:
+    reply = follow("chat", asked(), [json.dumps(WHOLE).encode()], SERVED)
+    choice = WHOLE["choices"][0] | {"logprobs": None, "token_ids": None}
+    restored = WHOLE | {"model": "agent", "choices": [choice], "prompt_token_ids": None}
+    assert json.loads(reply.seen) == json.loads(reply.facts.reply or b"") == restored
+    assert reply.facts.sampled.sampled_ids == (4,)
+    assert (reply.facts.response_id, reply.facts.finish, reply.facts.text) == ("r1", "length", "hé")
+    assert reply.summary.text == "hé"
 
 
-@pytest.mark.parametrize("reading", [False, True])
 @pytest.mark.parametrize(
     "body",
     [
@@ -199,70 +208,31 @@ def test_a_whole_reply_is_restored_and_recorded() -> None:
         b"\xff",
     ],
 )
-def test_odd_replies_reach_the_client_byte_for_byte(body: bytes, reading: bool) -> None:
-    asked = CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True)
-    reader = WholeReader(asked, None)
-    reply = reader if reading else WholeReply(asked, None)
-    reply.feed(body)
-    out = reply.finish()
-    assert out == body or json.loads(out) == json.loads(body)
-    reader.facts()
+def test_odd_whole_reply_reaches_the_client_byte_for_byte(body: bytes) -> None:
+    request = CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True)
+    assert follow("chat", request, [body], None).seen == body
 
 
-@given(st.binary(max_size=300))
-def test_any_bytes_pass_through_a_stream(data: bytes) -> None:
-    reply = StreamReader(asked(), "agent@3", "chat.completion")
-    out = reply.feed(data) + reply.finish()
-    assert out == data or b"data:" in data
-    reply.facts()
-
-
-def test_a_text_completion_is_captured() -> None:
+def test_text_completion_is_restored_and_recorded() -> None:
     request = COMPLETIONS.rewrite(read_request(b'{"model":"m","prompt":"x"}'), None, want_ids=True)
     assert b'"logprobs":0,"return_token_ids":true' in request.body
-    choice = {
-        "index": 0,
-        "text": "hi",
-        "logprobs": {"token_logprobs": [-0.5, -1.0]},
-        "token_ids": [4, 5],
-        "prompt_token_ids": [1, 2],
-    }
-    whole = COMPLETIONS.whole_reader(request, None)
-    whole.feed(json.dumps({"id": "c", "choices": [choice]}).encode())
-    seen = json.loads(whole.finish())["choices"][0]
+    ids = {"token_ids": [4, 5], "prompt_token_ids": [1, 2]}
+    choice = {"index": 0, "text": "hi", "logprobs": {"token_logprobs": [-0.5, -1.0]}} | ids
+    reply = follow(
+        "completions", request, [json.dumps({"id": "c", "choices": [choice]}).encode()], None
+    )
+    [seen] = json.loads(reply.seen)["choices"]
     assert (seen["token_ids"], seen["prompt_token_ids"], seen["logprobs"]) == (None, None, None)
-    sampled = whole.facts().sampled
+    sampled = reply.facts.sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), (4, 5))
     assert sampled.sampled_logprobs == (-0.5, -1.0)
 
 
-def test_a_streamed_text_completion_is_put_together() -> None:
+def test_streamed_text_completion_is_put_together() -> None:
     request = COMPLETIONS.rewrite(read_request(b'{"model":"m"}'), None, want_ids=True)
-    reply = COMPLETIONS.stream_reader(request, None)
-    for text, token in (("h", 4), ("i", 5)):
-        choice = {"index": 0, "text": text, "token_ids": [token]}
-        reply.feed(event({"id": "c", "choices": [choice]}) + b"\n\n")
-    assert reply.feed(b"data: [DONE]\n\n") == b""
-    assert reply.finish() == b"data: [DONE]\n\n"
-    facts = reply.facts()
-    assert facts.whole
-    assert json.loads(facts.reply or b"")["choices"][0]["text"] == "hi"
-    assert facts.sampled.sampled_ids == (4, 5)
-
-
-@given(st.lists(st.integers(1, len(STREAM) - 1), max_size=8), st.sampled_from([STREAM]))
-def test_a_worker_passes_on_what_the_ingester_reads(cuts: list[int], stream: bytes) -> None:
-    """Followed for serving alone, a reply leaves as the same bytes, and its summary is the same."""
-    followers = [
-        StreamedReply(asked(), "agent@3"),
-        StreamReader(asked(), "agent@3", "chat.completion"),
-    ]
-    edges = [0, *sorted(set(cuts)), len(stream)]
-    for reply in followers:
-        reply.out = b"".join(reply.feed(stream[a:b]) for a, b in pairwise(edges))  # type: ignore[attr-defined]
-        reply.out += reply.finish()  # type: ignore[attr-defined]
-    serving, reading = followers
-    assert serving.out == reading.out  # type: ignore[attr-defined]
-    assert serving.summary() == reading.summary()
-    assert serving.ended
-    assert reading.ended
+    choices = [{"index": 0, "text": text, "token_ids": [i]} for text, i in (("h", 4), ("i", 5))]
+    pieces = [event({"id": "c", "choices": [choice]}) + b"\n\n" for choice in choices]
+    reply = follow("completions", request, [*pieces, b"data: [DONE]\n\n"], None, streamed=True)
+    assert reply.seen.endswith(b"data: [DONE]\n\n")
+    assert (reply.ended, reply.facts.text, reply.facts.sampled.sampled_ids) == (True, "hi", (4, 5))
+    assert json.loads(reply.facts.reply or b"")["object"] == "text_completion"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import ModelRequest, read_request
-from proxy.formats.messages import CHAT_PATH, MESSAGES, SAME, chat_request
+from proxy.formats.messages import MESSAGES, SAME, chat_request
 
 HI: dict[str, Any] = {
     "model": "agent",
@@ -44,7 +44,7 @@ def messages_of(*messages: Any, **fields: Any) -> Any:
 
 def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
     request = rewritten({"stream": True, "metadata": {"user_id": "u"}, "temperature": 0.5})
-    assert request.path == CHAT_PATH
+    assert request.path == "/v1/chat/completions"
     assert request.injected
     assert json.loads(request.body) == {
         "model": "agent@3",

@@ -1,7 +1,7 @@
 """Replies that no parser reads, or that stand on several lines: what was added still goes out."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import Any
 
@@ -14,7 +14,9 @@ from proxy.formats.chat import CHAT
 from proxy.formats.completions import COMPLETIONS
 from proxy.formats.messages import MESSAGES
 from proxy.formats.responses import RESPONSES
+from tests.support.recordings import follow
 
+SERVED = "agent@3"
 ID = b"987654321"
 ASKED = {
     "chat": b'{"model":"agent","messages":[{"role":"user","content":"q"}],"stream":true}',
@@ -26,30 +28,17 @@ ASKED = {
 
 def rewritten(wire_format: WireFormat, **fields: Any) -> ModelRequest:
     body = json.dumps(json.loads(ASKED[wire_format.name]) | fields).encode()
-    return wire_format.rewrite(read_request(body), "agent@3", want_ids=True)
+    return wire_format.rewrite(read_request(body), SERVED, want_ids=True)
 
 
 def whole(wire_format: WireFormat, body: bytes, **fields: Any) -> bytes:
-    """What leaves; the ingester's reading of it is the same, and none that can be trained on."""
     request = rewritten(wire_format, **fields)
-    reader = wire_format.whole_reader(request, "agent@3")
-    replies = [wire_format.whole(request, "agent@3"), reader]
-    for reply in replies:
-        reply.feed(body)
-    seen, read = (reply.finish() for reply in replies)
-    assert seen == read
-    reader.facts()
-    return seen
+    return follow(wire_format.name, request, [body], SERVED, streamed=False).seen
 
 
-def streamed(wire_format: WireFormat, pieces: list[bytes], **fields: Any) -> bytes:
+def streamed(wire_format: WireFormat, pieces: Iterable[bytes], **fields: Any) -> bytes:
     request = rewritten(wire_format, **fields)
-    reader = wire_format.stream_reader(request, "agent@3")
-    replies = [wire_format.streamed(request, "agent@3"), reader]
-    seen, read = (b"".join([*map(r.feed, pieces), r.finish()]) for r in replies)
-    assert seen == read
-    reader.facts()
-    return seen
+    return follow(wire_format.name, request, pieces, SERVED, streamed=True).seen
 
 
 TAKEN = b'"logprobs":{"content":[{"token":"]}","logprob":-0.5}]},"token_ids":[%b]' % ID
@@ -91,24 +80,22 @@ def test_an_odd_reply_loses_what_was_added_and_nothing_else(
     assert streamed(wire_format, [event % body], **asked) == event % body
 
 
-def test_what_is_not_of_their_kind_is_not_ours() -> None:
+def test_value_of_another_kind_than_the_apis_stays() -> None:
     body = b'{"choices":[{"token_ids":7,"logprobs":[1]}],"prompt_token_ids":"x","y":NaN}'
     assert whole(CHAT, body) == body
     read = body.replace(b"NaN", b"1")
     assert whole(CHAT, read) == read
 
 
-def test_the_versions_name_does_not_show_in_an_odd_reply() -> None:
+def test_versions_name_does_not_show_in_an_odd_reply() -> None:
     body = b'{"model": "agent@3", "x": NaN, "y": {"model": "agent@3"}}'
     wanted = body.replace(b"agent@3", b"agent")
     assert whole(CHAT, body) == wanted
     assert whole(RESPONSES, body) == wanted
     other = body.replace(b"agent@3", b"agent@31")
     assert whole(CHAT, other) == other
-    plain = MESSAGES.rewrite(read_request(ASKED["messages"]), "agent@3", want_ids=False)
-    reply = MESSAGES.whole(plain, "agent@3")
-    reply.feed(body)
-    assert reply.finish() == wanted
+    forwarded = MESSAGES.rewrite(read_request(ASKED["messages"]), SERVED, want_ids=False)
+    assert follow("messages", forwarded, [body], SERVED).seen == wanted
 
 
 RESPONSE = (
@@ -167,9 +154,6 @@ def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> Non
     assert ID not in streamed(CHAT, [*lines, b"\n"])
 
 
-# events
-
-
 def test_an_event_on_several_lines_is_one() -> None:
     body = ODD["a huge number"].replace(b"X", b"\nX")
     lines = b"event: e\n" + b"".join(
@@ -179,23 +163,21 @@ def test_an_event_on_several_lines_is_one() -> None:
     assert streamed(CHAT, [lines + b"id: 7\n\n"]).replace(b"\ndata: ", b"") == (
         (wanted + b"id: 7\n\n").replace(b"\ndata: ", b"")
     )
-    reply = CHAT.stream_reader(rewritten(CHAT), "agent@3")
     event = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"content":"h"},X}\ndata\n'
     event += b"data:]}\n\ndata: [DONE]\n\n"
-    seen = reply.feed(event.replace(b"X", TAKEN)) + reply.finish()
-    assert seen == (
+    reply = follow("chat", rewritten(CHAT), [event.replace(b"X", TAKEN)], SERVED, streamed=True)
+    assert reply.seen == (
         b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"h"},'
         + LEFT
         + b"}]}\n\ndata: [DONE]\n\n"
     )
-    facts = reply.facts()
-    assert facts.whole
-    assert facts.sampled.sampled_ids == (int(ID),)
-    assert json.loads(facts.reply or b"")["choices"][0]["message"] == {"content": "h"}
+    assert reply.ended
+    assert reply.facts.sampled.sampled_ids == (int(ID),)
+    assert json.loads(reply.facts.reply or b"")["choices"][0]["message"] == {"content": "h"}
 
 
 @pytest.mark.parametrize("wire_format", [CHAT, RESPONSES])
-def test_what_is_no_event_of_ours_goes_through_as_it_came(wire_format: WireFormat) -> None:
+def test_event_of_another_kind_goes_through_as_it_came(wire_format: WireFormat) -> None:
     stream = (
         b"data: one\ndata:two\n: c\nid: 7\n\ndata\n\ndata:\n\nretry: 1\n\ndata: [1,\ndata: 2]\n\n"
     )
@@ -228,9 +210,6 @@ def test_a_message_takes_a_chunk_from_several_lines() -> None:
     seen = streamed(MESSAGES, [head, said.replace(b"X", TAKEN), b"data: [DONE]\n\n"])
     assert b'"text":"h"' in seen
     assert seen.endswith(b'data: {"type":"message_stop"}\n\n')
-
-
-# the chunks that vLLM sends for what rides on them
 
 
 def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> Iterator[bytes]:
@@ -286,12 +265,9 @@ def test_nothing_is_added_that_would_change_the_answer(
 
 def test_ids_that_are_none_are_taken_out_and_not_believed() -> None:
     body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
-    request = rewritten(COMPLETIONS)
-    reply = COMPLETIONS.whole_reader(request, "agent@3")
-    reply.feed(body)
-    assert json.loads(reply.finish()) == {
+    reply = follow("completions", rewritten(COMPLETIONS), [body], SERVED, streamed=False)
+    assert json.loads(reply.seen) == {
         "choices": [{"index": 0, "text": "a", "token_ids": None}],
         "prompt_token_ids": None,
     }
-    assert reply.facts().sampled.sampled_ids is None
-    assert whole(COMPLETIONS, body)
+    assert reply.facts.sampled.sampled_ids is None

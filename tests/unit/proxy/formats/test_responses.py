@@ -4,13 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.base import ModelRequest, ReplyFacts, read_request
 from proxy.formats.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
 from proxy.ingester.transcribe import transcribe
 from store.values.tokens import unpack_ids
+from tests.support.recordings import follow
 from tests.support.records import captured
 
 LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
@@ -33,10 +32,13 @@ def rewritten(want_ids: bool = True, **fields: Any) -> ModelRequest:
     return RESPONSES.rewrite(read_request(body), "agent@3", want_ids=want_ids)
 
 
-def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], Any]:
-    reply = RESPONSES.whole_reader(request, "agent@3")
-    reply.feed(json.dumps(body).encode())
-    return json.loads(reply.finish()), reply.facts()
+def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], ReplyFacts]:
+    reply = follow("responses", request, [json.dumps(body).encode()], "agent@3")
+    return json.loads(reply.seen), reply.facts
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_nothing_is_added_where_no_ids_are_wanted() -> None:
     assert json.loads(request.body) == {"model": "agent@3", "input": "x"}
 
 
-def test_a_whole_reply_is_restored_and_recorded() -> None:
+def test_whole_reply_is_restored_and_recorded() -> None:
     seen, facts = answered(rewritten(), RESPONSE)
     bare = MESSAGE | {"content": [TEXT | {"logprobs": None}]}
     nothing = dict.fromkeys(("top_logprobs", "input_messages", "output_messages"))
@@ -102,16 +104,15 @@ def test_where_not_all_was_sampled_from_one_prompt_there_are_no_ids(change: Any)
     assert (sampled.prompt_ids, sampled.sampled_ids) == (None, None)
 
 
+CALL = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "content": [], "summary": []}
+
+
 def test_tool_calls_alone_have_no_log_probabilities() -> None:
-    item = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"}
-    _, facts = answered(rewritten(), RESPONSE | {"output": [item]})
+    _, facts = answered(rewritten(), RESPONSE | {"output": [CALL]})
     assert facts.sampled.sampled_ids == (3, 4)
     assert facts.sampled.sampled_logprobs is None
     assert facts.tool_calls[0].id == "c1"
-
-
-CALL = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"}
-THOUGHT = {"type": "reasoning", "id": "rs_1", "content": [], "summary": []}
 
 
 def counting(thoughts: Any) -> dict[str, Any]:
@@ -138,16 +139,10 @@ def test_whether_a_thought_may_be_among_the_tokens(
 ) -> None:
     request = rewritten(**asked, **({"stream": True} if stream else {}))
     reply = RESPONSE | {"output": [CALL]} | change
-    if stream:
-        reader: Any = RESPONSES.stream_reader(request, "agent@3")
-        event = {"type": "response.completed", "response": reply}
-        reader.feed(f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode())
-        reader.finish()
-        facts = reader.facts()
-    else:
-        _, facts = answered(request, reply)
-    assert facts.sampled.sampled_ids == (3, 4)
-    assert facts.sampled.thoughtless is told
+    last = event({"type": "response.completed", "response": reply})
+    body = last if stream else json.dumps(reply).encode()
+    sampled = follow("responses", request, [body], "agent@3").facts.sampled
+    assert (sampled.sampled_ids, sampled.thoughtless) == ((3, 4), told)
 
 
 @pytest.mark.parametrize("thoughts", [0, 3])
@@ -196,51 +191,18 @@ def test_several_replies_have_no_ids() -> None:
     assert sampled.sampled_logprobs is None
 
 
-def test_an_error_passes_byte_for_byte() -> None:
-    reply = RESPONSES.whole_reader(rewritten(), "agent@3")
-    reply.feed(b'{"error": {"message":  "no"}}')
-    assert reply.finish() == b'{"error": {"message":  "no"}}'
+def test_error_passes_byte_for_byte() -> None:
+    body = b'{"error": {"message":  "no"}}'
+    assert follow("responses", rewritten(), [body], "agent@3").seen == body
 
 
-def test_a_torn_streams_summary_is_the_text_so_far() -> None:
-    reply: Any = RESPONSES.stream_reader(rewritten(stream=True), "agent@3")
-    for event in (
+def test_torn_streams_summary_is_the_text_so_far() -> None:
+    events = [
         {"type": "response.created", "response": {"id": "resp_1", "output": []}},
         {"type": "response.output_text.delta", "delta": "h\u00e9", "logprobs": [LOGPROB]},
         {"type": "response.output_text.delta", "delta": "llo", "logprobs": []},
-    ):
-        out = reply.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
-        assert b"-0.5" not in out
-    assert (reply.summary().response_id, reply.summary().text) == ("resp_1", "h\u00e9llo")
-    assert not reply.facts().whole
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(
-            st.sampled_from(["type", "tokens", "content", "logprobs", "logprob", "output", "id"]),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=8,
-)
-EVENTS = ["response.output_text.delta", "response.content_part.done", "response.output_item.done"]
-
-
-@given(
-    st.dictionaries(st.sampled_from(sorted(RESPONSE)), JSON),
-    st.sampled_from(EVENTS),
-    st.dictionaries(st.sampled_from(["response", "delta", "part", "item", "logprobs"]), JSON),
-)
-def test_no_shape_of_a_reply_breaks_the_call(reply: Any, kind: str, event: Any) -> None:
-    seen, _ = answered(rewritten(), RESPONSE | reply)
-    assert seen.keys() == RESPONSE.keys()
-    streamed: Any = RESPONSES.stream_reader(rewritten(), "agent@3")
-    data = b"data: " + json.dumps(event | {"type": kind}).encode() + b"\n\n"
-    out = streamed.feed(data) + streamed.finish()
-    assert json.loads(out[6:]).keys() == event.keys() | {"type"}
-    streamed.facts()
-    streamed.summary()
+    ]
+    reply = follow("responses", rewritten(stream=True), map(event, events), "agent@3")
+    assert b"-0.5" not in reply.seen
+    assert (reply.summary.response_id, reply.summary.text) == ("resp_1", "h\u00e9llo")
+    assert not reply.ended

@@ -50,7 +50,7 @@ def gpt(body: bytes, status: int = 200, *, stream: bool = False) -> "openai.Open
 
 def answer(api: str, name: str) -> bytes:
     recording = recordings(api)[f"{api}_{name}"]
-    return follow(api, asked(api, recording), [recording["upstream"].encode()])[0]
+    return follow(api, asked(api, recording), [recording["upstream"].encode()]).seen
 
 
 @pytest.mark.parametrize(

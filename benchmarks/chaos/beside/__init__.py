@@ -1,0 +1,1 @@
+"""Run what stands beside trainers that are killed: a model server, a steward, and a proxy."""

@@ -1,0 +1,1 @@
+"""Kill steward, trainer, proxy and model server while live episodes decide about versions."""

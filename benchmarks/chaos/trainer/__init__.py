@@ -1,0 +1,1 @@
+"""Kill the trainer in mid-update, again and again: does it end as an undisturbed one ends?"""

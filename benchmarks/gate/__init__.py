@@ -1,0 +1,1 @@
+"""The gate's mistakes and its speed, simulated."""

@@ -1,0 +1,1 @@
+"""Measure whether calls without a name are joined into their episodes."""

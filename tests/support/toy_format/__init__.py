@@ -1,1 +1,0 @@
-"""Define a wire format for tests: as small as one can be, and like none of the others."""
