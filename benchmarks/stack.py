@@ -1,4 +1,4 @@
-"""Start what is measured: processes, a `pawl proxy`, a bare vLLM, a whole stack, and clients."""
+"""Start what is measured: processes, a `pawl proxy`, a whole stack, and clients."""
 
 import asyncio
 import json
@@ -27,7 +27,6 @@ CLIENT_BINARIES: Final = ROOT / ".venv-clients" / "bin"
 # The packaged chat template writes tool calls as this parser of vLLM's reads them.
 TOOL_PARSER: Final = "pythonic"
 READY_S: Final = 120.0
-VLLM_READY_S: Final = 300.0
 STOP_S: Final = 30.0
 POLL_S: Final = 0.1
 
@@ -185,25 +184,6 @@ def running_proxy(
             yield Proxy(port, admin, process, database_url, postgres.pid)
     finally:
         postgres.stop()
-
-
-@contextmanager
-def vllm_server(
-    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[str]:
-    """Run a bare vLLM, and yield its root URL once it answers.
-
-    Raises:
-        NotUp: it did not come up.
-    """
-    port, log = free_port(), folder / "vllm.log"
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "pawl.stack.vllm_server", "--enforce-eager"]
-    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
-    url = f"http://127.0.0.1:{port}"
-    with running(command, log, {**quiet, **environment}) as process:
-        wait_for(lambda: answers(f"{url}/health"), process, log, VLLM_READY_S)
-        yield url
 
 
 def small_plan(

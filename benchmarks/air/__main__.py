@@ -8,135 +8,229 @@ says what this shows, and what not. Ends with status 1 where a bar does not hold
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.air.figures import (
-    Curves,
-    bars,
-    easy_table,
-    median_ratio,
-    reach_table,
-    reaches,
-)
-from benchmarks.air.picture import draw
-from benchmarks.air.runs import BASE_STEPS, run_worlds
-from benchmarks.air.worlds import EASY, SPARSE
-from benchmarks.proxy.figures import Bar
-from benchmarks.proxy.page import with_figures
-from benchmarks.proxy.tables import Rows, bars_table
+from benchmarks.air.policy import Arm, Look, one_thread, run_arm, write_base
+from benchmarks.air.task import EASY, SPARSE, World
+from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
+from benchmarks.stack import ROOT
 
-PAGE: Final = Path("docs/explanation/air.md")
-PICTURE: Final = Path("docs/images/air.png")
+PAGE: Final = ROOT / "docs" / "explanation" / "air.md"
+PICTURE: Final = ROOT / "docs" / "images" / "air.png"
 # The bars are judged by the first; the others check that these are no lucky ones.
 SEEDS: Final = (1, 2, 3, 4, 5)
 OTHER_SEEDS: Final = (6, 7, 8, 9, 10)
-QUICK_WAVES: Final = 6
-QUICK_BASE_STEPS: Final = 100
+BASE_STEPS, QUICK_BASE_STEPS, QUICK_WAVES = 1000, 100, 6
+# The bars: held-out success, and the share of the episodes that it may take with AIR.
+SUCCESS, EPISODES_RATIO = 0.6, 0.5
+# Two means of five seeds differ by so much through sampling alone.
+NOISE: Final = 0.02
+# The end of a curve: so many of its last looks, averaged.
+LAST_LOOKS: Final = 5
+
+
+WITH, WITHOUT = Arm("AIR", 0.2, "#0b7285"), Arm("no AIR", 0.0, "#e8590c")
+UNBOUNDED: Final = Arm("sum of scores", 0.2, "#868e96", unbounded=True)
+ARMS: Final = {SPARSE.name: (WITH, WITHOUT), EASY.name: (WITH, WITHOUT, UNBOUNDED)}
+
+
+# Of one world: arm → seed → curve.
+Curves = Mapping[Arm, Mapping[int, Sequence[Look]]]
 
 
 def main() -> None:
-    """Parse, run, print, write."""
-    options = _options()
-    console = Console(stderr=options.json)
-    worlds, base_steps = [SPARSE, EASY], BASE_STEPS
+    options = parse()
+    console, started = Console(stderr=options.json), perf_counter()
+    worlds, steps = [SPARSE, EASY], BASE_STEPS
     seeds, others = options.seeds, options.other_seeds
     if options.quick:
         worlds = [replace(world, waves=QUICK_WAVES) for world in worlds]
-        seeds, others, base_steps = seeds[:1], [], QUICK_BASE_STEPS
-    started = perf_counter()
+        seeds, others, steps = seeds[:1], [], QUICK_BASE_STEPS
     with tempfile.TemporaryDirectory(prefix="pawl-air-") as folder:
-        found = run_worlds(
-            worlds, [*seeds, *others], base_steps, options.jobs, Path(folder), console.print
-        )
-    seconds = perf_counter() - started
-    judged, checked = _of(found, seeds), _of(found, others)
+        curves = run_worlds(worlds, [*seeds, *others], steps, Path(folder), console)
+    judged, checked = (
+        {
+            world: {arm: {seed: by_seed[seed] for seed in own} for arm, by_seed in arms.items()}
+            for world, arms in curves.items()
+        }
+        for own in (seeds, others)
+    )
     promises = bars(judged)
-    tables = _tables(judged, checked, promises)
-    for table in tables:
-        console.print(table.rich())
-    console.print(f"{seconds:.0f} s")
-    if options.write:
-        PAGE.write_text(with_figures(PAGE.read_text(), tables, _machine(seconds), PICTURE))
-        draw(PICTURE, judged)
-        console.print(f"written: {PAGE}, {PICTURE}")
-    if options.json:
-        print(json.dumps(_as_json(judged, checked, promises, seconds)))
-    sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.air", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--seeds", type=_numbers, default=list(SEEDS), help="judged (1,2,3,4,5)")
-    parser.add_argument(
-        "--other-seeds", type=_numbers, default=list(OTHER_SEEDS), help="a check (6,7,8,9,10)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed, short: does it run")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at once (one a core)")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {PICTURE}")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    options = parser.parse_args()
-    if options.quick and options.write:
-        parser.error("--quick has no figures to --write: leave one of them out")
-    return options
-
-
-def _numbers(given: str) -> list[int]:
-    return [int(number) for number in given.split(",") if number]
-
-
-def _of(found: dict[str, Curves], seeds: Sequence[int]) -> dict[str, Curves]:
-    """Return the curves of these seeds."""
-    return {
-        world: {arm: {seed: own[seed] for seed in seeds} for arm, own in curves.items()}
-        for world, curves in found.items()
-    }
-
-
-def _tables(
-    judged: dict[str, Curves], checked: dict[str, Curves], promises: Sequence[Bar]
-) -> list[Rows]:
     tables = [
-        reach_table("Sparse reward", reaches(judged[SPARSE.name])),
+        reach_table("Sparse reward", judged[SPARSE.name]),
         easy_table("An easy tool beside the task", judged[EASY.name]),
         bars_table(promises),
     ]
-    if any(checked[SPARSE.name].values()):
-        tables += [
-            reach_table("Sparse reward, other seeds", reaches(checked[SPARSE.name])),
-            easy_table("An easy tool, other seeds", checked[EASY.name]),
-        ]
-    return tables
+    if others:
+        tables.append(reach_table("Sparse reward, other seeds", checked[SPARSE.name]))
+        tables.append(easy_table("An easy tool, other seeds", checked[EASY.name]))
+    for table in tables:
+        console.print(table.rich())
+    if options.write:
+        python, seconds = sys.version.split()[0], perf_counter() - started
+        machine = f"{os.cpu_count()} cores, Python {python}, {date.today()}, in {seconds:.0f} s"
+        write_figures(PAGE, tables, machine, PICTURE.name)
+        draw(judged)
+    if options.json:
+        print(json.dumps([bar._asdict() | {"holds": bar.holds} for bar in promises]))
+    sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 
 
-def _machine(seconds: float) -> str:
-    python = sys.version.split()[0]
-    return f"{os.cpu_count()} cores, Python {python}, {date.today()}, in {seconds:.0f} s"
+def parse() -> argparse.Namespace:
+    def numbers(given: str) -> list[int]:
+        return [int(number) for number in given.split(",") if number]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.air", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--seeds", type=numbers, default=list(SEEDS), help="judged (1,2,3,4,5)")
+    parser.add_argument(
+        "--other-seeds", type=numbers, default=list(OTHER_SEEDS), help="a check (6,7,8,9,10)"
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, short: does it run")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, {PICTURE.name}")
+    parser.add_argument("--json", action="store_true", help="the bars as JSON on the last line")
+    return parser.parse_args()
 
 
-def _as_json(
-    judged: dict[str, Curves], checked: dict[str, Curves], promises: Sequence[Bar], seconds: float
-) -> dict[str, Any]:
-    return {
-        "bars": {bar.name: asdict(bar) | {"holds": bar.holds} for bar in promises},
-        "seeds": [asdict(reach) | {"ratio": reach.ratio} for reach in reaches(judged[SPARSE.name])],
-        "other_seeds": [
-            asdict(reach) | {"ratio": reach.ratio} for reach in reaches(checked[SPARSE.name])
-        ],
-        "other_seeds_ratio": median_ratio(reaches(checked[SPARSE.name])),
-        "seconds": round(seconds, 1),
+def run_worlds(
+    worlds: Sequence[World], seeds: Sequence[int], steps: int, folder: Path, console: Console
+) -> dict[str, Curves]:
+    """Run all arms of all seeds, in processes of one thread each; the curves by world."""
+    context = multiprocessing.get_context("spawn")
+    curves: dict[str, dict[Arm, dict[int, Sequence[Look]]]] = {
+        world.name: {arm: {} for arm in ARMS[world.name]} for world in worlds
     }
+    with ProcessPoolExecutor(mp_context=context, initializer=one_thread) as pool:
+        writing = [pool.submit(write_base, folder / one.name, one, steps) for one in worlds]
+        running = {
+            pool.submit(run_arm, world, base.result(), arm, seed): (world.name, arm, seed)
+            for world, base in zip(worlds, writing, strict=True)
+            for seed in seeds
+            for arm in ARMS[world.name]
+        }
+        for future in as_completed(running):
+            name, arm, seed = running[future]
+            curve = curves[name][arm][seed] = future.result()
+            ends = f"{curve[0].r_final:.3f} → {curve[-1].r_final:.3f}"
+            console.print(f"{name}, {arm.name}, seed {seed}: {ends}")
+    return dict(curves)
+
+
+def reached(curve: Sequence[Look]) -> int | None:
+    """Return the episodes before the first look that saw `SUCCESS`; None if none did."""
+    return next((look.episodes for look in curve if look.r_final >= SUCCESS), None)
+
+
+def ratios(curves: Curves) -> dict[int, float | None]:
+    """Return episodes with AIR per without, by seed; None where AIR did not get there.
+
+    Where success was never reached without AIR this is an upper bound.
+    """
+    by_seed: dict[int, float | None] = {}
+    for seed, curve in curves[WITH].items():
+        ours, theirs = reached(curve), reached(curves[WITHOUT][seed])
+        by_seed[seed] = None if ours is None else ours / (theirs or curve[-1].episodes)
+    return by_seed
+
+
+def median_ratio(curves: Curves) -> float | None:
+    """Return the median over seeds; None where AIR did not get most of them there."""
+    values = [float("inf") if one is None else one for one in ratios(curves).values()]
+    middle = median(values)
+    return middle if middle < float("inf") else None
+
+
+def at_end(curves: Mapping[int, Sequence[Look]], what: str = "r_final") -> list[float]:
+    """Return what each seed's curve ends at: the mean of its last looks."""
+    return [fmean(getattr(look, what) for look in one[-LAST_LOOKS:]) for one in curves.values()]
+
+
+def bars(worlds: Mapping[str, Curves]) -> list[Bar]:
+    easy = worlds[EASY.name]
+    start, end = fmean(curve[0].r_final for curve in easy[WITH].values()), fmean(at_end(easy[WITH]))
+    ratio = median_ratio(worlds[SPARSE.name])
+    return [
+        Bar("episodes_with_per_without", ratio, EPISODES_RATIO),
+        Bar("easy_fall_from_start", start - end, 0.0),
+        Bar("easy_fall_from_without", fmean(at_end(easy[WITHOUT])) - end, NOISE),
+    ]
+
+
+def reach_table(title: str, curves: Curves) -> Rows:
+    """Return the sparse task's table, with a line for each seed and one for the median."""
+    heads = ["seed", "success at the start", "episodes with AIR", "without", "ratio"]
+    lines = []
+    for seed, ratio in ratios(curves).items():
+        both = curves[WITH][seed], curves[WITHOUT][seed]
+        counts = [reached(one) for one in both]
+        shown = [
+            f"> {one[-1].episodes:,}" if count is None else number(count)
+            for count, one in zip(counts, both, strict=True)
+        ]
+        bound = "≤ " if ratio is not None and counts[1] is None else ""
+        start = number(both[0][0].r_final, 3)
+        lines.append([str(seed), start, *shown, bound + number(ratio, 2)])
+    lines.append(["median", NONE, NONE, NONE, number(median_ratio(curves), 2)])
+    return Rows(title, heads, lines)
+
+
+def easy_table(title: str, curves: Curves) -> Rows:
+    """Return the table of the task with easy calls: how it began and what became of it."""
+    heads = ["", "r_final at the start", "at the end", "least of a seed"]
+    heads += ["calls an episode", "of them notes"]
+    lines = [
+        [
+            arm.name,
+            number(fmean(curve[0].r_final for curve in own.values()), 2),
+            *(number(of(at_end(own)), 2) for of in (fmean, min)),
+            *(number(fmean(at_end(own, what)), 1) for what in ("calls", "notes")),
+        ]
+        for arm, own in curves.items()
+    ]
+    return Rows(title, heads, lines, [f"{UNBOUNDED.name}: a counter-example, no recipe of Pawl's."])
+
+
+def draw(worlds: Mapping[str, Curves]) -> None:
+    """Draw both tasks as curves: medians over seeds, and the band of all of them."""
+    figure, panels = plotting().subplots(1, 3, figsize=(13, 3.8), dpi=150)
+    sparse, easy = worlds[SPARSE.name], worlds[EASY.name]
+    _curves(panels[0], sparse, "r_final", "sparse reward: final reward")
+    _curves(panels[1], easy, "r_final", "with an easy tool: final reward")
+    _curves(panels[2], easy, "notes", "with an easy tool: easy calls an episode")
+    panels[0].axhline(SUCCESS, color="#1f2933", linewidth=0.8, linestyle=":")
+    for axes in panels[:2]:
+        axes.set_ylim(0, 1)
+    panels[1].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(PICTURE)
+
+
+def _curves(axes: Any, curves: Curves, what: str, title: str) -> None:
+    for arm, own in curves.items():
+        episodes = [look.episodes for look in next(iter(own.values()))]
+        seeds = [[getattr(look, what) for look in curve] for curve in own.values()]
+        low, middle, high = (
+            [of(column) for column in zip(*seeds, strict=True)] for of in (min, median, max)
+        )
+        axes.fill_between(episodes, low, high, color=arm.colour, alpha=0.15, linewidth=0)
+        axes.plot(episodes, middle, color=arm.colour, linewidth=2, label=arm.name)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("episodes", fontsize=9)
+    axes.grid(axis="y", color="#adb5bd", alpha=0.4)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,39 @@ from typing import Final
 
 from store.records import ToolStatus
 
-KEYS: Final = tuple(f"k{number}" for number in range(10))
-VALUES: Final = tuple(f"v{number}" for number in range(10))
-RESULTS: Final = tuple(f"r{number}" for number in range(10))
-NOTE: Final = "note"
+KEYS, VALUES, RESULTS = (tuple(f"{letter}{number}" for number in range(10)) for letter in "kvr")
+NOTE, END, NOTHING = "note", "end", "nothing"
+CHAIN: Final = ("lookup", "convert", "submit")
 # What a tool takes, in the order of the chain.
 TAKES: Final = {"lookup": KEYS, "convert": VALUES, "submit": RESULTS, NOTE: KEYS + VALUES + RESULTS}
-CHAIN: Final = ("lookup", "convert", "submit")
-END: Final = "end"
-NOTHING: Final = "nothing"
 STATUSES: Final = ("ok", "error", "malformed")
 WORDS: Final = (
-    ("pad", "begin", "call", "result", NOTHING, END) + STATUSES + tuple(TAKES) + TAKES[NOTE]
+    *("pad", "begin", "call", "result", NOTHING, END, *STATUSES),
+    *(*TAKES, *TAKES[NOTE]),
 )
 # A call is a name, an argument, and the end; one that goes on is cut off.
 CALL_WORDS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Define a kind of task, and how well the base model knows it.
+
+    `skill` and `notes` are how often the base model's teacher makes the right call, and a note
+    instead of any other. An update trains on `groups` groups, and there are `waves` updates.
+    """
+
+    name: str
+    tools: tuple[str, ...]
+    turns: int
+    skill: float
+    notes: float
+    groups: int
+    waves: int
+
+
+SPARSE: Final = World("sparse", CHAIN, turns=4, skill=0.06, notes=0.0, groups=4, waves=80)
+EASY: Final = World("easy", (*CHAIN, NOTE), turns=10, skill=0.25, notes=0.3, groups=8, waves=24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +53,14 @@ class Task:
     """Define what an episode is about; `answers` are what tools would say to each key in turn."""
 
     name: str
-    tools: tuple[str, ...]
-    turns: int
-    keys: tuple[str, str]
-    answers: tuple[tuple[str, str], tuple[str, str]]
+    world: World
+    keys: Sequence[str]
+    answers: Sequence[tuple[str, str]]
 
     @property
-    def prompt(self) -> tuple[str, ...]:
+    def prompt(self) -> list[str]:
         """Return the words before the first call."""
-        return ("begin", *self.keys, "call")
+        return ["begin", *self.keys, "call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,48 +84,35 @@ class Outcome:
     answer: str = NOTHING
 
     @property
-    def reply(self) -> tuple[str, ...]:
+    def reply(self) -> list[str]:
         """Return the words between this call and the next."""
-        return ("result", self.status, self.answer, "call")
+        return ["result", self.status, self.answer, "call"]
 
 
-def new_task(name: str, tools: Sequence[str], turns: int, draw: random.Random) -> Task:
+def new_task(name: str, world: World, draw: random.Random) -> Task:
     """Make a task of fresh words."""
-    keys = draw.sample(KEYS, 2)
-    values = draw.sample(VALUES, 2)
-    results = draw.sample(RESULTS, 2)
-    return Task(
-        name=name,
-        tools=tuple(tools),
-        turns=turns,
-        keys=(keys[0], keys[1]),
-        answers=((values[0], results[0]), (values[1], results[1])),
-    )
+    keys, values, results = (draw.sample(words, 2) for words in (KEYS, VALUES, RESULTS))
+    return Task(name, world, keys, list(zip(values, results, strict=True)))
 
 
 def begin(task: Task) -> State:
-    """Begin with nothing known but the keys."""
     return State(given=frozenset(task.keys))
 
 
 def take(task: Task, state: State, said: Sequence[str]) -> Outcome:
     """Apply the words `said` (one or more): always a call, be it of no known tool."""
-    after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.turns)
+    after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.world.turns)
     tool, arguments = said[0], " ".join(word for word in said[1:] if word != END)
-    taken = TAKES[tool] if tool in task.tools else ()
+    taken = TAKES[tool] if tool in task.world.tools else ()
     if len(said) != 3 or said[2] != END or said[1] not in taken:
         return Outcome(after, tool, arguments, "malformed")
     if tool == NOTE:
         return Outcome(after, tool, arguments, "ok")
     if arguments not in state.given:
         return Outcome(after, tool, arguments, "error")
-    return _worked(task, after, tool, arguments)
-
-
-def _worked(task: Task, after: State, tool: str, word: str) -> Outcome:
     if tool == "submit":
-        reward = float(word == task.answers[0][1])
-        return Outcome(replace(after, ended=True, reward=reward), tool, word, "ok")
+        reward = float(arguments == task.answers[0][1])
+        return Outcome(replace(after, ended=True, reward=reward), tool, arguments, "ok")
     known = list(task.keys) if tool == "lookup" else [value for value, _ in task.answers]
-    answer = task.answers[known.index(word)][CHAIN.index(tool)]
-    return Outcome(replace(after, given=frozenset({answer})), tool, word, "ok", answer)
+    answer = task.answers[known.index(arguments)][CHAIN.index(tool)]
+    return Outcome(replace(after, given=frozenset({answer})), tool, arguments, "ok", answer)

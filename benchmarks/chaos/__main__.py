@@ -1,22 +1,12 @@
-"""Kill processes, take the database away, and watch memory, all under load.
+"""Kill processes and take the database away under load, and compare what is kept.
 
-`--target proxy`: a model server that answers at once, an embedded PostgreSQL and `pawl proxy`
-are started; one of four things is done (`--kills`, `--outage`, `--calls`, `--feedback`), and what
-the clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
-own, is full or gives I/O errors for a moment, and one record in 200 is poison; `--plain` leaves
-that out, and needs neither root nor a C compiler. With `--full` the disk also stays full for so
-many seconds, while workers, ingester and supervisor are killed.
-
-`--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
-is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at
-random; what became of every episode and every version's bytes are compared. Two kills in five are
-of the model server, which has no adapters when it is back, and of `pawl steward`, which gives them
-back; callers ask for every version through a `pawl proxy` meanwhile. `--plain` kills trainers
-alone; `--vllm` kills a real vLLM, which takes half a minute to start.
-
-`--target canaries`: live episodes decide about versions (`[gate]`), while steward, trainer, the
-proxy's processes and the model server are killed (`--kills`); each change of a version's state must
-have been made once, with its reason, and no episode be without an arm.
+`--target proxy`: `pawl proxy` with an embedded PostgreSQL and a model server that answers at once;
+one of three things is done (`--kills`, `--outage`, `--feedback`). Between kills the spool's disk, a
+small one of its own, is full or gives I/O errors for a moment, and one record in 200 is poison;
+`--plain` leaves that out, and needs neither root nor a C compiler.
+`--target trainer`: a real `pawl trainer` (`--policies 2`: of two policies, `--shared`: one of
+both); model server and steward beside it are killed too, unless `--plain` leaves that out.
+`--target canaries`: live episodes decide about versions while all processes are killed.
 
 Ends with status 1 where a promise is broken.
 """
@@ -33,98 +23,52 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos.canaries.run import canary_kills
-from benchmarks.chaos.faults import CannotInjectFaults
+from benchmarks.chaos.calls import kills, outage
+from benchmarks.chaos.canaries import canary_kills
 from benchmarks.chaos.feedback import feedback
-from benchmarks.chaos.kills import kills
-from benchmarks.chaos.memory import memory
-from benchmarks.chaos.outage import outage
-from benchmarks.chaos.stand import standing
-from benchmarks.chaos.trainer.cast import BASE, CASTS
-from benchmarks.chaos.trainer.kills import trainer_kills
+from benchmarks.chaos.trainer import trainer_kills
+from tests.support.faults.stand import CannotInjectFaults, standing
+from tests.support.trainer.scored_episodes import CASTS
 
-# Memory that is flat may still wander by pages: so many bytes a call are no growth.
-FLAT: Final = 50.0
+# What a run counts of these must be nothing.
+PROMISES: Final = (
+    *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
+    *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
+    *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
+    *("not_loaded", "not_aside", "returns_differ", "scores_differ", "scores_missing"),
+    *("without_arm", "wrong_events"),
+)
 # Of the members of a list so many are shown.
-TOLD: Final = 10
+SHOWN: Final = 10
 
 
 def main() -> None:
-    """Parse, run, print."""
-    options = _options()
+    options = parse()
     with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
-        of = TARGETS[options.target]
         try:
-            by_name = of(options, Path(folder))
+            by_name = run(options, Path(folder))
         except CannotInjectFaults as error:
-            raise SystemExit(str(error)) from error
+            sys.exit(str(error))
     console, broken = Console(stderr=options.json), []
-    for name, found in by_name.items():
-        of_it = broken_promises(found)
-        console.print(_table(f"{options.target}: {name}", found, of_it))
-        broken += of_it
+    for name, report in by_name.items():
+        own = broken_promises(report)
+        table = Table("", "", title=f"{options.target}: {name}")
+        table.caption = "; ".join(own) or "all promises held"
+        for key, value in report.items():
+            table.add_row(key, counted(value) or "none")
+        console.print(table)
+        broken += own
     if options.json:
         print(json.dumps(by_name | {"broken": broken}))
     sys.exit(1 if broken else 0)
 
 
-def _of_the_proxy(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    faults = not (options.calls or options.outage or options.feedback or options.plain)
-    if options.full and not faults:
-        raise SystemExit("--full fills the disk: give it --kills, and leave out --plain")
-    with standing(folder, options.workers, faults=faults) as stand:
-        if options.calls:
-            return {"memory": asyncio.run(memory(stand, options.calls))}
-        if options.feedback:
-            return {"feedback": asyncio.run(feedback(stand, options.feedback, options.seed))}
-        if options.outage:
-            return {"outage": asyncio.run(outage(stand, options.outage))}
-        return {"kills": asyncio.run(kills(stand, options.kills, options.seed, options.full))}
-
-
-def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    if options.calls or options.outage or options.full or options.feedback:
-        raise SystemExit("--target trainer is killed, and nothing else: give it --kills")
-    found = trainer_kills(
-        folder,
-        options.kills,
-        options.seed,
-        learner=options.learner,
-        baseline=options.baseline,
-        policies=options.policies,
-        shared=options.shared,
-        beside=None if options.plain else "vllm" if options.vllm else "computing",
-    )
-    if options.policies > 1:
-        return found
-    of_the_rest = {"beside": found["beside"]} if "beside" in found else {}
-    return {"kills": found[BASE]} | of_the_rest
-
-
-def _of_canaries(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    if options.calls or options.outage or options.full or options.feedback:
-        raise SystemExit("--target canaries is about kills, and nothing else: give it --kills")
-    return canary_kills(folder, options.kills, options.seed)
-
-
-TARGETS: Final = {"proxy": _of_the_proxy, "trainer": _of_the_trainer, "canaries": _of_canaries}
-
-
-def _options() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--target", choices=list(TARGETS), default="proxy")
-    parser.add_argument("--workers", type=int, default=2, help="of the proxy (2)")
-    parser.add_argument(
-        "--learner", choices=["grpo", "ppo", "sft"], default="grpo", help="of the trainer (grpo)"
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=["group", "leave_one_out", "moving", "none"],
-        default="group",
-        help="of the trainer with grpo (group)",
-    )
+    targets = ("proxy", "trainer", "canaries")
+    parser.add_argument("--target", choices=targets, default="proxy")
     parser.add_argument(
         "--policies",
         type=int,
@@ -132,75 +76,57 @@ def _options() -> argparse.Namespace:
         default=1,
         help="in training, each killed its share of --kills (1)",
     )
+    parser.add_argument("--shared", action="store_true", help="one trainer of all --policies")
     parser.add_argument(
-        "--shared", action="store_true", help="one trainer of all --policies is killed"
-    )
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument(
         "--plain",
         action="store_true",
         help="of the proxy: no faults of the disk; of the trainer: nothing else is killed",
     )
-    others.add_argument(
-        "--vllm", action="store_true", help="the model server beside the trainer is a real vLLM"
-    )
-    parser.add_argument(
-        "--full",
-        type=float,
-        default=0.0,
-        help="of the proxy: kill also while the disk is full, for so many seconds (0)",
-    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
-    what.add_argument("--outage", type=float, help="take the database away for so many seconds")
-    what.add_argument("--calls", type=int, help="watch memory over so many calls")
-    what.add_argument("--feedback", type=int, help="kill while so many statements are sent")
+    act = parser.add_mutually_exclusive_group()
+    act.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
+    act.add_argument("--outage", type=float, help="take the database away for so many seconds")
+    act.add_argument("--feedback", type=int, help="kill while so many statements are sent")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.target != "proxy" and (options.outage or options.feedback):
+        parser.error(f"--target {options.target} is killed, and nothing else: give it --kills")
+    return options
 
 
-def broken_promises(found: dict[str, Any]) -> list[str]:
+def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Do what is asked for; return the reports by name."""
+    if options.target == "trainer":
+        how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
+        return trainer_kills(folder, options.kills, options.seed, **how)
+    if options.target == "canaries":
+        return canary_kills(folder, options.kills, options.seed)
+    has_faults = not (options.outage or options.feedback or options.plain)
+    with standing(folder, workers=2, faults=has_faults) as stand:
+        if options.feedback:
+            return {"feedback": asyncio.run(feedback(stand, options.feedback, options.seed))}
+        if options.outage:
+            return {"outage": asyncio.run(outage(stand, options.outage))}
+        return {"kills": asyncio.run(kills(stand, options.kills, options.seed))}
+
+
+def broken_promises(report: dict[str, Any]) -> list[str]:
     """Return which of the promises that a run is about it broke; empty if none."""
-    nothing = (
-        *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
-        *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
-        *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
-        *("not_loaded", "not_found", "not_aside", "returns_differ", "scores_differ"),
-        *("scores_missing", "without_arm", "wrong_events"),
-    )
-    broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
-    if found.get("drain_s", 0.0) is None:
+    broken = [f"{name}: {counted(report[name])}" for name in PROMISES if report.get(name)]
+    if report.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
-    for process, grows in found.get("bytes_a_call", {}).items():
-        if grows > FLAT:
-            broken.append(f"{process} grows by {grows} bytes a call")
     return broken
 
 
-def _table(name: str, found: dict[str, Any], broken: list[str]) -> Table:
-    table = Table("", "", title=name, caption="; ".join(broken) or "all promises held")
-    for key, value in found.items():
-        if isinstance(value, list):
-            table.add_row(key, _counted(value) or "none")
-        else:
-            table.add_row(key, _said(value))
-    return table
-
-
-def _counted(value: Any) -> str:
-    """Count the members of a list; return anything else as it is."""
-    if not isinstance(value, list):
-        return _said(value)
-    times = Counter(map(_said, value))
-    told = [f"{count} × {said}" if count > 1 else said for said, count in times.most_common(TOLD)]
-    return "\n".join([*told, *([f"and {len(times) - TOLD} more"] if len(times) > TOLD else [])])
-
-
-def _said(value: Any) -> str:
+def counted(value: Any) -> str:
+    """Write a value; equal members of a list once, with their number."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {held}" for key, held in value.items()) or "none"
-    return str(value)
+        return ", ".join(f"{key} {held}" for key, held in value.items())
+    if not isinstance(value, list):
+        return str(value)
+    times = Counter(map(str, value)).most_common()
+    lines = [f"{count} × {one}" if count > 1 else one for one, count in times[:SHOWN]]
+    return "\n".join([*lines, *([f"and {len(times) - SHOWN} more"] if times[SHOWN:] else [])])
 
 
 if __name__ == "__main__":

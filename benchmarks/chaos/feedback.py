@@ -1,4 +1,4 @@
-"""State thousands of things about episodes while the proxy is killed; see what they come to.
+"""Rewards are what was said: state thousands of things about episodes while the proxy is killed.
 
 Each client works on an episode of its own: one call, made before, amid or after what is said of it,
 and statements of three metrics: values, corrections, withdrawals. Each is sent again until it is
@@ -18,21 +18,20 @@ from typing import Any, Final
 import aiohttp
 from sqlalchemy import text
 
-from benchmarks.chaos.load import fetch
-from benchmarks.chaos.scrape import Scrapes, drained
-from benchmarks.chaos.stand import PARTS, Stand
-from benchmarks.proxy.wire import MODEL
+from benchmarks import wire
 from store.connection.engine import make_engine
 from store.link.scores import set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Feedback
 from store.values.rewards import RewardRule, RewardTerm, reward_of
 from store.version_states import ensure_base
+from tests.support.faults.ledger import Scrapes, drained
+from tests.support.faults.load import fetch
+from tests.support.faults.stand import PARTS, Stand
 
-EACH: Final = 20
+STATEMENTS_AN_EPISODE: Final = 20
 AT_ONCE: Final = 16
-# One kill to so many statements.
-A_KILL: Final = 250
+STATEMENTS_A_KILL: Final = 250
 RETRY_S: Final = 0.05
 PAUSE_S: Final = (0.3, 2.0)
 AWAY_S: Final = 5.0
@@ -62,68 +61,120 @@ START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass(slots=True)
-class Told:
-    """Hold what was said of each episode, in order, as it was taken; and how it went."""
+class Client:
+    """State things about episodes, one after the other.
 
-    of: dict[str, list[Feedback]] = field(default_factory=dict)
+    Attributes:
+        stated: what was said of each episode, in order, as it was taken.
+        sent: statements sent, repeats among them.
+        repeated: those sent a second time on purpose.
+        statuses: replies by status; 0: broken off.
+    """
+
+    stand: Stand
+    session: aiohttp.ClientSession
+    stated: dict[str, list[Feedback]] = field(default_factory=dict)
     sent: int = 0
-    again: int = 0
+    repeated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
-    broken_off: int = 0
+
+    async def work(self, episode: str, dice: random.Random) -> None:
+        """Say all that is said of one episode, and make its call somewhere in between."""
+        sent: list[tuple[str, dict[str, Any]]] = []
+        call_at = dice.choice([0, dice.randrange(STATEMENTS_AN_EPISODE), STATEMENTS_AN_EPISODE])
+        stated = self.stated.setdefault(episode, [])
+        for number in range(STATEMENTS_AN_EPISODE):
+            if number == call_at:
+                await self.call(episode)
+            metric = dice.choice(list(VALUES))
+            value = dice.choice(VALUES[metric])
+            statement: dict[str, Any] = {"metric": metric, "episode": episode}
+            statement |= {"withdrawn": True} if value is None else {"value": value}
+            sent.append((f"{episode}/{number}", statement))
+            await self.state(*sent[-1])
+            at = START + timedelta(seconds=number)
+            stated.append(Feedback(metric=metric, value=value, at=at))
+            if dice.random() < AGAIN:
+                self.repeated += 1
+                await self.state(*dice.choice(sent))
+        if call_at == STATEMENTS_AN_EPISODE:
+            await self.call(episode)
+
+    async def state(self, key: str, statement: dict[str, Any]) -> None:
+        self.sent += 1
+        await self._send("/feedback", statement, {"Idempotency-Key": key})
+
+    async def call(self, episode: str) -> None:
+        body = {"model": wire.MODEL, "messages": [{"role": "user", "content": episode}]}
+        await self._send(wire.CHAT, body, {"x-pawl-episode": episode})
+
+    async def _send(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        """Send it until there is an answer that settles it."""
+        url = f"http://127.0.0.1:{self.stand.port}{path}"
+        status = 0
+        while not 0 < status < 500:
+            try:
+                async with self.session.post(url, json=body, headers=headers) as reply:
+                    await reply.read()
+                    status = reply.status
+            except (aiohttp.ClientError, ConnectionError, TimeoutError):
+                status = 0
+            self.statuses[status] += 1
+            if not 0 < status < 500:
+                await asyncio.sleep(RETRY_S)
 
 
 async def feedback(stand: Stand, statements: int, seed: int) -> dict[str, Any]:
     """Send so many statements under kills and an outage; compare what is stored."""
     await stand.ready()
-    policy = await _trained(stand)
-    told, names = Told(), [f"said-{number}" for number in range(statements // EACH)]
     dice = random.Random(seed)
-    killing = asyncio.create_task(
-        _kill(stand, max(1, statements // A_KILL), random.Random(seed + 1))
-    )
     async with aiohttp.ClientSession() as session:
-        queue = list(names)
+        policy = await _begin_policy(stand, session)
+        client = Client(stand, session)
+        kills = max(1, statements // STATEMENTS_A_KILL)
+        killing = asyncio.create_task(_kill(stand, kills, random.Random(seed + 1)))
+        queue = [f"said-{number}" for number in range(statements // STATEMENTS_AN_EPISODE)]
 
-        async def client(own: random.Random) -> None:
+        async def work(own: random.Random) -> None:
             while queue:
-                await _work(stand, session, queue.pop(), own, told)
+                await client.work(queue.pop(), own)
 
-        await asyncio.gather(*(client(random.Random(dice.random())) for _ in range(AT_ONCE)))
-    done = await killing
+        await asyncio.gather(*(work(random.Random(dice.random())) for _ in range(AT_ONCE)))
+    killed = await killing
     drain_s = await drained(stand.admin, Scrapes(), within_s=DRAIN_S)
-    found = await _compared(stand.url, policy, told)
+    compared = await _compared(stand.url, policy, client.stated)
     await asyncio.to_thread(stand.stop)
     return {
-        "statements": sum(map(len, told.of.values())),
-        "sent": told.sent,
-        "sent_again": told.again,
-        "broken_off": told.broken_off,
-        "statuses": dict(told.statuses),
-        **done,
+        "statements": sum(map(len, client.stated.values())),
+        "sent": client.sent,
+        "sent_again": client.repeated,
+        "statuses": dict(client.statuses),
+        "kills": dict(killed),
+        "away_s": AWAY_S,
         "drain_s": drain_s,
-        **found,
+        **compared,
     }
 
 
-async def _trained(stand: Stand) -> str:
+async def _begin_policy(stand: Stand, session: aiohttp.ClientSession) -> str:
     """Let the served model be a policy with a sum of its own; return its name once it is."""
-    listed = json.loads((await fetch(stand.port, "/v1/models")).body)
-    policy: str = listed["data"][0]["id"]
+    models = json.loads((await fetch(stand.port, "/v1/models")).body)
+    policy: str = models["data"][0]["id"]
     engine = make_engine(stand.url)
     async with engine.begin() as connection:
         await ensure_base(connection, policy)
         await set_reward_rule(connection, policy, SUM)
-    known = text("SELECT EXISTS (SELECT FROM episode_policies)")
-    async with aiohttp.ClientSession() as session, engine.connect() as connection:
-        while not await connection.scalar(known):
-            await _call(stand, session, "before", Told())
+    is_known = text("SELECT EXISTS (SELECT FROM episode_policies)")
+    async with engine.connect() as connection:
+        while not await connection.scalar(is_known):
+            await Client(stand, session).call("before")
             await connection.rollback()
             await asyncio.sleep(RETRY_S)
     await engine.dispose()
     return policy
 
 
-async def _kill(stand: Stand, kills: int, dice: random.Random) -> dict[str, Any]:
+async def _kill(stand: Stand, kills: int, dice: random.Random) -> Counter[str]:
     """Kill processes at random moments; half-way take the database away for a while."""
     killed: Counter[str] = Counter()
     for number in range(kills):
@@ -136,93 +187,29 @@ async def _kill(stand: Stand, kills: int, dice: random.Random) -> dict[str, Any]
         part = dice.choice(PARTS)
         killed[part] += 1
         await stand.kill(part, dice.randrange(9))
-    return {"kills": dict(killed), "away_s": AWAY_S if kills else 0.0}
+    return killed
 
 
-async def _work(
-    stand: Stand, session: aiohttp.ClientSession, name: str, dice: random.Random, told: Told
-) -> None:
-    """Say all that is said of one episode, and make its call somewhere in between."""
-    sent: list[tuple[str, dict[str, Any]]] = []
-    call_at = dice.choice([0, dice.randrange(EACH), EACH])
-    said = told.of.setdefault(name, [])
-    for number in range(EACH):
-        if number == call_at:
-            await _call(stand, session, name, told)
-        metric = dice.choice(list(VALUES))
-        value = dice.choice(VALUES[metric])
-        statement: dict[str, Any] = {"metric": metric, "episode": name}
-        statement |= {"withdrawn": True} if value is None else {"value": value}
-        key = f"{name}/{number}"
-        await _say(stand, session, key, statement, told)
-        said.append(Feedback(metric=metric, value=value, at=START + timedelta(seconds=number)))
-        sent.append((key, statement))
-        if dice.random() < AGAIN:
-            told.again += 1
-            await _say(stand, session, *dice.choice(sent), told)
-    if call_at == EACH:
-        await _call(stand, session, name, told)
-
-
-async def _say(
-    stand: Stand, session: aiohttp.ClientSession, key: str, statement: dict[str, Any], told: Told
-) -> None:
-    url = f"http://127.0.0.1:{stand.port}/feedback"
-    told.sent += 1
-    headers = {"Idempotency-Key": key}
-    await _send(session, url, statement, headers, told)
-
-
-async def _call(stand: Stand, session: aiohttp.ClientSession, name: str, told: Told) -> None:
-    url = f"http://127.0.0.1:{stand.port}/v1/chat/completions"
-    body = {"model": MODEL, "messages": [{"role": "user", "content": name}]}
-    await _send(session, url, body, {"x-pawl-episode": name}, told)
-
-
-async def _send(
-    session: aiohttp.ClientSession,
-    url: str,
-    body: dict[str, Any],
-    headers: dict[str, str],
-    told: Told,
-) -> None:
-    """Send it until there is an answer that settles it."""
-    while True:
-        try:
-            async with session.post(url, json=body, headers=headers) as reply:
-                await reply.read()
-                told.statuses[reply.status] += 1
-                if reply.status < 500:
-                    return
-        except (aiohttp.ClientError, ConnectionError, TimeoutError):
-            told.broken_off += 1
-        await asyncio.sleep(RETRY_S)
-
-
-async def _compared(url: str, policy: str, told: Told) -> dict[str, Any]:
+async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]]) -> dict[str, Any]:
     """Compare what is stored with what was said, in order: statements, and what they come to."""
     engine = make_engine(url)
     async with engine.connect() as connection:
-        kept = await connection.execute(
-            text("SELECT target, count(*) AS n FROM feedback GROUP BY target")
+        counts = text("SELECT target, count(*) AS n FROM feedback GROUP BY target")
+        stored = {row.target: row.n for row in await connection.execute(counts)}
+        scores = text(
+            "SELECT e.key, p.reward FROM episode_policies p"
+            " JOIN episodes e ON e.id = p.episode_id WHERE p.policy = :policy"
         )
-        stored = {row.target: row.n for row in kept}
-        scores = await connection.execute(
-            text(
-                "SELECT e.key, p.reward FROM episode_policies p"
-                " JOIN episodes e ON e.id = p.episode_id WHERE p.policy = :policy"
-            ),
-            {"policy": policy},
-        )
-        rewards = {row.key: row.reward for row in scores}
+        rows = await connection.execute(scores, {"policy": policy})
+        rewards = {row.key: row.reward for row in rows}
         episodes = await read_episodes(connection, await episode_ids(connection))
     await engine.dispose()
     by_credit = {one.key: reward_of(one.feedback, SUM).value for one in episodes}
-    wanted = {name: reward_of(said, SUM).value for name, said in told.of.items()}
+    wanted = {name: reward_of(said, SUM).value for name, said in stated.items()}
     return {
         "stored": sum(stored.values()),
-        "missing": sum(max(0, len(said) - stored.get(k, 0)) for k, said in told.of.items()),
-        "twice": sum(max(0, stored.get(k, 0) - len(said)) for k, said in told.of.items()),
+        "missing": sum(max(0, len(said) - stored.get(k, 0)) for k, said in stated.items()),
+        "twice": sum(max(0, stored.get(k, 0) - len(said)) for k, said in stated.items()),
         "episodes": len(wanted),
         "without_reward": sum(value is None for value in wanted.values()),
         "returns_differ": _differing(wanted, by_credit),

@@ -1,1 +1,1 @@
-"""Measure what Pawl costs, beside nginx, LiteLLM and Agent Lightning."""
+"""Measure `pawl proxy` beside its peers, or beside another checkout of itself."""

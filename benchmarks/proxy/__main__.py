@@ -6,134 +6,633 @@ up and take turns, since nothing on a shared machine is twice the same. What is 
 core with all it needs, Pawl's PostgreSQL included; load and model server share the other.
 Needs nginx and wrk (Debian: nginx-light, wrk).
 
-`--against COMMIT` measures this checkout in turns with an earlier commit instead, whole calls only:
-a pair of turns a round, `--seconds 45 --rounds 15` for pairs of three seconds each. `--with keys`
-measures it in turns with itself, with API keys beside without any; `limits` are a key's, `tenants`
-has a key of another tenant's, `arms` a canary of a policy and a share for the base model, and with
-`nothing` both do the same.
+`--against CHECKOUT` measures this checkout in turns with another one instead (a folder, such as
+`git worktree add` makes), whole calls only: the ratios of pairs of turns, one after the other.
+`--seconds 45 --rounds 15` makes pairs of three seconds each.
 """
 
 import argparse
+import asyncio
+import http.client
 import json
 import math
 import os
+import re
 import shutil
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Final
+from urllib.parse import urlsplit
+from uuid import uuid4
 
+import asyncpg
+import psutil
 from rich.console import Console
 
-from benchmarks.commits import NoSuchCommit
-from benchmarks.proxy.additions import ADDITIONS
-from benchmarks.proxy.against import compared, compared_with, ratios_table
-from benchmarks.proxy.figures import STREAMS, Bar, Peer, bars
-from benchmarks.proxy.machine import LOAD_CORE, MEASURED_CORE, busy_share
-from benchmarks.proxy.measure import Lengths, measured
-from benchmarks.proxy.page import PAGE, PICTURE, with_figures
-from benchmarks.proxy.peers.contenders import CONTENDERS
-from benchmarks.proxy.picture import draw
-from benchmarks.proxy.tables import bars_table, calls_table, streams_table
+from benchmarks import wire
+from benchmarks.proxy.peers import (
+    CONTENDERS,
+    LARGE_TOKENS,
+    LOAD_CORE,
+    MEASURED_CORE,
+    TOKENS,
+    CannotInstall,
+    Contender,
+    Running,
+    install,
+    model_server,
+    of_checkout,
+)
+from benchmarks.proxy.streams import Plan
+from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
+from benchmarks.stack import ROOT, NotUp, answers, free_port, on_core, running, wait_for
 
-QUIET_SHARE = 0.1
-FILE_WIDTH = 220
+PAGE: Final = ROOT / "docs" / "explanation" / "benchmarks.md"
+PICTURE: Final = ROOT / "docs" / "images" / "benchmarks.png"
+WORK: Final = ROOT / "var" / "bench"
+ALONE, MANY, LARGE_AT_ONCE = 1, 64, 8
+STREAMS: Final = (1, 256, 1000)
+INTERVAL_S, CHUNKS = 0.1, 50
+SAMPLE, WARM_S, STORED_S = 20, 2, 600.0
+LARGE_CHARS: Final = 10
+QUIET_SHARE: Final = 0.1
+# The group of processes whose CPU it is, as `--against` names it.
+CPU: Final = {"serving": "worker", "beside": "ingester", "postgres": "PostgreSQL"}
+MILLISECONDS: Final = {"us": 0.001, "ms": 1.0, "s": 1000.0, "m": 60_000.0}
+
+
+class WrongAnswer(Exception):
+    """Report that a peer answers, and not with what the model server said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Measure whole calls; CPU is given a call, by group of processes.
+
+    `stored` and `drain_s` are of a peer that stores its calls: how many, and how long after the
+    load's end the last one was stored.
+    """
+
+    calls: int
+    failed: int
+    calls_per_s: float
+    median_ms: float
+    p99_ms: float
+    cpu_us: Mapping[str, float]
+    stored: int | None = None
+    drain_s: float | None = None
+
+    @property
+    def sustained_per_s(self) -> float | None:
+        """Return calls a second, counted until all were stored."""
+        if self.drain_s is None:
+            return None
+        return self.calls / (self.calls / self.calls_per_s + self.drain_s)
+
+
+@dataclass(slots=True)
+class Peer:
+    """Hold one row: what was measured, or why nothing was."""
+
+    contender: Contender
+    missing: str = ""
+    calls: dict[int, Calls] = field(default_factory=dict)
+    # Calls a second, `MANY` at once, round by round: peers take turns.
+    rounds_per_s: list[float] = field(default_factory=list)
+    large: Calls | None = None
+    streams: dict[int, dict[str, Any]] = field(default_factory=dict)
+    memory_mib: dict[str, float] = field(default_factory=dict)
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
-    options = _options()
-    _check_machine()
-    console = Console(stderr=options.json, width=None if sys.stdout.isatty() else FILE_WIDTH)
-    in_turns = options.against or options.addition
-    busy = busy_share()
+    options = parse()
+    for tool in ("nginx", "wrk"):
+        if shutil.which(tool) is None:
+            sys.exit(f"benchmarks.proxy needs {tool}: install it (Debian: nginx-light, wrk)")
+    if not {LOAD_CORE, MEASURED_CORE} <= os.sched_getaffinity(0):
+        sys.exit("benchmarks.proxy needs the cores 0 and 1")
+    console = Console(stderr=options.json, width=None if sys.stdout.isatty() else 220)
+    busy = psutil.cpu_percent(1.0) / 100
     if busy > QUIET_SHARE:
         console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
     os.sched_setaffinity(0, {LOAD_CORE})
-    lengths = Lengths(options.seconds, options.rounds, tuple(options.streams))
-    if in_turns:
-        _compare(options, lengths, console)
+    round_s = max(1, options.seconds // options.rounds)
+    if options.against is not None:
+        ratios = in_turns(options.against, options.rounds, round_s, console)
+        console.print(ratios_table(ratios, str(options.against), options.rounds).rich())
+        if options.json:
+            print(json.dumps(ratios))
         return
-    peers = measured([CONTENDERS[name] for name in options.peers], lengths, console)
-    for name in CONTENDERS.keys() - peers.keys():
-        peers[name] = Peer(name, missing="not asked for (--peers)")
-    peers = {name: peers[name] for name in CONTENDERS}
+    peers = {name: Peer(CONTENDERS[name]) for name in options.peers}
+    whole_calls(list(peers.values()), options.rounds, round_s, console)
+    for peer in peers.values():
+        if not (peer.missing or peer.contender.no_streams):
+            streams(peer, options.streams, options.seconds, console)
     promises = bars(peers)
     tables = [calls_table(peers.values()), streams_table(peers.values()), bars_table(promises)]
     for table in tables:
         console.print(table.rich())
     if options.write:
-        PAGE.write_text(with_figures(PAGE.read_text(), tables, _machine()))
-        draw(PICTURE, peers)
-        console.print(f"written: {PAGE}, {PICTURE}")
+        write_figures(PAGE, tables, machine(), PICTURE.name)
+        draw(peers.values())
     if options.json:
-        print(json.dumps(_as_json(peers, promises, busy)))
+        judged = {bar.name: bar._asdict() | {"holds": bar.holds} for bar in promises}
+        found = {name: asdict(peer) | {"contender": name} for name, peer in peers.items()}
+        print(json.dumps(finite({"bars": judged, "peers": found, "busy_before": busy})))
 
 
-def _options() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.proxy", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--seconds", type=int, default=10, help="of each load (10)")
     parser.add_argument("--rounds", type=int, default=5, help="in which whole calls take turns (5)")
     parser.add_argument(
-        "--peers", type=_peers, default=list(CONTENDERS), help=f"some of {','.join(CONTENDERS)}"
+        "--peers",
+        type=lambda given: given.split(","),
+        default=list(CONTENDERS),
+        help=f"some of {','.join(CONTENDERS)}",
     )
     parser.add_argument(
-        "--streams", type=_numbers, default=list(STREAMS), help="at once, in turn (1,256,1000)"
+        "--streams",
+        type=lambda given: [int(count) for count in given.split(",") if count],
+        default=list(STREAMS),
+        help="at once, in turn (1,256,1000)",
     )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {PICTURE}")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with a checkout")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and its picture")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    turns = parser.add_mutually_exclusive_group()
-    turns.add_argument("--against", metavar="COMMIT", help="compare this checkout with a commit")
-    turns.add_argument(
-        "--with", dest="addition", choices=list(ADDITIONS), help="compare it with itself without"
-    )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if unknown := set(options.peers) - CONTENDERS.keys():
+        parser.error(f"no peer {unknown.pop()}: choose of {', '.join(CONTENDERS)}")
+    return options
 
 
-def _compare(options: argparse.Namespace, lengths: Lengths, console: Console) -> None:
-    """Print how this checkout does beside a commit, or beside itself without an addition."""
+def whole_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Console) -> None:
+    """Bring all up at once, and let them take turns."""
+    with ExitStack() as stack:
+        up: list[tuple[Peer, Running, Path]] = []
+        for peer in peers:
+            with missing_unless_ours(peer, console):
+                install(peer.contender, console)
+                up.append((peer, *brought_up(peer.contender, stack)))
+        for at_once, chars in (
+            *((ALONE, wire.PROMPT_CHARS), (MANY, wire.PROMPT_CHARS), (LARGE_AT_ONCE, LARGE_CHARS)),
+        ):
+            console.print(f"{at_once} at once, prompts of {chars} characters, {rounds} rounds")
+            taken: dict[str, list[Calls]] = {peer.contender.name: [] for peer in peers}
+            for _ in range(rounds):
+                for peer, started, folder in up:
+                    if not peer.missing:
+                        with missing_unless_ours(peer, console):
+                            calls = load_calls(started, folder, round_s, at_once, chars)
+                            taken[peer.contender.name].append(calls)
+            for peer, started, _ in up:
+                own = taken[peer.contender.name]
+                if peer.missing:
+                    continue
+                if at_once == LARGE_AT_ONCE:
+                    peer.large = combined(own)
+                    continue
+                peer.calls[at_once] = combined(own)
+                if at_once == MANY:
+                    peer.rounds_per_s = [one.calls_per_s for one in own]
+                    note_memory(peer, started)
+
+
+@contextmanager
+def missing_unless_ours(peer: Peer, console: Console) -> Iterator[None]:
+    """Note an installed peer that fails as missing from the table; raise for the others."""
     try:
-        if options.addition:
-            title = f"with {options.addition}, in turns with the same without"
-            found = compared_with(ADDITIONS[options.addition], lengths, console)
-        else:
-            title = f"this checkout, in turns with {options.against}"
-            found = compared(options.against, lengths, console)
-    except NoSuchCommit as error:
-        sys.exit(f"benchmarks.proxy: {error}")
-    table = ratios_table(found, title)
-    console.print(table.rich())
-    if options.json:
-        print(json.dumps(found))
-    else:
-        console.print(table.markdown(), markup=False)
+        yield
+    except (CannotInstall, NotUp, WrongAnswer) as error:
+        if not peer.contender.packages:
+            raise
+        peer.missing = str(error).splitlines()[-1]
+        console.print(f"{peer.contender.name} is missing: {error}", markup=False)
 
 
-def _peers(given: str) -> list[str]:
-    names = given.split(",")
-    for name in names:
-        if name not in CONTENDERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CONTENDERS)}")
-    return names
+@contextmanager
+def work_folder() -> Iterator[Path]:
+    """Make a folder on the disk that the checkout is on: syncs must be real ones."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as name:
+        yield Path(name)
 
 
-def _numbers(given: str) -> list[int]:
-    return [int(number) for number in given.split(",") if number]
+def brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
+    """Bring one up with a model server of its own, check that it answers right, and warm it."""
+    upstream = free_port()
+    with ExitStack() as own:
+        folder = own.enter_context(work_folder())
+        own.enter_context(model_server(folder, upstream))
+        started = own.enter_context(contender.start(folder, upstream))
+        check_answers(started)
+        load_calls(started, folder, WARM_S, MANY, wire.PROMPT_CHARS)
+        stack.push(own.pop_all())
+    return started, folder
 
 
-def _check_machine() -> None:
-    for tool in ("nginx", "wrk"):
-        if shutil.which(tool) is None:
-            sys.exit(f"benchmarks.proxy needs {tool}: install it (Debian: nginx-light, wrk)")
-    missing = {LOAD_CORE, MEASURED_CORE} - os.sched_getaffinity(0)
-    if missing:
-        sys.exit(f"benchmarks.proxy needs the cores 0 and 1; core {missing.pop()} is not allowed")
+def check_answers(up: Running) -> None:
+    """Check that replies are the model server's, and that Pawl hides the ids it asked for.
+
+    Raises:
+        WrongAnswer: they are not.
+    """
+    chars = [*[wire.PROMPT_CHARS] * SAMPLE, LARGE_CHARS]
+    for number_, length in enumerate(chars):
+        headers, reply = one_call(up, wire.prompt(f"sample {number_} ", length))
+        choice = reply["choices"][0]
+        tokens = LARGE_TOKENS if length == LARGE_CHARS else TOKENS
+        if choice["message"]["content"] != "word " * (3 * tokens):
+            raise WrongAnswer(f"another text: {choice['message']['content'][:80]!r}")
+        shown = [choice.get("token_ids"), choice.get("logprobs"), reply.get("prompt_token_ids")]
+        if up.database_url and (shown != [None, None, None] or "x-pawl-call" not in headers):
+            raise WrongAnswer("ids were passed on to a client that did not ask")
 
 
-def _machine() -> str:
+def one_call(up: Running, body: str) -> tuple[set[str], Any]:
+    """Return the names of the headers, and the reply, of one call."""
+    connection = http.client.HTTPConnection("127.0.0.1", up.port, timeout=30)
+    try:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
+        connection.request("POST", up.path, body, headers)
+        response = connection.getresponse()
+        content = response.read()
+        if response.status != 200:
+            raise WrongAnswer(f"{up.url} answers {response.status}: {content[:200]!r}")
+        return {name.lower() for name, _ in response.getheaders()}, json.loads(content)
+    finally:
+        connection.close()
+
+
+def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int) -> Calls:
+    """Run wrk once; a peer that stores has stored all before and after."""
+    stored_before = settled(up, 0)[0]
+    watch = Watch(up)
+    before = watch.cpu_seconds()
+    script = folder / "calls.lua"
+    script.write_text(lua(up, chars))
+    command = ["wrk", "-t1", f"-c{at_once}", f"-d{seconds}s", "--timeout", "30s", "--latency"]
+    with on_core(LOAD_CORE):
+        output = subprocess.run(
+            [*command, "-s", str(script), up.url], check=True, capture_output=True, text=True
+        ).stdout
+    asked = int(found(r"(\d+) requests in", output)[0])
+    refused = sum(map(int, found(r"Non-2xx or 3xx responses: (\d+)", output, "0")))
+    errors = r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)"
+    broken = sum(map(int, found(errors, output, "0")))
+    calls = asked - refused
+    if not calls:
+        raise WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
+    stored, drain_s = settled(up, stored_before + calls)
+    return Calls(
+        calls=calls,
+        failed=refused + broken,
+        calls_per_s=float(found(r"Requests/sec:\s+([\d.]+)", output)[0]) * calls / asked,
+        median_ms=latency_ms("50%", output),
+        p99_ms=latency_ms("99%", output),
+        cpu_us=each_us(before, watch.cpu_seconds(), calls),
+        stored=stored - stored_before if up.database_url else None,
+        drain_s=drain_s if up.database_url else None,
+    )
+
+
+def lua(up: Running, chars: int) -> str:
+    """Write wrk's script: requests that differ in a number of fixed width."""
+    zeros = "0" * 16
+    body = wire.prompt(f"{uuid4().hex} {zeros} ", chars)
+    headers = {"Authorization": f"Bearer {wire.KEY}"}
+    request = wire.post(urlsplit(up.url).netloc, up.path, body, headers).decode()
+    before, after = request.split(zeros)
+    return f"""local number = 0
+local before, after = [==[{before.replace(chr(13), "")}]==], [==[{after}]==]
+before = before:gsub("\\n", "\\r\\n")
+request = function()
+  number = number + 1
+  return before .. string.format("%016d", number) .. after
+end
+"""
+
+
+def found(pattern: str, output: str, *default: str) -> Sequence[str]:
+    """Return what a pattern's groups match of wrk's output; raise where there is no default."""
+    match = re.search(pattern, output)
+    if match is None and not default:
+        raise ValueError(f"wrk's output has no {pattern!r}:\n{output}")
+    return default if match is None else match.groups()
+
+
+def latency_ms(share: str, output: str) -> float:
+    value, unit = found(rf"{share}\s+([\d.]+)(us|ms|s|m)\b", output)
+    return float(value) * MILLISECONDS[unit]
+
+
+def combined(rounds: Sequence[Calls]) -> Calls:
+    """Combine the rounds of one load: add counts up, and take the median of the rest."""
+    is_stored = rounds[0].stored is not None
+    return Calls(
+        calls=sum(one.calls for one in rounds),
+        failed=sum(one.failed for one in rounds),
+        calls_per_s=median(one.calls_per_s for one in rounds),
+        median_ms=median(one.median_ms for one in rounds),
+        p99_ms=median(one.p99_ms for one in rounds),
+        cpu_us={group: median(one.cpu_us[group] for one in rounds) for group in rounds[0].cpu_us},
+        stored=sum(one.stored or 0 for one in rounds) if is_stored else None,
+        drain_s=sum(one.drain_s or 0 for one in rounds) if is_stored else None,
+    )
+
+
+def streams(peer: Peer, counts: Sequence[int], seconds: int, console: Console) -> None:
+    """Keep so many streams open at once, one number after the other."""
+    upstream = free_port()
+    server = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(INTERVAL_S)]
+    with work_folder() as folder, missing_unless_ours(peer, console):
+        log = folder / "model.log"
+        with running(server, log, {}, LOAD_CORE) as process:
+            wait_for(lambda: answers(f"http://127.0.0.1:{upstream}/v1/models"), process, log)
+            with peer.contender.start(folder, upstream) as up:
+                for at_once in counts:
+                    console.print(f"{peer.contender.name}: {at_once} streams at once")
+                    plan = Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds)
+                    measured = load_streams(up, folder, plan)
+                    if at_once == ALONE:
+                        # First chunks come from streams of one chunk, one after the other.
+                        plan = Plan(up.port, up.path, at_once, 1, INTERVAL_S, seconds / 2)
+                        single = load_streams(up, folder, plan)
+                        for name in ("first_median_ms", "first_p99_ms"):
+                            measured[name] = single[name]
+                        for name in ("started", "batched"):
+                            measured[name] += single[name]
+                        measured["failed"] |= single["failed"]
+                    peer.streams[at_once] = measured
+                    note_memory(peer, up)
+
+
+def load_streams(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
+    """Run the generator once; CPU is what was used while its window was open."""
+    stored = settled(up, 0)[0]
+    watch = Watch(up)
+    cpu: list[dict[str, float]] = []
+    measured: dict[str, Any] = {}
+    command = [sys.executable, "-m", "benchmarks.proxy.streams", json.dumps(asdict(plan))]
+    with (
+        on_core(LOAD_CORE),
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load,
+    ):
+        assert load.stdout is not None
+        for line in load.stdout:
+            measured = json.loads(line)
+            if "now" in measured:
+                cpu.append(watch.cpu_seconds())
+    if load.returncode:
+        raise RuntimeError("the generator of streams failed")
+    settled(up, stored + measured["started"] - sum(measured["failed"].values()))
+    return measured | {"cpu_us": each_us(cpu[0], cpu[1], measured["chunks"])}
+
+
+def settled(up: Running, wanted: int) -> tuple[int, float]:
+    """Wait until so many calls are stored, and until no more come.
+
+    Return how many there are, and after how many seconds the wanted ones were. A peer that stores
+    none has settled at once.
+
+    Raises:
+        NotUp: answered calls are not in PostgreSQL after ten minutes.
+    """
+    if not up.database_url:
+        return 0, 0.0
+    return asyncio.run(_settled(up.database_url, wanted))
+
+
+async def _settled(database_url: str, wanted: int) -> tuple[int, float]:
+    began, drain_s, before = time.monotonic(), None, -1
+    connection = await asyncpg.connect(database_url)
+    try:
+        while True:
+            count = await connection.fetchval("SELECT count(*) FROM transitions")
+            waited = time.monotonic() - began
+            if drain_s is None and count >= wanted:
+                drain_s = waited
+            if drain_s is not None and count == before:
+                return count, drain_s
+            if waited > STORED_S:
+                raise NotUp(f"{count} of {wanted} calls are stored after {waited:.0f} s")
+            before = count
+            await asyncio.sleep(0.25 if drain_s is None else 1.0)
+    finally:
+        await connection.close()
+
+
+class Watch:
+    """Measure CPU and memory of a peer's process trees, children that ended included.
+
+    Of the tree called `proxy`, those that listen on the port are `serving`; the rest is `beside`.
+    """
+
+    def __init__(self, up: Running) -> None:
+        self._roots = up.roots
+        self._serving = {
+            process.pid
+            for process in self._tree("proxy")
+            for at in process.net_connections("tcp")
+            if at.status == "LISTEN" and at.laddr.port == up.port
+        }
+
+    def cpu_seconds(self) -> dict[str, float]:
+        return self._sum(lambda process: sum(process.cpu_times()[:4]))
+
+    def memory_mib(self) -> dict[str, float]:
+        """Return what is resident now, shared pages counted once (proportional set size)."""
+        return self._sum(lambda process: process.memory_full_info().pss / 2**20)
+
+    def _sum(self, of: Any) -> dict[str, float]:
+        by_group: dict[str, float] = {}
+        for name in self._roots:
+            for process in self._tree(name):
+                is_serving = process.pid in self._serving
+                group = name if name != "proxy" else "serving" if is_serving else "beside"
+                # It may end while we look: its parent has its time then.
+                with suppress(psutil.NoSuchProcess):
+                    by_group[group] = by_group.get(group, 0.0) + of(process)
+        return by_group
+
+    def _tree(self, name: str) -> list[psutil.Process]:
+        if name not in self._roots:
+            return []
+        root = psutil.Process(self._roots[name])
+        return [root, *root.children(recursive=True)]
+
+
+def note_memory(peer: Peer, up: Running) -> None:
+    """Note the most memory that was seen."""
+    for group, now in Watch(up).memory_mib().items():
+        peer.memory_mib[group] = max(now, peer.memory_mib.get(group, 0.0))
+
+
+def each_us(
+    before: Mapping[str, float], after: Mapping[str, float], count: int
+) -> dict[str, float]:
+    return {
+        group: 1e6 * (seconds - before.get(group, 0.0)) / max(1, count)
+        for group, seconds in after.items()
+    }
+
+
+Ratios = dict[int, dict[str, list[float]]]
+
+
+def in_turns(checkout: Path, rounds: int, round_s: int, console: Console) -> Ratios:
+    """Return the ratios of this checkout's figures to the other's, by calls at once.
+
+    Both are up at once, each with a PostgreSQL and a model server of its own: what disturbs a
+    shared machine lasts longer than a pair of loads, and disturbs both alike.
+    """
+    ratios: Ratios = {}
+    with ExitStack() as stack:
+        sides = [brought_up(of_checkout(path), stack) for path in (checkout, ROOT)]
+        for at_once in (ALONE, MANY):
+            ratios[at_once] = {}
+            for turn in range(rounds):
+                console.print(f"{at_once} at once, pair {turn + 1} of {rounds}")
+                pair: list[Any] = [None, None]
+                # Who comes second meets the machine as the first left it.
+                for side in (0, 1) if turn % 2 else (1, 0):
+                    pair[side] = load_calls(*sides[side], round_s, at_once, wire.PROMPT_CHARS)
+                theirs, ours = pair
+                each = {
+                    "calls/s": ours.calls_per_s / theirs.calls_per_s,
+                    "median latency": ours.median_ms / theirs.median_ms,
+                    "CPU a call": sum(ours.cpu_us.values()) / sum(theirs.cpu_us.values()),
+                }
+                for group, name in CPU.items():
+                    each[f"{name}'s CPU a call"] = ours.cpu_us[group] / theirs.cpu_us[group]
+                for name, ratio in each.items():
+                    ratios[at_once].setdefault(name, []).append(ratio)
+    return ratios
+
+
+def ratios_table(ratios: Ratios, other: str, rounds: int) -> Rows:
+    lines = [
+        [
+            f"{at_once} at once",
+            *(f"{median(one):.2f} ({min(one):.2f} to {max(one):.2f})" for one in of.values()),
+        ]
+        for at_once, of in ratios.items()
+    ]
+    notes = [f"{rounds} pairs of turns each: the median, and the lowest and highest pair."]
+    title = f"this checkout, in turns with {other}"
+    return Rows(title, ["ratio", *ratios[MANY]], lines, notes)
+
+
+def bars(peers: Mapping[str, Peer]) -> list[Bar]:
+    """Return Pawl's promises, as far as this run can judge them."""
+    pawl = peers.get("pawl", Peer(CONTENDERS["pawl"]))
+    many, most = pawl.calls.get(MANY), pawl.streams.get(STREAMS[-1])
+    alone = [peers[name].calls.get(ALONE) for name in ("pawl", "direct") if name in peers]
+    added_ms = None
+    if len(alone) == 2 and alone[0] is not None and alone[1] is not None:
+        added_ms = alone[0].median_ms - alone[1].median_ms
+    large = sum(pawl.large.cpu_us.values()) if pawl.large else None
+    # Calls that the load broke off at its end are stored, too.
+    unstored = None if many is None or many.stored is None else max(0, many.calls - many.stored)
+    return [
+        Bar("calls_per_nginx", ratio_to(peers, "nginx"), 1 / 9, at_least=True),
+        Bar("calls_per_litellm", ratio_to(peers, "litellm"), 40, at_least=True),
+        Bar("calls_per_agent_lightning", ratio_to(peers, "agent-lightning"), 13, at_least=True),
+        Bar("calls_failed", many.failed if many else None, 0),
+        Bar("calls_not_stored", unstored, 0),
+        Bar("added_ms", added_ms, 0.8),
+        Bar("large_reply_cpu_us", large, 600),
+        Bar("streams_failed", sum(most["failed"].values()) if most else None, 0),
+        Bar("streams_batched", most["batched"] if most else None, 0),
+        Bar("chunk_delay_p99_ms", most["delay_p99_ms"] if most else None, 10),
+        Bar("first_chunk_p99_ms", most["first_p99_ms"] if most else None, 25),
+        Bar("chunk_cpu_us", sum(most["cpu_us"].values()) if most else None, 80),
+    ]
+
+
+def ratio_to(peers: Mapping[str, Peer], other: str) -> float | None:
+    """Return the median over the rounds: what disturbs the machine disturbs both of a round."""
+    if "pawl" not in peers or other not in peers:
+        return None
+    rounds = zip(peers["pawl"].rounds_per_s, peers[other].rounds_per_s, strict=False)
+    ratios = [ours / theirs for ours, theirs in rounds if theirs]
+    return median(ratios) if ratios else None
+
+
+def calls_table(peers: Iterable[Peer]) -> Rows:
+    heads = ["through", f"calls/s at {MANY}", "until stored", "failed", f"median ms at {MANY}"]
+    heads += ["p99 ms", f"median ms at {ALONE}", "p99 ms", "CPU µs a call", "100 KB: CPU µs"]
+    heads += ["memory MiB"]
+    lines, notes = [], []
+    for peer in peers:
+        title, alone, many = peer.contender.title, peer.calls.get(ALONE), peer.calls.get(MANY)
+        if alone is None or many is None:
+            lines.append([title, "missing", *[NONE] * (len(heads) - 2)])
+            notes.append(f"{title} is missing: {peer.missing}.")
+            continue
+        lines.append(
+            [
+                title,
+                number(many.calls_per_s),
+                number(many.sustained_per_s),
+                number(many.failed),
+                number(many.median_ms, 2),
+                number(many.p99_ms, 2),
+                number(alone.median_ms, 3),
+                number(alone.p99_ms, 3),
+                parts(many.cpu_us),
+                parts(peer.large.cpu_us if peer.large else {}),
+                parts(peer.memory_mib),
+            ]
+        )
+    return Rows("Whole calls", heads, lines, notes)
+
+
+def streams_table(peers: Iterable[Peer]) -> Rows:
+    heads = ["through", "at once", "started", "failed", "batched", "first chunk: median ms", "p99"]
+    heads += ["chunk delay: median ms", "p99", "CPU µs a chunk"]
+    lines, notes = [], []
+    for peer in peers:
+        title = peer.contender.title
+        if not peer.streams:
+            lines.append([title, "none", *[NONE] * (len(heads) - 2)])
+            reason = peer.missing or peer.contender.no_streams or "not asked for (--streams)"
+            notes.append(f"{title} has no streams: {reason}.")
+        for at_once, one in peer.streams.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one["failed"].items())
+            failed = number(sum(one["failed"].values())) + (f" ({reasons})" if reasons else "")
+            times = ("first_median_ms", "first_p99_ms", "delay_median_ms", "delay_p99_ms")
+            lines.append(
+                [
+                    *(title, number(at_once), number(one["started"]), failed),
+                    number(one["batched"]),
+                    *(number(one[name], 2) for name in times),
+                    # One stream leaves the process idle: what is counted then is the clock's ticks.
+                    parts(one["cpu_us"] if at_once > ALONE else {}),
+                ]
+            )
+    return Rows("Streams of ten chunks a second", heads, lines, notes)
+
+
+def parts(of: Mapping[str, float]) -> str:
+    """Write a sum, and what it is made of where that is more than one thing."""
+    if not of:
+        return NONE
+    shown = ", ".join(f"{name} {number(value)}" for name, value in of.items())
+    return number(sum(of.values())) + (f" ({shown})" if len(of) > 1 else "")
+
+
+def machine() -> str:
     model = "an unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -142,16 +641,51 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {sys.version.split()[0]}, {date.today()}"
 
 
-def _as_json(peers: dict[str, Peer], promises: list[Bar], busy: float) -> dict[str, Any]:
-    judged = {bar.name: {**asdict(bar), "holds": bar.holds} for bar in promises}
-    found = {name: asdict(peer) for name, peer in peers.items()}
-    return dict(_finite({"bars": judged, "peers": found, "busy_before": round(busy, 3)}))
+def draw(peers: Iterable[Peer]) -> None:
+    """Draw calls a second, latency and chunk delay as bars on logarithmic scales."""
+    pyplot = plotting()
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.4), dpi=150)
+    there = [peer for peer in peers if MANY in peer.calls]
+    most = STREAMS[-1]
+    for axes, title, values in (
+        (
+            panels[0],
+            f"calls/s, {MANY} at once",
+            {peer.contender.name: peer.calls[MANY].calls_per_s for peer in there},
+        ),
+        (
+            panels[1],
+            f"ms, p99, {MANY} at once",
+            {peer.contender.name: peer.calls[MANY].p99_ms for peer in there},
+        ),
+        (
+            panels[2],
+            f"ms, chunk p99, {most:,} streams",
+            {
+                peer.contender.name: peer.streams[most]["delay_p99_ms"]
+                for peer in there
+                if most in peer.streams
+            },
+        ),
+    ):
+        colours = ["#0b7285" if name == "pawl" else "#adb5bd" for name in values]
+        drawn = axes.barh(list(values), list(values.values()), color=colours)
+        axes.bar_label(drawn, [number(one, 0 if one > 100 else 2) for one in values.values()])
+        axes.set_xscale("log")
+        axes.margins(x=0.3)
+        axes.invert_yaxis()
+        axes.set_title(f"{title} (log scale)", fontsize=10)
+        axes.set_xticks([])
+        axes.minorticks_off()
+        axes.spines["bottom"].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURE)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replace NaN by None, as JSON has none."""
     if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

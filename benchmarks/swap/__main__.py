@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from benchmarks.proxy.tables import bars_table
+from benchmarks.report import bars_table
 from benchmarks.stack import ROOT
 from benchmarks.swap.figures import bars, tables
 from benchmarks.swap.run import RETIRE_AFTER_S, Options, measure

@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from benchmarks.proxy.figures import Bar, percentile
-from benchmarks.proxy.tables import Rows, number
+from benchmarks.report import Bar, Rows, number, percentile
 from benchmarks.swap.records import Call, Event, Gap, Load, Seen, Stored, Unload, Waited
 from benchmarks.swap.schedule import Schedule, Span, spans, within
 from store.records import Record

@@ -24,7 +24,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.chaos.scrape import Scrapes, drained
 from benchmarks.stack import (
     CLIENT_BINARIES,
     ROOT,
@@ -39,6 +38,7 @@ from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from store.settings import address
+from tests.support.faults.ledger import Scrapes, drained
 
 # Each row's key names its calls in the ledger; then come its title, and its program's arguments.
 ROWS: Final[Mapping[str, tuple[str, ...]]] = {

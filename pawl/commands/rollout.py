@@ -1,48 +1,50 @@
-"""Define `pawl rollout`, which runs an agent on a file of tasks, and tells the proxy how it did."""
+"""Define `pawl rollout`, which runs an agent on a file of tasks, and posts how it did."""
 
 import asyncio
 import json
+import math
+import os
+import shlex
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
 
-from pawl.commands.common import a_tenant, fail
+from pawl.commands.common import fail
 from pawl.commands.flags import takes
+from pawl.rollout.agents import Agent, CommandAgent
+from pawl.rollout.journal import Journal, Plan
+from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge
+from pawl.rollout.tasks import RolloutError, Task, digest, parse_tasks
 from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
 
-if TYPE_CHECKING:
-    from pawl.rollout.options import RolloutOptions
-    from proxy.settings import ProxySettings
+# After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
+SILENT: Final = 3
+HINT: Final = (
+    "the proxy has seen no call of any run: the agent must read OPENAI_BASE_URL (or "
+    "ANTHROPIC_BASE_URL) in each run, and call it"
+)
 
 
-class RolloutFlags(Record, frozen=True, kw_only=True):
+class Flags(Record, frozen=True, kw_only=True):
     """Hold what may be written after `pawl rollout`."""
 
     tasks: Annotated[
         Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
     ] = None
     command: Annotated[
-        str | None,
-        typer.Option(
-            help="Program to start once for each run, with its arguments, quoted as in a shell."
-        ),
+        str | None, typer.Option(help="Program that is started for each run, as in a shell.")
     ] = None
     python: Annotated[
         str | None,
-        typer.Option(
-            help="MODULE:FUNCTION to import once and call for each run, instead of --command."
-        ),
-    ] = None
-    interpreter: Annotated[
-        str | None,
-        typer.Option(
-            help="Python (3.11 or newer) that runs the function of --python, where its packages "
-            "are not installed beside Pawl; default: Pawl's own."
-        ),
+        typer.Option(help="MODULE:FUNCTION that is called for each run, instead of --command."),
     ] = None
     samples: Annotated[
         int,
@@ -61,17 +63,6 @@ class RolloutFlags(Record, frozen=True, kw_only=True):
             "number or an object of metrics on its standard output."
         ),
     ] = None
-    judge_python: Annotated[
-        str | None,
-        typer.Option(
-            "--judge-python",
-            help="MODULE:FUNCTION that is imported once and called for each run, instead of "
-            "--judge.",
-        ),
-    ] = None
-    judge_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Time limit of one judgement, in seconds.")
-    ] = 60.0
     answer: Annotated[
         str | None,
         typer.Option(
@@ -82,31 +73,17 @@ class RolloutFlags(Record, frozen=True, kw_only=True):
     hide: Annotated[
         list[str] | None,
         typer.Option(
-            help="Field of the tasks that the agent does not get, and the judge does; give it "
-            "again for more of them."
+            help="Field of the tasks that the agent does not get, and the judge does; may be given "
+            "several times."
         ),
     ] = None
     split: Annotated[
         str | None,
-        typer.Option("--split", help="`eval`: the episodes are never trained on. Or `train`."),
+        typer.Option(help="`eval`: the episodes are never trained on. Or `train`."),
     ] = None
     policy: Annotated[
         str | None,
         typer.Option(help="Policy, or version NAME@N, that the agent is told to ask for."),
-    ] = None
-    every_version: Annotated[
-        bool,
-        typer.Option(
-            "--every-version",
-            help="Run the tasks on each version of --policy that is loaded, as an evaluation.",
-        ),
-    ] = False
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            callback=a_tenant,
-            help="Tenant that PAWL_API_KEY must belong to; default: any.",
-        ),
     ] = None
     url: Annotated[
         str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
@@ -122,13 +99,10 @@ class RolloutFlags(Record, frozen=True, kw_only=True):
         bool,
         typer.Option("--again", help="Run again what failed, or what the judge failed on, before."),
     ] = False
-    summary: Annotated[Path | None, typer.Option(help="File to write the summary to, as JSON.")] = (
-        None
-    )
 
 
-@takes(RolloutFlags)
-def rollout(flags: RolloutFlags) -> None:
+@takes(Flags)
+def rollout(flags: Flags) -> None:
     """Run an agent on a file of tasks, and post rewards for what comes out.
 
     The agent is any program (--command) or Python function (--python). It gets its task on
@@ -142,87 +116,185 @@ def rollout(flags: RolloutFlags) -> None:
     Status 1: some runs failed or could not be judged. Status 2: the rollout cannot run like
     this. Status 130: Ctrl-C.
     """
-    from pawl.rollout.errors import RolloutError
-    from proxy.settings import ProxySettings
-
-    settings = read_settings(ProxySettings)
-    if flags.tasks is None:
-        fail("say with --tasks which file of tasks to run, one JSON object a line")
     try:
-        _report(_run(_options(flags, flags.tasks, settings)))
+        summary = asyncio.run(run_rollout(flags))
     except RolloutError as error:
         fail(str(error))
-
-
-def _options(flags: RolloutFlags, tasks: Path, settings: "ProxySettings") -> "RolloutOptions":
-    from pawl.rollout.options import RolloutOptions, base_address
-
-    url = base_address(flags.url or f"http://{settings.listen}")
-    return RolloutOptions(
-        tasks=tasks,
-        url=url,
-        metrics_url=_metrics_url(url, settings.admin_listen),
-        command=flags.command,
-        python=flags.python,
-        interpreter=flags.interpreter,
-        samples=flags.samples,
-        at_once=flags.at_once,
-        limit_s=flags.timeout,
-        judge=flags.judge,
-        judge_python=flags.judge_python,
-        judge_limit_s=flags.judge_timeout,
-        answer=flags.answer,
-        hide=tuple(flags.hide or ()),
-        split=_split(flags.split),
-        policy=flags.policy,
-        every_version=flags.every_version,
-        journal=flags.journal,
-        again=flags.again,
-        summary=flags.summary,
-        key=read_settings(ClientSettings).headers,
-        tenant=flags.tenant,
-    )
-
-
-def _run(options: "RolloutOptions") -> dict[str, Any]:
-    from pawl.rollout.command import run_rollout
-
-    return asyncio.run(run_rollout(options))
-
-
-def _split(name: str | None) -> Split | None:
-    from pawl.rollout.errors import RolloutError
-
-    match name:
-        case None | "train" | "eval":
-            return name
-    raise RolloutError(f"--split is train or eval, not {name!r}")
-
-
-def _metrics_url(address: str, admin_listen: str) -> str:
-    """Return where the proxy's metrics are: on its host, at the port of PAWL_ADMIN_LISTEN."""
-    host = urlsplit(address).hostname or ""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{admin_listen.rpartition(':')[2]}/metrics"
-
-
-def _report(summary: dict[str, Any]) -> None:
-    """Print the summary, and set the exit status."""
     if summary["hint"]:
         print(f"pawl: {summary['hint']}", file=sys.stderr)
-    if sys.stdout.isatty():
-        print(_words(summary))
-    else:
-        print(json.dumps(summary))
-    if not summary["complete"] or summary["untold"]:
+    print(_report(summary) if sys.stdout.isatty() else json.dumps(summary))
+    if _is_unfinished(summary):
         raise SystemExit(130)
-    if summary["failed"] or summary["unjudged"] or summary["refused"]:
+    if summary["failed"] or summary["unjudged"] or "feedback refused" in summary["errors"]:
         raise SystemExit(1)
 
 
-def _words(summary: dict[str, Any]) -> str:
+async def run_rollout(flags: Flags) -> dict[str, Any]:
+    """Run what the journal has not got yet; return the summary.
+
+    Raises:
+        RolloutError: it cannot run with these options, or could not go on.
+    """
+    import aiohttp
+    from rich.console import Console
+
+    from pawl.judging.desk import FeedbackClient
+    from pawl.rollout.display import Display
+    from pawl.rollout.proxy import ProxyClient
+    from pawl.rollout.running import Job, Rollout
+
+    started = time.monotonic()
+    if flags.tasks is None:
+        raise RolloutError("say with --tasks which file of tasks to run, one JSON object a line")
+    path = flags.journal or Path(flags.tasks.name).with_suffix(".rollout.jsonl")
+    tasks, split, url = _tasks(flags, flags.tasks, path), _split(flags), _address(flags.url)
+    judge, agent = _judge(flags), _agent(flags, path)
+    headers, timeout = read_settings(ClientSettings).headers, aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        proxy = ProxyClient(session, url)
+        models = await proxy.models()
+        policy = flags.policy or ""
+        if policy and policy.removesuffix("@0") not in models:
+            known = ", ".join(sorted(models)) or "none"
+            raise RolloutError(f"--policy: the proxy has no {policy!r}; its models are {known}")
+        journal = Journal(path, again=flags.again)
+        try:
+            plan = Plan(
+                tasks=digest(tasks),
+                samples=flags.samples,
+                agent=flags.command or f"python {flags.python}",
+                judge=flags.judge or (f"answer {flags.answer}" if flags.answer else ""),
+                split=split,
+                policy=policy,
+                hidden=tuple(sorted(set(flags.hide or ()))),
+            )
+            journal.begin(plan)
+            job = Job(
+                url=url,
+                tasks=tasks,
+                samples=flags.samples,
+                policy=policy,
+                split=split,
+                limit_s=flags.timeout,
+                at_once=flags.at_once,
+                hidden=frozenset({*(flags.hide or ()), *filter(None, [flags.answer])}),
+            )
+            feedback = FeedbackClient(session, f"{url}/feedback", patience_s=math.inf)
+            run = Rollout(job, agent, judge, journal, feedback, proxy)
+            await agent.start()
+            with _stopped_by_signals(run.stop):
+                beside = (proxy.watch(), Display(run, Console(stderr=True)).show())
+                tasks_beside = [asyncio.create_task(one) for one in beside]
+                try:
+                    await run.run()
+                finally:
+                    for task in tasks_beside:
+                        task.cancel()
+                    await asyncio.wait(tasks_beside)
+        finally:
+            await agent.stop()
+            journal.close()
+    is_silent = feedback.taken >= SILENT and not feedback.matched
+    return run.figures.summary() | {
+        "unposted": len(run.unposted),
+        "journal": str(path),
+        "seconds": round(time.monotonic() - started, 1),
+        "hint": HINT if is_silent and run.figures.runs else None,
+    }
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Stop on Ctrl-C, and give up what is under way on a second one, or on SIGTERM."""
+    loop = asyncio.get_running_loop()
+
+    def give_up() -> None:
+        stop()
+        stop()
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGTERM, give_up)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _tasks(flags: Flags, file: Path, journal: Path) -> tuple[Task, ...]:
+    if not journal.name:
+        raise RolloutError(f"--journal: {journal} cannot be opened: it is a folder; name a file")
+    if os.path.realpath(file) == os.path.realpath(journal):
+        raise RolloutError(f"--tasks and --journal would be one file, {journal}: name another")
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise RolloutError(f"--tasks: {file} cannot be read: {error}") from error
+    return parse_tasks(text, str(file), flags.answer, flags.hide or ())
+
+
+def _split(flags: Flags) -> Split | None:
+    match flags.split:
+        case None | "train" | "eval":
+            return flags.split
+    raise RolloutError(f"--split is train or eval, not {flags.split!r}")
+
+
+def _address(url: str | None) -> str:
+    """Return the proxy's address without `/v1` and a last slash."""
+    from proxy.settings import ProxySettings
+
+    url = url or f"http://{read_settings(ProxySettings).listen}"
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise RolloutError(
+            f"--url: {url!r} is no http:// or https:// URL: give the address that `pawl proxy` or "
+            "`pawl up` prints"
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _agent(flags: Flags, journal: Path) -> Agent:
+    from pawl.rollout.functions import FunctionAgent
+
+    if (flags.command is None) == (flags.python is None):
+        raise RolloutError(
+            'say what to run with --command "PROGRAM ARGUMENTS" or --python MODULE:FUNCTION, '
+            "one of the two"
+        )
+    if flags.python is not None:
+        log = journal.with_suffix(".log").absolute()
+        return FunctionAgent(flags.python, log, flags.at_once, folder=Path.cwd())
+    return CommandAgent(_words_of("--command", flags.command or ""))
+
+
+def _judge(flags: Flags) -> RunJudge:
+    if flags.judge is not None and flags.answer is not None:
+        raise RolloutError("--judge and --answer both score a run: give one of them")
+    if flags.judge is not None:
+        return CommandJudge(_words_of("--judge", flags.judge), flags.timeout)
+    return RunJudge() if flags.answer is None else AnswerJudge(flags.answer)
+
+
+def _words_of(option: str, command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise RolloutError(
+            f"{option} cannot be split into words ({error}): quote it as in a shell"
+        ) from error
+
+
+def _report(summary: dict[str, Any]) -> str:
     reward = "no rewards" if summary["reward"] is None else f"mean reward {summary['reward']:.3f}"
     done = f"{summary['runs']} of {summary['planned']} runs, {summary['failed']} failed, {reward}"
-    is_whole = summary["complete"] and not summary["untold"]
-    ending = "" if is_whole else "; the same command goes on"
+    ending = "; the same command goes on" if _is_unfinished(summary) else ""
     return f"{done}{ending}. What each run did is in {summary['journal']}"
+
+
+def _is_unfinished(summary: dict[str, Any]) -> bool:
+    return bool(summary["runs"] < summary["planned"] or summary["unposted"])

@@ -1,11 +1,14 @@
 """Read judges' answers as statements for `/feedback` (pure)."""
 
+import math
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from pawl.judging.errors import JudgeFailed
+from store.records import REWARD
 from store.values.documents import parse
 
 Statement = dict[str, Any]
@@ -63,6 +66,58 @@ def read_answer(answer: bytes, episode: str) -> list[Statement]:
     ]
 
 
+def read_verdict(answer: bytes, episode: str) -> list[Statement]:
+    """Return the statements of a judge's answer about a run.
+
+    The answer is a number (the reward), an object of metrics, or statements as `/feedback` takes
+    them. Null means that the judge cannot tell.
+
+    Raises:
+        JudgeFailed: the answer is none of these.
+    """
+    try:
+        document = parse(answer, Any) if 0 < len(answer.strip()) <= MAX_ANSWER else None
+    except ValueError:
+        document = None
+    if document is None:
+        # Nothing, null, too much, or no JSON: the message is that of any judge.
+        return [] if answer.strip() == b"null" else read_answer(answer, episode)
+    if is_number(document):
+        return [{"metric": REWARD, "value": document, "episode": episode}]
+    if isinstance(document, dict) and document and "value" not in document:
+        return _metrics(document, episode)
+    if isinstance(document, dict | list):
+        return read_answer(answer, episode)
+    raise JudgeFailed(
+        f"the judge's answer must be a number, or an object of metrics such as "
+        f'{{"reward": 0.8}}, not {document!r:.80}'
+    )
+
+
+def _metrics(document: Mapping[str, Any], episode: str) -> list[Statement]:
+    for metric, value in document.items():
+        if not (value is None or isinstance(value, bool | str) or is_number(value)):
+            raise JudgeFailed(
+                f"the judge's metric {metric!r:.80} must be a finite number, true, false or a text,"
+                f" not {value!r:.80}"
+            )
+    return [
+        {"metric": metric, "value": value, "episode": episode}
+        for metric, value in document.items()
+        if value is not None
+    ]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and no truth value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _checked(statement: Any) -> Statement:
     if isinstance(statement, dict) and "value" in statement:
         return statement
@@ -84,3 +139,13 @@ def _shown(answer: bytes) -> str:
 def idempotency_key(judge: str, episode: str) -> str:
     """Return the idempotency key of a judge's answer about an episode, the same at each try."""
     return "judge-" + sha256(f"{judge}\0{episode}".encode(errors="surrogatepass")).hexdigest()
+
+
+def metrics_of(statements: Iterable[Statement]) -> dict[str, float]:
+    """Return the mean value of each metric of some statements that has numbers."""
+    values: dict[str, list[float]] = {}
+    for statement in statements:
+        value: Any = statement.get("value")
+        if is_number(value):
+            values.setdefault(str(statement.get("metric") or REWARD), []).append(value)
+    return {metric: math.fsum(some) / len(some) for metric, some in values.items()}

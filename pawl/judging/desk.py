@@ -22,7 +22,13 @@ SHOWN: Final = 300
 
 
 class FeedbackClient:
-    """Post to the proxy's `/feedback`, and retry for a while if there is no answer."""
+    """Post to the proxy's `/feedback`, and retry for a while if there is no answer.
+
+    Attributes:
+        trouble: why the last try was not taken; None if it was.
+        taken: how many posts were taken.
+        matched: how many of them were about an episode of which the proxy had a call already.
+    """
 
     def __init__(
         self,
@@ -40,6 +46,9 @@ class FeedbackClient:
         self._key = key or {}
         self._url = url
         self._patience_s = patience_s
+        self.trouble: str | None = None
+        self.taken = 0
+        self.matched = 0
 
     async def post(self, statements: list[Statement], key: str) -> None:
         """Post the statements; under a key that was used before, nothing new is stated.
@@ -51,9 +60,11 @@ class FeedbackClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
         while (trouble := await self._try(statements, key)) is not None:
+            self.trouble = f"{self._url} {trouble}"
             if loop.time() + PAUSE_S > deadline:
-                raise Away(f"{self._url} {trouble}")
+                raise Away(self.trouble)
             await asyncio.sleep(PAUSE_S)
+        self.trouble = None
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
         """Post once; return None if that succeeded, else the reason why it did not."""
@@ -70,5 +81,7 @@ class FeedbackClient:
         if reply.status in REFUSED:
             raise JudgeFailed(f"/feedback refused the judge's answer: {text}")
         if reply.status in (*TAKEN, STATED_BEFORE):
+            self.taken += 1
+            self.matched += reply.status == 200
             return None
         return f"answered {reply.status}: {text}"

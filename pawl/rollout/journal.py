@@ -1,25 +1,27 @@
-"""Read back from a journal's lines what a rollout has done (pure).
+"""Keep a rollout's journal: a file of lines from which the same command goes on after a kill.
 
-A run is begun, ended and told, in this order, each a line. One that was begun and has no end was
+A run is begun, ended and posted, in this order, each a line. One that was begun and has no end was
 under way when the runner was killed: that attempt is abandoned, and the run is made again as
-another episode. What ended and was not told is told again, under the same idempotency key.
+another episode. What ended and was not posted is posted again, under the same idempotency key.
 """
 
+import asyncio
+import fcntl
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from pawl.judging.answers import Statement
-from pawl.rollout.errors import RolloutError
-from pawl.rollout.verdicts import metrics_of
+from pawl.rollout.tasks import RolloutError
 from store.records import Record, Split
 
 # `unjudged`: the agent did its work, and the judge failed. `abandoned`: done again as another one.
 Outcome = Literal["done", "failed", "unjudged", "abandoned"]
-ABANDONED: Final = "run_abandoned"
-FAILED: Final = "run_failed"
 # A journal that was killed in its first line has this, or less.
 BEGINNING: Final = b'{"line":"plan",'
 
@@ -32,14 +34,13 @@ class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
     agent: str
     judge: str
     split: Split | None
-    policies: tuple[str, ...]
+    policy: str
     hidden: tuple[str, ...] = ()
 
 
 class Key(NamedTuple):
     """Identify a run: the key is the same in each of its attempts."""
 
-    policy: str
     task: str
     sample: int
 
@@ -51,20 +52,11 @@ class Begun(Record, frozen=True, kw_only=True, tag_field="line", tag="begun"):
     key: Key
 
 
-class Finished(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
+class Ended(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
     """Note that an attempt ended.
 
-    Attributes:
-        episode: its episode.
-        outcome: what became of it.
-        error: the kind of error, as `time limit` or `exit status 3`; None if there was none.
-        detail: what the error said.
-        status: the program's exit status, if it is one.
-        output: what the agent printed or returned.
-        errors: the end of its standard error.
-        seconds: how long it took.
-        version: the policy version that served meanwhile, if it is known.
-        statements: what `/feedback` is told of it.
+    `error` is the kind of error, as `time limit` or `exit status 3`, or None; `detail` its message.
+    `statements` are posted to `/feedback`.
     """
 
     episode: str
@@ -75,49 +67,33 @@ class Finished(Record, frozen=True, kw_only=True, tag_field="line", tag="ended")
     output: str = ""
     errors: str = ""
     seconds: float = 0.0
-    version: str | None = None
     statements: tuple[Statement, ...] = ()
 
+    def without_output(self) -> "Ended":
+        """Return the same without the long texts."""
+        return msgspec.structs.replace(self, output="", errors="", detail="")
 
-class Told(Record, frozen=True, kw_only=True, tag_field="line", tag="told"):
+
+class Posted(Record, frozen=True, kw_only=True, tag_field="line", tag="posted"):
     """Note that `/feedback` took an attempt's statements, or refuses them for good (`refused`)."""
 
     episode: str
     refused: str | None = None
 
 
-Line = Plan | Begun | Finished | Told
+Line = Plan | Begun | Ended | Posted
 DECODER: Final = msgspec.json.Decoder(Line)
 
 
-class Outline(Record, frozen=True, kw_only=True):
-    """Hold what counts of an attempt's end, long after its output and statements are gone.
-
-    Attributes:
-        outcome: as in `Finished`, like `error` and `version`.
-        metrics: the mean value of each metric that was stated of it.
-    """
-
-    outcome: Outcome
-    error: str | None
-    version: str | None
-    metrics: dict[str, float]
-
-
 class Past(NamedTuple):
-    """Hold what the journal says, and no more of it than is needed to go on.
+    """Hold what a journal says.
 
-    Attributes:
-        plan: what is run; None: the journal is new.
-        settled: the runs that are done.
-        untold: the attempts that `/feedback` has not taken, without their outputs.
-        under_way: those that have no end.
-        size: the bytes of the whole lines.
+    Ended attempts are kept without their outputs. `size` is the number of bytes of whole lines.
     """
 
     plan: Plan | None
-    settled: dict[Key, Outline]
-    untold: list[Finished]
+    settled: dict[Key, Ended]
+    unposted: list[Ended]
     under_way: list[Begun]
     size: int
 
@@ -125,12 +101,8 @@ class Past(NamedTuple):
 def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
     """Return what a journal says.
 
-    A last line without its newline was being written at a kill, and counts for nothing.
-
-    Args:
-        lines: the journal's lines, with their ends; each is let go of before the next is asked for.
-        file: its name, for messages.
-        again: runs that failed, or that the judge failed on, count as not done.
+    A last line without its newline was being written at a kill, and counts for nothing. With
+    `again`, runs that failed, or that the judge failed on, count as not done.
 
     Raises:
         RolloutError: it is no journal.
@@ -138,29 +110,31 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
     kept = ("done",) if again else ("done", "failed", "unjudged")
     plan: Plan | None = None
     begun: dict[str, Key] = {}
-    settled: dict[Key, Outline] = {}
-    untold: dict[str, Finished] = {}
+    settled: dict[Key, Ended] = {}
+    unposted: dict[str, Ended] = {}
     size = 0
     for number, text in enumerate(lines, start=1):
         if not text.endswith(b"\n"):
-            _check_torn(text, number, file)
+            if number == 1 and not (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
+                raise RolloutError(f"--journal: {file} is no journal of a rollout; name another")
             break
         size += len(text)
         match _line(text, number, file):
             case Plan() as line:
                 plan = plan or line
             case Begun() as line:
-                begun[line.episode] = _shared(line.key)
-            case Finished() as line:
+                # The names of a task's many runs are in memory once.
+                begun[line.episode] = Key(sys.intern(line.key.task), line.key.sample)
+            case Ended() as line:
                 key = begun.pop(line.episode, None)
                 if key is not None and line.outcome in kept:
-                    settled[key] = outline(line)
+                    settled[key] = line.without_output()
                 if line.statements:
-                    untold[line.episode] = bare(line)
-            case Told() as line:
-                untold.pop(line.episode, None)
+                    unposted[line.episode] = line.without_output()
+            case Posted() as line:
+                unposted.pop(line.episode, None)
     under_way = [Begun(episode=episode, key=key) for episode, key in begun.items()]
-    return Past(plan, settled, list(untold.values()), under_way, size)
+    return Past(plan, settled, list(unposted.values()), under_way, size)
 
 
 def _line(text: bytes, number: int, file: str) -> Line:
@@ -176,52 +150,80 @@ def _line(text: bytes, number: int, file: str) -> Line:
     return line
 
 
-def _check_torn(text: bytes, number: int, file: str) -> None:
-    if number == 1 and not (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
-        raise RolloutError(f"--journal: {file} is no journal of a rollout; name another file")
+class Journal:
+    """Keep one rollout's journal open, for this process alone; `past` is what it says at first."""
 
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """Open the journal, which is made if it is not there, lock it, and read it (`replay`).
 
-def _shared(key: Key) -> Key:
-    """Return a key whose names are in memory once, however many runs a task has."""
-    return Key(sys.intern(key.policy), sys.intern(key.task), key.sample)
+        Raises:
+            RolloutError: it cannot be opened, is no journal, or another process has it.
+        """
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RolloutError(f"--journal: {path} cannot be opened: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise RolloutError(
+                f"--journal: another pawl rollout is writing {path}; wait for it, or name another "
+                "file"
+            ) from error
+        try:
+            with path.open("rb") as lines:
+                self.past = replay(lines, str(path), again=again)
+        except RolloutError:
+            self.close()
+            raise
 
+    def begin(self, plan: Plan) -> None:
+        """Begin a new journal with the plan, or go on with one that has the same.
 
-def outline(finished: Finished) -> Outline:
-    """Return what counts of an attempt's end."""
-    version = finished.version
-    return Outline(
-        outcome=finished.outcome,
-        error=finished.error,
-        version=version if version is None else sys.intern(version),
-        metrics=metrics_of(finished.statements),
-    )
+        Raises:
+            RolloutError: the journal is that of another plan.
+        """
+        past = self.past.plan
+        if past is None:
+            os.ftruncate(self._file, 0)
+            self.append(plan)
+            return
+        fields = plan.__struct_fields__
+        if differing := [one for one in fields if getattr(past, one) != getattr(plan, one)]:
+            raise RolloutError(
+                f"--journal: {self.path} is of a rollout with other {', '.join(differing)}: name "
+                "another file for this one, or remove it"
+            )
+        os.ftruncate(self._file, self.past.size)
 
+    def append(self, line: Line) -> None:
+        """Append a line, or none of it; it outlives this process, and after `sync` the machine.
 
-def bare(finished: Finished) -> Finished:
-    """Return an attempt's end with what is still to be told of it, and without its output."""
-    return msgspec.structs.replace(finished, output="", errors="", detail="")
+        Raises:
+            RolloutError: the disk does not take it.
+        """
+        size = os.fstat(self._file).st_size
+        data = memoryview(msgspec.json.encode(line) + b"\n")
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            # Half a line would spoil those that follow it.
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise RolloutError(
+                f"--journal: {self.path} cannot be written ({error}); free space, and start the "
+                "same command again"
+            ) from error
 
+    async def sync(self) -> None:
+        """Wait until all that was appended is on the disk."""
+        await asyncio.to_thread(os.fdatasync, self._file)
 
-def abandoned(episode: str) -> Finished:
-    """Return the end of an attempt that does not count, and says so in the ledger."""
-    statement = {"metric": ABANDONED, "value": 1, "episode": episode}
-    return Finished(episode=episode, outcome="abandoned", statements=(statement,))
-
-
-def differences(old: Plan, new: Plan) -> list[str]:
-    """Return the options by which two plans differ."""
-    options = {
-        "tasks": "--tasks",
-        "samples": "-n",
-        "agent": "--command or --python",
-        "judge": "--judge, --judge-python or --answer",
-        "split": "--split",
-        "policies": "--policy or --every-version",
-        "hidden": "--hide",
-    }
-    return [name for field, name in options.items() if getattr(old, field) != getattr(new, field)]
-
-
-def encoded(lines: Iterable[Line]) -> bytes:
-    """Return lines as the journal holds them."""
-    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    def close(self) -> None:
+        """Close the file, which frees its lock."""
+        with suppress(OSError):
+            os.close(self._file)

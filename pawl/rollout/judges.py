@@ -1,34 +1,23 @@
-"""Turn a run's output into statements: by a program, a function, or a field of the task."""
+"""Turn a run's output into statements for `/feedback`: by a program, or by the task's answer."""
 
-import asyncio
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from pawl.judging.answers import Statement
-from pawl.judging.errors import JudgeError, JudgeFailed
+from pawl.judging.answers import Statement, read_verdict
+from pawl.judging.errors import JudgeError
 from pawl.judging.program import ProgramJudge
-from pawl.rollout.addresses import Request
-from pawl.rollout.agents.warm import WarmWorker
-from pawl.rollout.errors import RolloutError
-from pawl.rollout.tasks import Task
-from pawl.rollout.verdicts import compare, read_verdict
+from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD
+
+# How far a number may be from the one that is asked for, as a share of it.
+TOLERANCE: Final = 1e-6
 
 
 class RunJudge:
-    """Score a run that did not fail; as it is, this says nothing of any."""
-
-    async def start(self) -> None:
-        """Prepare to judge.
-
-        Raises:
-            RolloutError: the judge cannot be run.
-        """
-
-    async def stop(self) -> None:
-        """End all that was started."""
+    """Judge runs that did not fail; this one says nothing about any."""
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         """Return the statements about a run; an empty list if there is nothing to say.
@@ -40,14 +29,13 @@ class RunJudge:
 
 
 class AnswerJudge(RunJudge):
-    """Compare the last line of the output with a field of the task."""
+    """Compare the last line of the output with a field of the task: 1 or 0."""
 
     def __init__(self, field: str) -> None:
         """Store the name of the field."""
         self._field = field
 
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        """Return a reward of 1 or 0."""
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:  # noqa: D102
         value = compare(output, task.fields[self._field])
         return [{"metric": REWARD, "value": value, "episode": episode}]
 
@@ -66,58 +54,44 @@ class CommandJudge(RunJudge):
         except JudgeError as error:
             raise RolloutError(f"--judge: {error}") from error
 
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        """Run the program, and return what it says.
-
-        Raises:
-            JudgeFailed: it did not end well, or said nothing usable.
-        """
-        shown = msgspec.json.encode(_told(task, episode, output))
-        return read_verdict(await self._program.answer(shown), episode)
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:  # noqa: D102
+        given = msgspec.json.encode({"task": task.fields, "output": output, "episode": episode})
+        return read_verdict(await self._program.answer(given), episode)
 
 
-class PythonJudge(RunJudge):
-    """Have a Python function, which one worker imports once, judge one run after another."""
+def compare(output: str, expected: Any) -> float:
+    """Return 1.0 if the last line of an output is the answer, else 0.0.
 
-    def __init__(self, worker: WarmWorker, limit_s: float) -> None:
-        """Store the worker, and the time limit of one judgement."""
-        self._worker = worker
-        self._limit_s = limit_s
-        self._one_at_a_time = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Import the function.
-
-        Raises:
-            RolloutError: it cannot be imported.
-        """
-        await self._worker.ready()
-
-    async def stop(self) -> None:
-        """End the worker."""
-        await self._worker.kill()
-
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        """Call the function, and return what it says.
-
-        Raises:
-            JudgeFailed: it raised, took too long, or said nothing usable.
-        """
-        request = Request(
-            episode=episode,
-            task=_told(task, episode, output),
-            base_url="",
-            model=None,
-            environment={},
-            limit_s=self._limit_s,
-        )
-        async with self._one_at_a_time:
-            result = await self._worker.run(request)
-        if result.error is not None:
-            raise JudgeFailed(f"{result.error}: {result.detail}")
-        return read_verdict(msgspec.json.encode(result.value), episode)
+    Numbers are compared as numbers, texts without regard to case and spacing; of a list of answers
+    each is right.
+    """
+    given = output.strip().rpartition("\n")[2]
+    answers = expected if isinstance(expected, list) else [expected]
+    return float(any(_is_same(given, answer) for answer in answers))
 
 
-def _told(task: Task, episode: str, output: str) -> dict[str, Any]:
-    """Return what a judge is told of a run, the answer included."""
-    return {"task": task.fields, "output": output, "episode": episode}
+def _is_same(given: str, answer: Any) -> bool:
+    if isinstance(answer, dict | list | bool) or answer is None:
+        try:
+            document = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        # 1 equals true in Python.
+        return type(document) is type(answer) and bool(document == answer)
+    number, right = _number(given), _number(str(answer))
+    if number is not None and right is not None:
+        return math.isclose(number, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return _plain(given) == _plain(str(answer))
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a text is, apart from spaces, commas and a final full stop."""
+    try:
+        number = float(text.strip().removesuffix(".").replace(",", ""))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".").casefold()

@@ -7,13 +7,16 @@ from typing import Any, Final
 
 import msgspec
 
-from pawl.rollout.errors import RolloutError
 from store.records import Record
 from store.values.documents import parse
 
 ID_FIELD: Final = "id"
 # What the proxy takes as a name; see `proxy.identity.names`.
-MOST_NAME_CHARS: Final = 256
+MAX_NAME_CHARS: Final = 256
+
+
+class RolloutError(Exception):
+    """Report that the runner cannot work like this, by which option or line, and the remedy."""
 
 
 class Task(Record, frozen=True, kw_only=True):
@@ -23,41 +26,40 @@ class Task(Record, frozen=True, kw_only=True):
     fields: dict[str, Any]
 
 
-def parse_tasks(text: bytes, file: str, needed: str | None = None) -> tuple[Task, ...]:
+def parse_tasks(
+    text: bytes, file: str, answer: str | None = None, hidden: Iterable[str] = ()
+) -> tuple[Task, ...]:
     """Return the tasks of a file, in its order; empty lines are passed over.
 
-    A task is named by its field `id`, or else by a hash of what it says, so that its name is the
-    same on every machine.
-
-    Args:
-        text: the file's content.
-        file: its name, for messages.
-        needed: a field that each task must have.
+    A task is named by its field `id`, or else by a hash of its content. Each must have the field
+    `answer`, and some must have each field of `hidden`.
 
     Raises:
-        RolloutError: a line is no task, or two are of one name; the message names the line.
+        RolloutError: a line is no task, two are of one name, or a field is missing.
     """
     tasks: dict[str, Task] = {}
     lines: dict[str, int] = {}
-    # Some editors put a mark before the first line, which nobody sees and JSON does not have.
-    whole = text.removeprefix(codecs.BOM_UTF8)
-    for number, line in enumerate(whole.split(b"\n"), start=1):
+    # Some editors put an invisible mark before the first line.
+    for number, line in enumerate(text.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
-        task = _task(line, f"{file}, line {number}")
-        if needed is not None and needed not in task.fields:
-            raise RolloutError(
-                f"{file}, line {number}: the task has no field {needed!r}, which --answer names"
-            )
+        where = f"{file}, line {number}"
+        task = _task(line, where)
+        if answer is not None and answer not in task.fields:
+            raise RolloutError(f"{where}: the task has no field {answer!r}, which --answer names")
         if task.name in tasks:
             raise RolloutError(
-                f"{file}, line {number}: the task {task.name!r} stands in line "
-                f"{lines[task.name]} already; give each task an `id` of its own, or use -n to "
-                "run one several times"
+                f"{where}: the task {task.name!r} stands in line {lines[task.name]} already; give "
+                "each task an `id` of its own, or use -n to run one several times"
             )
         tasks[task.name], lines[task.name] = task, number
     if not tasks:
         raise RolloutError(f"{file} has no tasks: write one JSON object a line into it")
+    fields = {name for task in tasks.values() for name in task.fields}
+    for name in hidden:
+        # A wrong name would hide nothing.
+        if name not in fields:
+            raise RolloutError(f"--hide: no task of {file} has a field {name!r}")
     return tuple(tasks.values())
 
 
@@ -79,27 +81,13 @@ def _name(fields: Mapping[str, Any], where: str) -> str:
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(name, str) or not name.strip():
         raise RolloutError(f"{where}: the field `id` must be a text or a whole number")
-    if len(name) > MOST_NAME_CHARS or not name.isprintable():
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise RolloutError(
-            f"{where}: the field `id` must be at most {MOST_NAME_CHARS} printable characters"
+            f"{where}: the field `id` must be at most {MAX_NAME_CHARS} printable characters"
         )
     if name in (".", ".."):
-        raise RolloutError(
-            f"{where}: the field `id` must not be {name!r}, which clients drop from an address"
-        )
+        raise RolloutError(f"{where}: the field `id` must not be {name!r}: clients drop it in URLs")
     return name
-
-
-def check_hidden(tasks: Iterable[Task], hidden: Iterable[str], file: str) -> None:
-    """Check that some task has each field that is to be hidden: a wrong name would hide nothing.
-
-    Raises:
-        RolloutError: none has it.
-    """
-    there = {name for task in tasks for name in task.fields}
-    for name in hidden:
-        if name not in there:
-            raise RolloutError(f"--hide: no task of {file} has a field {name!r}")
 
 
 def digest(tasks: tuple[Task, ...]) -> str:

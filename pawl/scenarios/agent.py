@@ -3,6 +3,10 @@
 import asyncio
 import itertools
 import json
+import math
+import os
+import signal
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,25 +14,132 @@ from statistics import fmean
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
-from pawl.rollout.agents.agent import Result
-from pawl.rollout.agents.warm import Function, WarmAgent, WarmWorker
-from pawl.rollout.attempts import Job
-from pawl.rollout.desk import Desk
-from pawl.rollout.errors import RolloutError
-from pawl.rollout.journal import Finished, Key, Plan
-from pawl.rollout.journal_file import JournalFile
-from pawl.rollout.judges import PythonJudge
-from pawl.rollout.proxy_view import ProxyView
-from pawl.rollout.running import Rollout
-from pawl.rollout.tasks import Task, digest
-from pawl.rollout.verdicts import metrics_of
+from pawl.judging.answers import Statement, metrics_of, read_verdict
+from pawl.judging.desk import FeedbackClient
+from pawl.judging.errors import JudgeFailed
+from pawl.programs import die_with_parent, not_ours
+from pawl.rollout.agents import Agent, Request, Result, environment, out_of_time
+from pawl.rollout.functions import NOWHERE, FunctionAgent
+from pawl.rollout.journal import Ended, Journal, Key, Plan
+from pawl.rollout.judges import RunJudge
+from pawl.rollout.proxy import ProxyClient
+from pawl.rollout.running import Job, Rollout
+from pawl.rollout.tasks import RolloutError, Task, digest
+from pawl.scenarios import agent_host
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.places import interpreter, missing_framework
 from pawl.scenarios.scenario import Scenario
 from store.records import Record, Split
 
 JUDGE_S: Final = 60.0
+# A run that blocks the agent's process is ended with it, so long after its time limit.
+GRACE_S: Final = 5.0
+
+
+class HostedAgent(Agent):
+    """Run a coroutine function in one process, all runs at once, with the Python it needs."""
+
+    def __init__(self, interpreter: str, name: str, folder: Path, log: Path) -> None:
+        """Store the Python, the function as MODULE:FUNCTION, its folder, and its log."""
+        self._command = [interpreter, "-P", agent_host.__file__, name]
+        self._folder = folder
+        self._log = log
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process, and wait until it has imported the function.
+
+        Raises:
+            RolloutError: it cannot.
+        """
+        kept = not_ours(os.environ)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                cwd=self._folder,
+                env=kept | environment(NOWHERE, given=kept),
+                limit=agent_host.MAX_LINE,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        assert self._process.stdout is not None
+        if not await self._process.stdout.readline():
+            raise RolloutError(f"the agent {self._command[-1]} cannot be imported: see {self._log}")
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    async def stop(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def run(self, request: Request) -> Result:
+        """Run the function once; if it holds up the process, all that runs there has failed."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        about = {
+            "id": number,
+            "task": request.task,
+            "base_url": request.environment["OPENAI_BASE_URL"],
+            "model": request.environment.get("OPENAI_MODEL"),
+            "limit_s": request.limit_s,
+        }
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(msgspec.json.encode(about) + b"\n")
+        try:
+            async with asyncio.timeout(request.limit_s + GRACE_S):
+                result: Result = await waiting
+                return result
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            return out_of_time(request.limit_s)
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            reply = msgspec.json.decode(line)
+            waiting = self._waiting.get(reply["id"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(msgspec.convert(reply["result"], Result))
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(Result(error="crashed", detail=f"see {self._log}"))
+
+
+class FunctionJudge(RunJudge):
+    """Have a Python function judge one run after another."""
+
+    def __init__(self, name: str, folder: Path, log: Path) -> None:
+        """Store the function as MODULE:FUNCTION, its folder, and the log of what it prints."""
+        self.function = FunctionAgent(name, log, 1, option="the judge", folder=folder)
+
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
+        """Call the function, and return its statements.
+
+        Raises:
+            JudgeFailed: it raised, took too long, or returned nothing usable.
+        """
+        given = {"task": task.fields, "output": output, "episode": episode}
+        result = await self.function.run(Request(task=given, environment={}, limit_s=JUDGE_S))
+        if result.error is not None:
+            raise JudgeFailed(f"{result.error}: {result.detail}")
+        return read_verdict(result.output.encode(), episode)
 
 
 class Ran(Record, frozen=True, kw_only=True):
@@ -72,19 +183,9 @@ class WorkingAgent:
         self._url = url
         self._folder = folder
         self._name = name
-        log = folder / "agent.log"
-        function = Function(
-            name=scenario.agent,
-            log_file=log,
-            folder=scenario.folder,
-            model_is_told=bool(scenario.asks_for),
-            interpreter=interpreter(scenario),
-        )
-        self._agent = WarmAgent(function)
-        judge = Function(
-            option="the judge", name=scenario.judge, log_file=log, folder=scenario.folder
-        )
-        self._judge = PythonJudge(WarmWorker(judge), JUDGE_S)
+        log = (folder / "agent.log").absolute()
+        self._agent = HostedAgent(interpreter(scenario), scenario.agent, scenario.folder, log)
+        self._judge = FunctionJudge(scenario.judge, scenario.folder, log)
         self._numbers = itertools.count(1)
         self._rollouts: list[tuple[Rollout, asyncio.Task[None]]] = []
         self._fresh: list[Ran] = []
@@ -100,8 +201,8 @@ class WorkingAgent:
         self._samples, self._concurrency, self._split = samples, concurrency, split
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
-            await self._agent.start(concurrency)
-            await self._judge.start()
+            await self._agent.start()
+            await self._judge.function.start()
         except RolloutError as error:
             await self.stop()
             remedy = missing_framework(self._scenario) if self._scenario.python != "pawl" else ""
@@ -113,7 +214,7 @@ class WorkingAgent:
             url=self._url,
             tasks=tuple(tasks),
             samples=self._samples,
-            policies=(self._scenario.asks_for,),
+            policy=self._scenario.asks_for,
             split=self._split,
             at_once=self._concurrency,
             hidden=frozenset({self._scenario.answer}),
@@ -124,8 +225,8 @@ class WorkingAgent:
             self._agent,
             self._judge,
             journal,
-            Desk(self._session, f"{self._url}/feedback"),
-            ProxyView(self._session, self._url, f"{self._url}/metrics"),
+            FeedbackClient(self._session, f"{self._url}/feedback", patience_s=math.inf),
+            ProxyClient(self._session, self._url),
             on_end=self._take,
         )
         plan = Plan(
@@ -134,35 +235,34 @@ class WorkingAgent:
             agent=self._scenario.agent,
             judge=self._scenario.judge,
             split=job.split,
-            policies=job.policies,
+            policy=job.policy,
         )
         working = asyncio.create_task(self._work(rollout, journal, plan))
         self._rollouts.append((rollout, working))
 
-    def _journal(self) -> JournalFile:
+    def _journal(self) -> Journal:
         path = self._folder / f"{self._name}-{next(self._numbers)}.rollout.jsonl"
         path.unlink(missing_ok=True)
-        return JournalFile(path)
+        return Journal(path)
 
-    async def _work(self, rollout: Rollout, journal: JournalFile, plan: Plan) -> None:
+    async def _work(self, rollout: Rollout, journal: Journal, plan: Plan) -> None:
         try:
-            await rollout.run(journal.open_plan(plan))
+            journal.begin(plan)
+            await rollout.run()
         finally:
             journal.close()
 
-    def _take(self, key: Key, finished: Finished, result: Result) -> None:
-        if finished.outcome == "abandoned":
-            return
-        if finished.outcome == "unjudged":
-            self._unjudged = finished.detail
-        failed = finished.error is not None
+    def _take(self, key: Key, ended: Ended) -> None:
+        if ended.outcome == "unjudged":
+            self._unjudged = ended.detail
+        failed = ended.error is not None
         self._fresh.append(
             Ran(
                 task=key.task,
                 sample=key.sample,
-                value=None if failed else result.value,
-                error=f"{finished.error}: {finished.detail}" if failed else None,
-                metrics={} if failed else metrics_of(finished.statements),
+                value=None if failed else _value(ended.output),
+                error=f"{ended.error}: {ended.detail}" if failed else None,
+                metrics={} if failed else metrics_of(ended.statements),
             )
         )
 
@@ -195,8 +295,16 @@ class WorkingAgent:
             with suppress(RolloutError):
                 await working
         await self._agent.stop()
-        await self._judge.stop()
+        await self._judge.function.stop()
         await self._session.close()
+
+
+def _value(output: str) -> Any:
+    """Return what an agent returned: an object, or else a text."""
+    if output.startswith("{"):
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(output)
+    return output
 
 
 class Exam(Record, frozen=True, kw_only=True):

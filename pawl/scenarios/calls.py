@@ -1,16 +1,17 @@
 """Count a run's calls at its end: how many there were, and how many are stored."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import aiohttp
 
-from pawl.rollout.proxy_view import read_metrics
 from pawl.scenarios.counting import policy_facts, trainable_share
 from pawl.scenarios.ledger import Ledger
 from store.policy_table import PolicySpec
 
+CALLS: Final = re.compile(r"^pawl_calls_total\{[^}]*\} (\S+)$", re.MULTILINE)
 LOOK_S: Final = 0.5
 STORED_S: Final = 30.0
 
@@ -50,8 +51,7 @@ async def all_calls(
 
 async def _answered(metrics_url: str) -> int:
     async with aiohttp.ClientSession() as session, session.get(metrics_url) as reply:
-        counted, _ = read_metrics(await reply.text())
-    return int(counted or 0)
+        return int(sum(map(float, CALLS.findall(await reply.text()))))
 
 
 async def _all(expected: int, count: Callable[[], Awaitable[int | None]]) -> int:

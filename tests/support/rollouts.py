@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pawl.rollout.journal import Begun, Finished, Key, Line
+from pawl.rollout.journal import Begun, Ended, Key, Line
 from tests.conftest import ROOT
 from tests.support.waiting import until
 
@@ -23,11 +23,6 @@ STARTED = os.environ.get("STARTED")
 if STARTED:
     with open(STARTED, "a") as file:
         file.write(f"{os.getpid()}\\n")
-
-
-class Unspeakable(Exception):
-    def __str__(self):
-        raise ValueError
 
 
 def ask(base_url, text):
@@ -63,45 +58,7 @@ def answer(task):
             return {name: value for name, value in os.environ.items() if "ROLLOUT" in name}
         case "all it knows":
             return [task, dict(os.environ)]
-        case "loop":
-            # Not at the top: it is half of what a program's start costs, and few are about it.
-            import asyncio
-            return asyncio.run(slowly(said))
-        case "no json":
-            return {1, 2}
     time.sleep(task.get("seconds", 0))
-    return said
-
-
-async def slowly(said):
-    import asyncio
-    await asyncio.sleep(0.01)
-    return said
-
-
-async def together(task, base_url):
-    import asyncio
-    said = await asyncio.to_thread(ask, base_url, task.get("q", "hello"))
-    match task.get("do"):
-        case "wait":
-            await asyncio.sleep(60)
-        case "block":
-            time.sleep(60)
-        case "cancel":
-            raise asyncio.CancelledError
-        case "interrupt":
-            raise KeyboardInterrupt
-        case "group":
-            raise BaseExceptionGroup("several", [asyncio.CancelledError()])
-        case "unspeakable":
-            raise Unspeakable
-        case "raise":
-            raise ValueError("no idea")
-        case "leave":
-            os._exit(3)
-        case "die":
-            os.kill(os.getpid(), 9)
-    await asyncio.sleep(task.get("seconds", 0))
     return said
 
 
@@ -111,12 +68,12 @@ async def alone(task):
 
 
 if __name__ == "__main__":
-    told = answer(json.loads(sys.stdin.readline()))
-    print(told if isinstance(told, str) else json.dumps(told))
+    said = answer(json.loads(sys.stdin.readline()))
+    print(said if isinstance(said, str) else json.dumps(said))
 '''
 
 
-class Ended(NamedTuple):
+class Outcome(NamedTuple):
     """Tell how `pawl rollout` ended."""
 
     status: int
@@ -152,21 +109,21 @@ class Runner:
             stderr=terminal,
         )
 
-    async def run(self, *options: str, **environment: str) -> Ended:
+    async def run(self, *options: str, **environment: str) -> Outcome:
         """Run the command to its end."""
         return await ended(await self.start(*options, **environment))
 
-    def settled(self) -> list[tuple[Key, Finished]]:
+    def settled(self) -> list[tuple[Key, Ended]]:
         """Return the settled runs."""
         if not self.journal.exists():
             return []
         whole, _, _ = self.journal.read_bytes().rpartition(b"\n")
         lines = [msgspec.json.decode(text, type=Line) for text in whole.splitlines()]
         keys = {line.episode: line.key for line in lines if isinstance(line, Begun)}
-        ends = [line for line in lines if isinstance(line, Finished)]
+        ends = [line for line in lines if isinstance(line, Ended)]
         return list({keys[e.episode]: e for e in ends if e.outcome != "abandoned"}.items())
 
-    def by_task(self) -> dict[str, Finished]:
+    def by_task(self) -> dict[str, Ended]:
         """Return the settled runs by their task; one run a task."""
         return {key.task: finished for key, finished in self.settled()}
 
@@ -175,11 +132,11 @@ class Runner:
         await until(lambda: len(self.settled()) >= count)
 
 
-async def ended(process: asyncio.subprocess.Process) -> Ended:
+async def ended(process: asyncio.subprocess.Process) -> Outcome:
     """Return how a process ended, once it has."""
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
-    return Ended(process.returncode, json.loads(out) if out else {}, errors.decode())
+    return Outcome(process.returncode, json.loads(out) if out else {}, errors.decode())
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:

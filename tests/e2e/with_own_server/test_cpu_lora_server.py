@@ -1,6 +1,7 @@
 """A real vLLM server on the CPU: base model and adapter in one batch, each gets its own answer."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import aiohttp
 import pytest
 import torch
 
-from benchmarks.stack import vllm_server
+from benchmarks.stack import answers, free_port, running, wait_for
 from pawl.stack.vllm import vllm_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -50,9 +51,15 @@ def server_url(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> It
     arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
     # A cached prefix would be computed in one batch and read in another.
     arguments += ["--no-enable-prefix-caching"]
+    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "vllm.log"
+    command = [sys.executable, "-m", "pawl.stack.vllm_server", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     # As the stack starts it: one process, which does not burn a core while it waits for another.
     environment = vllm_environment(2) | {"VLLM_PLUGINS": "pawl_cpu_lora"}
-    with vllm_server(tmp_path_factory.mktemp("vllm"), arguments, environment) as url:
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    url = f"http://127.0.0.1:{port}"
+    with running(command, log, environment) as process:
+        wait_for(lambda: answers(f"{url}/health"), process, log, within_s=300.0)
         yield url
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import free_port
-from pawl.rollout.agents.warm import SHARING
 from pawl.scenarios.places import EXAMPLES
 from pawl.scenarios.run import RunOptions, run_scenario
 
@@ -44,11 +43,8 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(EXAMPLES / "math", folder / "math")
     file = folder / "math" / "example.toml"
     keys = re.sub(r"(?m)^(held_out|at_once|most_waves).*\n", "", file.read_text())
-    # As many at once as share a worker, each of which imports AutoGen. Waves end once there are
-    # updates enough; two in five groups have no spread, and so four in a row now and then.
-    file.write_text(
-        f"{keys}held_out = 4\nheld_out_samples = 1\nmost_waves = 10\nat_once = {SHARING}\n"
-    )
+    # Two in five groups have no spread, and so four in a row now and then.
+    file.write_text(f"{keys}held_out = 4\nheld_out_samples = 1\nmost_waves = 10\nat_once = 16\n")
     return folder
 
 

@@ -12,14 +12,14 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.chaos.load import BROKEN, fetch
-from benchmarks.chaos.scrape import Scrapes, drained
-from benchmarks.chaos.stand import Part, Stand
 from store.connection.engine import make_engine
 from store.ids import lowest_id_at
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_delete_command import files_with, pawl
 from tests.integration.deleting.test_deleting import body
+from tests.support.faults.ledger import Scrapes, drained
+from tests.support.faults.load import BROKEN, fetch
+from tests.support.faults.stand import Part, Stand
 from tests.support.ledger.deleting import exported, places_with
 from tests.support.records import call
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.rollout.verdicts import read_verdict
+from pawl.judging.answers import read_verdict
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
@@ -80,19 +80,14 @@ async def test_the_agent_of_the_runners_page_runs(
     runner = Runner(folder, proxy.url, [json.loads(line) for line in tasks.splitlines()])
     (folder / "held-out.jsonl").write_text(tasks)
     (folder / "my_agent.py").write_text(code_of(page, "python"))
-    # The page's other environment, which has the agent's packages.
-    python = tmp_path / "my-project" / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Each try is a process that imports an SDK, or costs a call: two show what eight do.
     fewer = ["-n", "2"] if "-n" in options else []
-    told = await runner.run(*options, *fewer, PATH=here)
-    assert told.status == 0, told.errors
-    assert told.summary["rewarded"] == told.summary["planned"]
+    outcome = await runner.run(*options, *fewer, PATH=here)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["rewarded"] == outcome.summary["planned"]
     asked = {request["model"] for request in upstream.requests}
-    assert asked <= {"calculator", "calculator@0", "calculator@1"}
+    assert asked <= {"calculator", "calculator@1"}
 
 
 def test_what_the_runners_page_says_of_judges_is_read() -> None:

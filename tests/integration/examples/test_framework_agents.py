@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from pawl.rollout.addresses import Request
-from pawl.rollout.agents.agent import Result
-from pawl.rollout.agents.warm import Function, WarmAgent
+from pawl.rollout.agents import Request
+from pawl.scenarios.agent import HostedAgent
 from pawl.scenarios.places import CLIENTS, find_scenario
 from tests.integration.examples.plain_server import Reply, plain_server
 
@@ -84,30 +83,20 @@ async def test_as_a_program_against_a_plain_server(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "sql", "rag"])
-async def test_warm_as_the_runner_runs_it(name: str, tmp_path: Path) -> None:
+async def test_hosted_as_a_scenario_runs_it(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
-    function = Function(
-        name=scenario.agent,
-        log_file=tmp_path / "log",
-        folder=scenario.folder,
-        model_is_told=bool(scenario.asks_for),
-        interpreter=str(CLIENTS),
-    )
-    warm = WarmAgent(function)
+    log = tmp_path / "log"
+    agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
     async with plain_server(CASES[name][0]) as server:
-        await warm.start(2)
+        variables = {"OPENAI_BASE_URL": server.url}
+        if scenario.asks_for:
+            variables["OPENAI_MODEL"] = scenario.asks_for
         try:
-            result: Result = await warm.run(
-                Request(
-                    episode="e",
-                    task={"question": "What?"},
-                    base_url=server.url.removesuffix("/v1"),
-                    model=scenario.asks_for or None,
-                    environment={},
-                    limit_s=60,
-                )
+            await agent.start()
+            result = await agent.run(
+                Request(task={"question": "What?"}, environment=variables, limit_s=60)
             )
         finally:
-            await warm.stop()
-    assert result.error is None, (result.detail, (tmp_path / "log").read_text()[-2000:])
+            await agent.stop()
+    assert result.error is None, (result.detail, log.read_text()[-2000:])
     assert result.output.startswith(OUTPUTS[name])

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.chaos.ledger import kept
-from benchmarks.chaos.scrape import Scrapes, scrape
-from benchmarks.chaos.stand import Stand
 from proxy.calls.recent import Recent
 from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
@@ -25,6 +22,8 @@ from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
 from tests.support.faults.counters import assert_adds_up, ledger
+from tests.support.faults.ledger import Scrapes, kept, scrape
+from tests.support.faults.stand import Stand
 from tests.support.records import captured
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask

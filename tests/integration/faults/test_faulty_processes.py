@@ -15,12 +15,10 @@ import pytest
 from aiohttp import web
 
 from benchmarks.chaos.__main__ import broken_promises
-from benchmarks.chaos.faults import CannotInjectFaults
-from benchmarks.chaos.kills import kills
-from benchmarks.chaos.ledger import kept
-from benchmarks.chaos.load import Load
-from benchmarks.chaos.scrape import Scrapes, drained
-from benchmarks.chaos.stand import Stand, standing
+from benchmarks.chaos.calls import kills
+from tests.support.faults.ledger import Scrapes, drained, kept
+from tests.support.faults.load import Load
+from tests.support.faults.stand import CannotInjectFaults, Stand, standing
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
 from tests.support.waiting import at_rest, eventually, until

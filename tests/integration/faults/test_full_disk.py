@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.chaos.load import fetch
-from benchmarks.chaos.scrape import Scrapes, scrape
-from benchmarks.chaos.stand import Stand
+from tests.support.faults.ledger import Scrapes, scrape
+from tests.support.faults.load import fetch
+from tests.support.faults.stand import Stand
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.servers.raw_upstream import post, raw_ask
 from tests.support.waiting import eventually

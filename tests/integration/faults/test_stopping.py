@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from benchmarks.chaos.stand import Stand
 from pawl.serving.process import STOP, end
 from tests.integration.faults.test_faulty_processes import begun, down, slow, up
 from tests.integration.faults.test_slow_clients import asleep, endless
+from tests.support.faults.stand import Stand
 from tests.support.servers.fake_upstream import fake_upstream
 from tests.support.servers.raw_upstream import post, raw_upstream
 from tests.support.waiting import at_rest, eventually

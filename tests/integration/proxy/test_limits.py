@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from sqlalchemy import text
 
-from benchmarks.chaos.stand import Stand, standing
 from store.values.json_limits import MAX_DEPTH
 from tests.integration.conftest import Proxy
+from tests.support.faults.stand import Stand, standing
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
 from tests.support.waiting import eventually
 

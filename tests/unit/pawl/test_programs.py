@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pawl.programs import Ended, TooMuchOutput, run_program
-from pawl.rollout.addresses import Request
-from pawl.rollout.agents.program import CommandAgent
+from pawl.rollout.agents import CommandAgent, Request
 
 # Begins a session of its own, and holds on to what it inherited.
 DAEMON = """
@@ -86,7 +85,7 @@ async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch)
     """Neither to a judge, which gets no environment of its own, nor to an agent."""
     for name in ("DATABASE_URL", "PAWL_DATA_DIR", "MY_KEY"):
         monkeypatch.setenv(name, "secret")
-    request = Request(episode="e", task={}, base_url="", model=None, environment={}, limit_s=20)
+    request = Request(task={}, environment={}, limit_s=20)
     for said in (
         (await run(*LOOK)).output.decode(),
         (await CommandAgent(LOOK).run(request)).output,

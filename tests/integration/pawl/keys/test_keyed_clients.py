@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.rollout.command import run_rollout
-from pawl.rollout.errors import RolloutError
-from pawl.rollout.options import RolloutOptions
+from pawl.commands.rollout import Flags, run_rollout
+from pawl.rollout.tasks import RolloutError
 from pawl.settings import ClientSettings
-from store.tenants import DEFAULT, scoped, tenant_of
+from store.tenants import scoped
 from tests.integration.conftest import Proxy
 from tests.integration.pawl.judging.test_judge import Bench, bench, pawl_judge
 from tests.integration.proxy.keys.conftest import key_of
@@ -101,57 +100,18 @@ async def test_a_rollout_shows_its_key_and_the_agent_its_own(
     agent = await made(engine, "agent", "infer")
     await taken(proxy, runner)
     monkeypatch.setenv("OPENAI_API_KEY", agent)
-    monkeypatch.setenv("PAWL_API_KEY", runner)
-
-    def options(**key: dict[str, str]) -> RolloutOptions:
-        return RolloutOptions(
-            tasks=Path("tasks.jsonl"),
-            url=proxy.url,
-            metrics_url=f"{proxy.admin}/metrics",
-            command=f"{sys.executable} agent.py",
-            answer="a",
-            **key,  # type: ignore[arg-type]
-        )
-
+    flags = Flags(
+        tasks=Path("tasks.jsonl"),
+        url=proxy.url,
+        command=f"{sys.executable} agent.py",
+        answer="a",
+    )
     with pytest.raises(RolloutError, match="401: set PAWL_API_KEY"):
-        await run_rollout(options())
+        await run_rollout(flags)
+    monkeypatch.setenv("PAWL_API_KEY", runner)
     assert ClientSettings().headers == bearer(runner)
-    summary = await run_rollout(options(key=ClientSettings().headers))
+    summary = await run_rollout(flags)
     assert (summary["runs"], summary["failed"], summary["reward"]) == (1, 0, 1.0)
     journal = (tmp_path / "tasks.rollout.jsonl").read_text()
     assert runner not in journal
     assert agent not in journal
-
-
-async def test_a_rollout_is_of_the_tenant_that_is_named_or_does_not_run(
-    proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "a": "hi"}\n')
-    keys = {one: await key_of(engine, one, "infer", "feedback", "read") for one in ("a", DEFAULT)}
-    for key in keys.values():
-        await taken(proxy, key)
-
-    async def run(whose: str, tenant: str | None) -> int:
-        monkeypatch.setenv("OPENAI_API_KEY", keys[whose])
-        options = RolloutOptions(
-            tasks=Path("tasks.jsonl"),
-            url=proxy.url,
-            metrics_url=f"{proxy.admin}/metrics",
-            command=f"{sys.executable} agent.py",
-            answer="a",
-            journal=tmp_path / f"{whose}-{tenant}.jsonl",
-            key=bearer(keys[whose]),
-            tenant=tenant,
-        )
-        return int((await run_rollout(options))["runs"])
-
-    for whose, tenant in (("a", DEFAULT), ("a", "b"), (DEFAULT, "a")):
-        with pytest.raises(RolloutError, match=f"--tenant is '{tenant}', .* of tenant '{whose}'"):
-            await run(whose, tenant)
-        assert not (tmp_path / f"{whose}-{tenant}.jsonl").exists()
-    assert await run("a", "a") == 1
-    assert await run(DEFAULT, DEFAULT) == 1
-    found = await proxy.episodes(2)
-    assert sorted(tenant_of(one.key) for one in found) == ["a", DEFAULT]

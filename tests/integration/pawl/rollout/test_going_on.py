@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from tests.integration.pawl.rollout.test_rollout import COMMAND, TASKS, fake, runner
-from tests.support.rollouts import Ended, Runner, ended, kill
+from tests.support.rollouts import Outcome, Runner, ended, kill
 from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
 
 __all__ = ["fake", "runner"]
 
 
-async def test_what_failed_can_be_run_again(fake: FakeProxy, runner: Runner) -> None:
+async def test_failed_runs_can_be_run_again(fake: FakeProxy, runner: Runner) -> None:
     runner.write([{"id": "t0"}, {"id": "t1", "do": "exit"}])
     assert (await runner.run(*COMMAND)).status == 1
     calls = len(fake.calls)
@@ -26,8 +26,10 @@ async def test_what_failed_can_be_run_again(fake: FakeProxy, runner: Runner) -> 
     assert [call["task"] for call in fake.calls[calls:]] == ["t1"]
 
 
-@pytest.mark.parametrize("how", [COMMAND, ("--python", "agent:answer")], ids=["program", "warm"])
-async def test_killed_and_started_again_none_is_lost_and_none_doubled(
+@pytest.mark.parametrize(
+    "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
+)
+async def test_no_run_is_lost_or_doubled_by_kills(
     fake: FakeProxy, runner: Runner, how: tuple[str, str]
 ) -> None:
     options = (*how, "-n", "4", "-k", "4", "--answer", "a")
@@ -37,14 +39,14 @@ async def test_killed_and_started_again_none_is_lost_and_none_doubled(
         process = await runner.start(*options)
         await runner.until_settled(settled)
         await kill(process)
-    told = await runner.run(*options)
-    assert told.status == 0, told.errors
-    assert told.summary["runs"] == 24
-    assert told.summary["abandoned"] >= 1
+    outcome = await runner.run(*options)
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["runs"] == 24
+    assert outcome.summary["abandoned"] >= 1
     settled_runs = runner.settled()
     assert Counter(key.task for key, _ in settled_runs) == {f"t{n}": 4 for n in range(6)}
     rewards = fake.rewards()
-    assert rewards.keys() == {finished.episode for _, finished in settled_runs}
+    assert rewards.keys() == {run.episode for _, run in settled_runs}
     assert all(len(values) == 1 for values in rewards.values())
     abandoned = {one["episode"] for one in fake.statements if one["metric"] == "run_abandoned"}
     assert not abandoned & rewards.keys()
@@ -65,7 +67,7 @@ def missed(fake: FakeProxy) -> bool:
     return bool(calls) and looked(fake.turned_away[calls[-1] :])
 
 
-async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Ended:
+async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Outcome:
     """Run the tasks; the proxy (`down`) or model server (`no_model`) is away until it is missed."""
     process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
     await runner.until_settled(4 if who == "down" else 2)
@@ -75,13 +77,15 @@ async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Ended:
     return await ended(process)
 
 
-async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner: Runner) -> None:
+async def test_run_that_fails_while_the_proxy_restarts_is_made_again(
+    fake: FakeProxy, runner: Runner
+) -> None:
     """Runs that fail because it is away are done again; what it did not take is told again."""
     fake.feedback_status = [503, 500, 429, 401, 403, 404]
-    told = await run_while_away(runner, fake, "down")
-    assert told.status == 0, told.errors
-    assert told.summary["runs"] == 18
-    assert told.summary["failed"] == 0
+    outcome = await run_while_away(runner, fake, "down")
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["runs"] == 18
+    assert outcome.summary["failed"] == 0
     assert len(fake.rewards()) == 18
 
 
@@ -89,14 +93,14 @@ async def test_no_run_fails_while_the_model_server_restarts(
     fake: FakeProxy, runner: Runner
 ) -> None:
     """The proxy is there, and passes on that nobody is behind it."""
-    told = await run_while_away(runner, fake, "no_model")
-    assert told.status == 0, told.errors
-    assert told.summary["failed"] == 0
-    assert told.summary["errors"].keys() == {"proxy away"}
+    outcome = await run_while_away(runner, fake, "no_model")
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["failed"] == 0
+    assert outcome.summary["errors"].keys() == {"proxy away"}
     assert len(fake.rewards()) == 18
 
 
-async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
+async def test_absence_that_is_over_when_the_run_fails_counts_too(
     fake: FakeProxy, runner: Runner
 ) -> None:
     """Agents wait before they give up, and the proxy may be back by then."""
@@ -106,19 +110,19 @@ async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
     fake.down = True
     await until(lambda: looked(fake.turned_away))
     fake.down = False
-    told = await ended(process)
-    assert told.summary["errors"] == {"proxy away": 1, "exit status 3": 1}
+    outcome = await ended(process)
+    assert outcome.summary["errors"] == {"proxy away": 1, "exit status 3": 1}
     assert len(fake.calls) == 2
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_what_feedback_refuses_is_said_and_not_repeated(
+async def test_refused_feedback_is_counted_and_not_repeated(
     fake: FakeProxy, runner: Runner, status: int
 ) -> None:
     fake.feedback_status = [status]
-    told = await runner.run(*COMMAND, "--answer", "a")
-    assert told.status == 1
-    assert told.summary["refused"] == 1
+    outcome = await runner.run(*COMMAND, "--answer", "a")
+    assert outcome.status == 1
+    assert outcome.summary["errors"] == {"feedback refused": 1}
     assert len(fake.rewards()) == 5
     assert (await runner.run(*COMMAND, "--answer", "a")).status == 0
     assert len(fake.rewards()) == 5
@@ -132,23 +136,25 @@ async def test_ctrl_c_lets_runs_end_and_the_same_command_goes_on(
     process = await runner.start(*options)
     await until(lambda: len(fake.calls) >= 2)
     os.kill(process.pid, signal.SIGINT)
-    told = await ended(process)
-    assert told.status == 130
-    assert 2 <= told.summary["runs"] == len(fake.rewards()) < 6
-    assert told.summary["abandoned"] == 0
+    outcome = await ended(process)
+    assert outcome.status == 130
+    assert 2 <= outcome.summary["runs"] == len(fake.rewards()) < 6
+    assert outcome.summary["abandoned"] == 0
     assert (await runner.run(*options)).status == 0
     assert len(fake.rewards()) == len(fake.calls) == 6
 
 
-@pytest.mark.parametrize("how", [COMMAND, ("--python", "agent:answer")], ids=["program", "warm"])
-async def test_sigterm_gives_up_what_is_under_way(
+@pytest.mark.parametrize(
+    "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
+)
+async def test_sigterm_abandons_runs_that_are_under_way(
     fake: FakeProxy, runner: Runner, how: tuple[str, str]
 ) -> None:
     runner.write([task | {"do": "hang"} for task in TASKS])
     process = await runner.start(*how, "-k", "2")
     await until(lambda: len(fake.calls) >= 2)
     process.terminate()
-    told = await asyncio.wait_for(ended(process), 20)
-    assert told.status == 130
-    assert told.summary["runs"] == 0
+    outcome = await asyncio.wait_for(ended(process), 20)
+    assert outcome.status == 130
+    assert outcome.summary["runs"] == 0
     assert {one["metric"] for one in fake.statements} == {"run_abandoned"}

@@ -48,9 +48,9 @@ async def test_killed_and_resumed_each_run_is_one_scored_episode(
         process = await runner.start(*options)
         await runner.until_settled(settled)
         await kill(process)
-    told = await runner.run(*options)
-    assert told.status == 0, told.errors
-    episodes = await stored(proxy, 20 + told.summary["abandoned"])
+    outcome = await runner.run(*options)
+    assert outcome.status == 0, outcome.errors
+    episodes = await stored(proxy, 20 + outcome.summary["abandoned"])
     scored = [episode for episode in episodes if rewards(episode)]
     assert Counter(episode.task for episode in scored) == {f"t{n}": 4 for n in range(5)}
     assert all(len(rewards(episode)) == 1 for episode in scored)
@@ -63,10 +63,9 @@ async def test_a_failed_run_is_an_episode_without_a_reward(proxy: Proxy, tmp_pat
     tasks = [{"id": "good", "a": "x"}, {"id": "bad", "a": "x", "do": "exit"}]
     runner = Runner(tmp_path, proxy.url, tasks)
     options = ("--command", f"{sys.executable} agent.py", "--answer", "a", "--split", "eval")
-    told = await runner.run(*options, PAWL_ADMIN_LISTEN=proxy.settings.admin_listen)
-    assert told.status == 1
+    outcome = await runner.run(*options)
+    assert outcome.status == 1
     episodes = {episode.task: episode for episode in await stored(proxy, 2)}
     assert {episode.split for episode in episodes.values()} == {"eval"}
     assert rewards(episodes["good"]) == [0.0]
     assert [(one.metric, one.value) for one in episodes["bad"].feedback] == [("run_failed", 1.0)]
-    assert told.summary["waves"][0]["versions"] in ([], ["m@0"])

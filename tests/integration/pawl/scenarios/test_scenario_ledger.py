@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.chaos.stand import Stand
 from pawl.scenarios.calls import all_calls, named_calls
 from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
+from tests.support.faults.stand import Stand
 from tests.support.servers.fake_upstream import fake_upstream
 from tests.support.waiting import eventually
 

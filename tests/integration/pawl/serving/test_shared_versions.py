@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.chaos.stand import Stand
 from store.connection.engine import make_engine
 from store.version_states import ensure_base
 from tests.integration.faults.test_faulty_processes import down, is_leaving, slow, up
+from tests.support.faults.stand import Stand
 from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until

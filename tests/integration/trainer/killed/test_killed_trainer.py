@@ -4,17 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.trainer.cast import BASE
-from benchmarks.chaos.trainer.kills import compared
-from benchmarks.chaos.trainer.recipe import recipe_toml
-from benchmarks.chaos.trainer.runs import Task
+from benchmarks.chaos.trainer import Task, compared
+from tests.support.trainer.scored_episodes import BASE
 
 UPDATES = 14
 
 
 @pytest.mark.timeout(900)
 def test_killed_at_every_boundary(tmp_path: Path) -> None:
-    task = Task(tmp_path, UPDATES, 1, recipe_toml("grpo", "group"))
+    task = Task(tmp_path, UPDATES, 1)
     found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
         assert found[promise] == [], promise

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.trainer.kills import trainer_kills
+from benchmarks.chaos.trainer import trainer_kills
 
 KILLS = 8
 UPDATES = 4
@@ -14,7 +14,7 @@ UPDATES = 4
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_policies_killed_at_random(tmp_path: Path, shared: bool) -> None:
     """A trainer for each, each killed apart from the other; or one trainer of both."""
-    found = trainer_kills(tmp_path, KILLS, 3, policies=2, shared=shared, beside=None)
+    found = trainer_kills(tmp_path, KILLS, 3, policies=2, shared=shared, plain=True)
     for policy in ("writer", "checker"):
         report = found[policy]
         for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):

@@ -12,7 +12,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from benchmarks.merge.models import TINY, make_model
+from tests.support.trainer.merging import TINY, make_model
 from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
 from trainer.learners.kernels.products import add_product, product
 

@@ -14,10 +14,15 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from benchmarks.merge.episodes import random_tree
-from benchmarks.merge.models import TINY, make_model
-from benchmarks.merge.updates import gradient, largest_difference, train
 from store.values.distribution import Distribution
+from tests.support.trainer.merging import (
+    TINY,
+    gradient,
+    largest_difference,
+    make_model,
+    random_tree,
+    train,
+)
 from tests.support.training import PLAIN, merged_and_not, recipe, rows
 from trainer.batches.trees import build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError

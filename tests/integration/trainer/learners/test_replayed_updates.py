@@ -13,12 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.merge.episodes import random_tree
-from benchmarks.merge.models import TINY, make_model
-from benchmarks.merge.updates import gradient, largest_difference, train
 from store.values.distribution import Distribution
 from tests.integration.trainer.learners.test_learner import gradients, shake
 from tests.integration.trainer.learners.test_replay import EACH, WORDS, made, packed, row
+from tests.support.trainer.merging import (
+    TINY,
+    gradient,
+    largest_difference,
+    make_model,
+    random_tree,
+    train,
+)
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.errors import Unusable

@@ -19,15 +19,13 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.chaos.trainer.cast import ALONE, BASE
-from benchmarks.chaos.trainer.episodes import WORDS, Said, call_record
-from benchmarks.chaos.trainer.server import Server
-from benchmarks.chaos.trainer.stage import write_model
 from benchmarks.stack import free_port
 from store.ids import new_id
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.servers.computing_server import Server
+from tests.support.trainer.scored_episodes import ALONE, BASE, WORDS, Said, call_record, write_model
 from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.timeout(600)

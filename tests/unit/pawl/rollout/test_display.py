@@ -1,4 +1,4 @@
-"""What `pawl rollout` shows, on a terminal and elsewhere, of a rollout whose progress is known."""
+"""The figures of a rollout, and how they are shown on a terminal and elsewhere."""
 
 import asyncio
 import io
@@ -6,54 +6,75 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from pawl.rollout import display
-from pawl.rollout.desk import Desk
 from pawl.rollout.display import Display
 from pawl.rollout.figures import Figures
-from pawl.rollout.journal import Finished, Outcome, outline
-from pawl.rollout.proxy_view import ProxyView
+from pawl.rollout.journal import Ended, Outcome
 from tests.support.waiting import until
 
 # What moves the cursor, and what hides and shows it.
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-NOTHING_YET = """\
-runs  under way  success  reward  calls/s  serving  seconds
-0/20  4          –        –       –        –        0
-  wave    version    runs    success    reward
-"""
 UNDER_WAY = """\
-runs  under way  success  reward  calls/s  serving  seconds
-9/20  4          67%      1.167   12.3     m@3      61
-  wave     version    runs    success    reward
-     1         m@1       2       100%     0.500    ━━━━━━━━━━━━
-     2    m@1, m@2       2        50%     1.000    ━━━━━━━━━━━━━━━━━━━━━━━━
-     3         m@2       2       100%     1.000    ━━━━━━━━━━━━━━━━━━━━━━━━
-     4         m@2       2         0%         –
-     5         m@3       1       100%     3.000
-  errors    kind
-       2    time limit
-       1    exit status 3
+ runs  under way  failed  reward  seconds
+ 4/20  4          2       0.750   61
+     1  time limit
+     1  exit status 3
 """
 
 
-def run(version: str, reward: float | None = None, error: str | None = None) -> Finished:
-    said = () if reward is None else ({"metric": "reward", "value": reward, "episode": "e"},)
-    outcome: Outcome = "failed" if error else "done"
-    return Finished(episode="e", outcome=outcome, error=error, version=version, statements=said)
+def run(outcome: Outcome, reward: float | None = None, error: str | None = None) -> Ended:
+    stated = () if reward is None else ({"metric": "reward", "value": reward, "episode": "e"},)
+    return Ended(episode="e", outcome=outcome, error=error, statements=stated)
 
 
-RUNS = (
-    *(run("m@1", 0.0), run("m@1", 1.0)),
-    *(run("m@1", 1.0), run("m@2", error="time limit")),
-    *(run("m@2", 1.0), run("m@2", 1.0)),
-    *(run("m@2", error="exit status 3"), run("m@2", error="time limit")),
-    run("m@3", 3.0),
-)
+REWARDS = st.integers(0, 64).map(lambda part: part / 64)
+
+
+@given(st.lists(st.builds(run, st.sampled_from(get_args(Outcome)), st.none() | REWARDS)))
+def test_every_settled_run_counts_once(runs: list[Ended]) -> None:
+    figures = Figures(60)
+    for ended in runs:
+        figures.add(ended)
+    settled = [ended for ended in runs if ended.outcome != "abandoned"]
+    rewards = [
+        one.statements[0]["value"] for one in runs if one.statements and one.outcome == "done"
+    ]
+    summary = figures.summary()
+    assert summary["runs"] == len(settled)
+    assert summary["abandoned"] == len(runs) - len(settled)
+    assert figures.reward is None or min(rewards) <= figures.reward <= max(rewards)
+
+
+def test_failure_is_no_reward_of_zero() -> None:
+    figures = Figures(4)
+    for ended in (run("done", 1.0), run("done", 0.0), run("failed", error="exit status 3")):
+        figures.add(ended)
+    figures.add(run("unjudged", error="judge failed"))
+    summary = figures.summary()
+    assert (summary["reward"], summary["failed"], summary["unjudged"]) == (0.5, 1, 1)
+    assert summary["errors"] == {"exit status 3": 1, "judge failed": 1}
+
+
+@pytest.mark.parametrize(("second", "is_binary"), [(1.0, True), (0.5, False)])
+def test_interval_is_wilsons_for_right_and_wrong_and_students_else(
+    second: float, is_binary: bool
+) -> None:
+    figures = Figures(2)
+    figures.add(run("done", 1.0))
+    figures.add(run("done", second))
+    assert (figures.summary()["high"] == 1.0) == is_binary
+
+
+def test_nothing_done_has_no_mean() -> None:
+    summary = Figures(3).summary()
+    assert (summary["reward"], summary["low"], summary["high"]) == (None, None, None)
 
 
 class Shown:
@@ -61,9 +82,7 @@ class Shown:
 
     def __init__(self, *, terminal: bool) -> None:
         self.seconds = 0.0
-        self.rollout = SimpleNamespace(figures=Figures(20), stopping=False, under_way=4)
-        self.view = ProxyView(cast(Any, None), "", "")
-        self.desk = Desk(cast(Any, None), "")
+        self.rollout = SimpleNamespace(figures=Figures(20), trouble="", under_way=4)
         self.written = io.StringIO()
         self.console = Console(
             file=self.written, width=80, height=40, force_terminal=terminal, color_system=None
@@ -72,8 +91,7 @@ class Shown:
     @asynccontextmanager
     async def showing(self) -> AsyncIterator[None]:
         """Show it meanwhile."""
-        one = Display(cast(Any, self.rollout), self.view, self.desk, self.console)
-        task = asyncio.create_task(one.show())
+        task = asyncio.create_task(Display(cast(Any, self.rollout), self.console).show())
         try:
             yield
         finally:
@@ -82,23 +100,22 @@ class Shown:
                 await task
 
     def progress(self) -> None:
-        """Be a minute on, with nine runs."""
+        """Be a minute on, with four runs."""
         self.seconds = 61.0
-        self.view.calls_a_second = 12.34
-        self.view.serving = {"m": "m@3"}
-        for one in RUNS:
-            self.rollout.figures.add("", outline(one))
-
-    @property
-    def text(self) -> str:
-        """All that was written, each line without the spaces at its end."""
-        lines = CONTROL.sub("", self.written.getvalue()).replace("\r", "\n").splitlines()
-        return "".join(line.rstrip() + "\n" for line in lines if line.strip())
+        for ended in (
+            run("done", 0.5),
+            run("done", 1.0),
+            run("failed", error="time limit"),
+            run("failed", error="exit status 3"),
+        ):
+            self.rollout.figures.add(ended)
 
     @property
     def last(self) -> str:
-        """What stands on the terminal now."""
-        return self.text[self.text.rindex("runs  under way") :]
+        """What stands on the terminal now, each line without the spaces at its end."""
+        lines = CONTROL.sub("", self.written.getvalue()).replace("\r", "\n").splitlines()
+        text = "".join(line.rstrip() + "\n" for line in lines if line.strip())
+        return text[text.rindex(" runs  under way") :]
 
 
 @pytest.fixture
@@ -111,16 +128,17 @@ def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sh
     return made
 
 
-async def test_a_terminal_shows_how_far_it_is_and_follows(shown: Shown) -> None:
+async def test_terminal_shows_how_far_it_is_and_follows(shown: Shown) -> None:
     async with shown.showing():
-        await until(lambda: shown.written.getvalue() != "")
-        assert shown.last == NOTHING_YET
+        await until(lambda: "0/20" in shown.written.getvalue())
         shown.progress()
-        await until(lambda: "9/20" in shown.text)
-    assert shown.last == UNDER_WAY
+        await until(lambda: "4/20" in shown.written.getvalue())
+        assert shown.last == UNDER_WAY
+        shown.rollout.trouble = "feedback waits: 503 Service Unavailable"
+        await until(lambda: shown.rollout.trouble in shown.written.getvalue())
 
 
-async def test_what_came_last_stands_there_in_the_end(
+async def test_last_figures_stay_on_the_terminal(
     shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(display, "REFRESH_S", 600.0)
@@ -130,23 +148,14 @@ async def test_what_came_last_stands_there_in_the_end(
     assert shown.last == UNDER_WAY
 
 
-async def test_a_terminal_says_what_it_waits_for(shown: Shown) -> None:
-    shown.rollout.stopping = True
-    async with shown.showing():
-        await until(lambda: "stopping: 4 runs under way (Ctrl-C gives them up)" in shown.text)
-        shown.desk.away = "503 Service Unavailable"
-        await until(lambda: "feedback waits: 503 Service Unavailable" in shown.text)
-    assert "stopping" not in shown.last
-
-
 @pytest.mark.parametrize("shown", [False], indirect=True)
-async def test_elsewhere_there_are_lines(shown: Shown) -> None:
+async def test_lines_are_written_where_there_is_no_terminal(shown: Shown) -> None:
     async with shown.showing():
         shown.progress()
         await until(lambda: "\n" in shown.written.getvalue())
-        shown.desk.away = "503"
+        shown.rollout.trouble = "feedback waits: 503"
         await until(lambda: "feedback waits" in shown.written.getvalue())
     first, *_, last = shown.written.getvalue().splitlines()
-    assert first == "  61.0 s  9/20 runs  3 failed  reward 1.167"
+    assert first == "runs 4/20  under way 4  failed 2  reward 0.750  seconds 61"
     assert last == f"{first}  feedback waits: 503"
     assert "\x1b" not in shown.written.getvalue()

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.rollout.errors import RolloutError
-from pawl.rollout.tasks import digest, parse_tasks
+from pawl.rollout.tasks import RolloutError, digest, parse_tasks
 
 FIELDS = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda name: name != "id"),
@@ -48,7 +47,7 @@ def test_an_unseen_mark_before_the_first_line_is_no_part_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"", "tasks.jsonl has no tasks"),
         (b'{"id": "a"}\n{"id":', r"line 2 is no task .*must be a JSON object"),
@@ -63,11 +62,13 @@ def test_an_unseen_mark_before_the_first_line_is_no_part_of_it() -> None:
         (json.dumps({"id": "x" * 257}).encode(), "at most 256 printable"),
     ],
 )
-def test_what_is_no_file_of_tasks_is_said_by_its_line(text: bytes, said: str) -> None:
-    with pytest.raises(RolloutError, match=said):
+def test_line_that_is_no_task_is_refused_by_its_number(text: bytes, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         parse_tasks(text, "tasks.jsonl")
 
 
-def test_the_field_that_is_compared_with_must_be_there() -> None:
+def test_missing_field_is_refused_by_the_option_that_names_it() -> None:
     with pytest.raises(RolloutError, match=r"line 2: .* no field 'answer', which --answer names"):
         parse_tasks(lines({"answer": None}, {"q": 1}), "tasks.jsonl", "answer")
+    with pytest.raises(RolloutError, match=r"--hide: no task of tasks.jsonl has a field 'b'"):
+        parse_tasks(lines({"a": 1}, {"q": 1}), "tasks.jsonl", hidden=("a", "b"))

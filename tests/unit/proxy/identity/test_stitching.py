@@ -1,50 +1,49 @@
 """Recorded traffic of real clients, replayed: no false join, and every join that can be made."""
 
-import asyncio
 import json
-from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stitching.command import RECORDING, exchanges_of
-from benchmarks.stitching.plans import CLIENTS, KINDS, make_plan, make_plans
-from benchmarks.stitching.replay import join_in_ledger, replay, score
-from benchmarks.stitching.server import Exchange
-
-
-def recorded(episodes: int, seed: int) -> tuple[list[list[Exchange]], int]:
-    """Exchanges, and how many of them continue a beginning that is others', too."""
-    plans = make_plans(episodes, seed)
-    alike = sum(len(plan.turns) - 1 for plan in plans if plan.kind == "alike")
-    return asyncio.run(exchanges_of(plans, set(), seed)), alike
+from benchmarks.stitching import (
+    ALIKE_CALLS,
+    CLIENTS,
+    KINDS,
+    RECORDING,
+    Exchange,
+    join_in_ledger,
+    make_plans,
+    recorded_runs,
+    replay,
+    score,
+)
 
 
 def test_every_client_is_recorded_with_its_versions() -> None:
     recording = json.loads(RECORDING.read_text())
     for client in CLIENTS:
-        assert set(recording[client]["runs"]) == {kind for kind, _ in KINDS}
+        assert set(recording[client]["runs"]) == set(KINDS)
         assert all(recording[client]["versions"].values())
 
 
 @pytest.mark.parametrize("proxies", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_of_real_clients_are_joined(proxies: int, seed: int) -> None:
-    runs, alike = recorded(150, seed)
-    seen = replay(runs, proxies, seed)
+    plans = make_plans(150, seed)
+    seen = replay(recorded_runs(plans, seed), proxies, seed)
     result = score(seen, join_in_ledger(seen))
     assert result.false == 0
+    # Some continue a beginning that is others', too.
+    alike = ALIKE_CALLS * sum(kind == "alike" for _, kind in plans)
     assert result.right >= result.joins - alike
 
 
-@pytest.mark.parametrize("kind", [kind for kind, _ in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_run_alone_is_one_episode(client: str, kind: str) -> None:
-    plan = make_plan(client, kind, 7, Random(0))
-    runs = asyncio.run(exchanges_of([plan], set(), 0))
-    seen = replay(runs, 1, 0)
+    seen = replay(recorded_runs([(client, kind)], 0), 1, 0)
     result = score(seen, join_in_ledger(seen))
     assert (result.right, result.false, result.quarantined) == (len(seen) - 1, 0, 0)
 

@@ -1,0 +1,370 @@
+"""No call is lost: kill random processes at random moments (`kill -9`) under load.
+
+With faults, the spool's disk is full or gives I/O errors for a while between two kills, one call in
+200 gets a reply that is hard to keep, and as often a segment that nobody can read is laid into the
+spool. A call that is answered meanwhile is stored, or becomes a dead letter with a reason, or its
+record was refused by the disk: then a counter counts it, and the ledger says that its episode
+misses a call, or that calls of that time were lost (a lapse). After a fault nothing is killed
+until calls are recorded again, so that the ledger has the names.
+
+`outage` takes the database away for minutes instead: no request notices, and all is stored.
+"""
+
+import asyncio
+import random
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import asyncpg
+
+from benchmarks.report import percentile
+from proxy.spool.segments import HEAD_BYTES, CapturedCall, decode_payload, encode_frame, frame_of
+from store.ids import new_id, time_of
+from store.link.lapses import SLACK
+from store.write.gaps import LOST_CALL
+from tests.support.faults.ledger import SPOOLED, Scrapes, drained, kept, scrape, scraping
+from tests.support.faults.load import EVERY, Load, Outcome
+from tests.support.faults.stand import FAULTS, PARTS, Fault, NotReady, Part, Stand
+from tests.support.records import captured
+
+AT_ONCE: Final = 16
+PAUSE_S: Final = 0.02
+QUIET_S: Final = (0.05, 1.0)
+FAULT_S: Final = (0.3, 1.5)
+# One fault to so many kills, and one of each kind at least.
+KILLS_A_FAULT: Final = 4
+# Every worker that has calls has told the ledger of what it missed after so many more of them.
+CALLS_AFTER_FAULT: Final = 20 * AT_ONCE
+CALLS_WITHIN_S: Final = 60.0
+DRAIN_S: Final = 120.0
+OUTAGE_DRAIN_S: Final = 600.0
+# A moment's calls of an outage's clients.
+LEVEL: Final = 32
+# A client sees a reset a moment after the kill.
+SLACK_S: Final = 0.5
+# Which kills may fail a call: those of a process that has calls in flight.
+COSTLY: Final[frozenset[Part]] = frozenset({"worker", "supervisor"})
+FOREIGN: Final = b"\x93\x01\x02"
+# Episodes that were under way in a lapse, and may be trained on all the same.
+_NOT_ASIDE: Final = """
+    SELECT count(*) FROM episodes e WHERE quarantined_reason IS NULL AND EXISTS (
+        SELECT FROM lapses WHERE e.last_call_at >= called_since AND e.first_call_id < began_before)
+"""
+
+
+class Kill(NamedTuple):
+    """Describe one kill: from when to when all was back."""
+
+    part: Part
+    at: float
+    back: float
+
+
+@dataclass(slots=True)
+class Happened:
+    """Note what was done to the proxy.
+
+    Attributes:
+        kills: the kills.
+        faults: how often the disk failed in which way.
+        laid: the episodes of whole calls that were laid into the spool, by call.
+        poisoned: the segments that were laid there.
+        stalled: where it did not go on as it should: not ready again, too few calls, not stopped.
+    """
+
+    kills: list[Kill] = field(default_factory=list)
+    faults: Counter[Fault] = field(default_factory=Counter)
+    laid: dict[str, str] = field(default_factory=dict)
+    poisoned: list[str] = field(default_factory=list)
+    stalled: list[str] = field(default_factory=list)
+
+
+async def kills(stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S) -> dict[str, Any]:
+    """Kill so many times, and report; the disk fails too where the stand has one of its own.
+
+    Args:
+        stand: the processes.
+        count: number of kills.
+        seed: chooses what is killed when.
+        pause_s: how long each of `AT_ONCE` clients waits after a call, in seconds.
+    """
+    dice, has_faults = random.Random(seed), stand.disk is not None
+    await stand.ready()
+    load = Load(
+        stand.port, at_once=AT_ONCE, pause_s=pause_s, calls_per_episode=1, poisoned=has_faults
+    )
+    scrapes, done = Scrapes(), Happened()
+    watching = asyncio.create_task(scraping(stand.admin, scrapes))
+    load.start()
+    events: list[Fault | None] = [None] * count
+    if has_faults:
+        events += [FAULTS[n % len(FAULTS)] for n in range(max(len(FAULTS), count // KILLS_A_FAULT))]
+        dice.shuffle(events)
+    try:
+        for event in events:
+            await asyncio.sleep(dice.uniform(*QUIET_S))
+            # Counts begin again at 0 with a new supervisor: they are read before one is killed.
+            await scrape(stand.admin, scrapes)
+            if event is None:
+                part, began = dice.choice(PARTS), time.monotonic()
+                await stand.kill(part, dice.randrange(stand.workers))
+                done.kills.append(Kill(part, began, time.monotonic()))
+            else:
+                await _fail(stand, event, dice.uniform(*FAULT_S), load, done)
+            if has_faults:
+                _lay(stand.spool, len(load.outcome.complete) // EVERY, dice, done)
+    except NotReady as error:
+        done.stalled.append(str(error))
+    await load.stop()
+    watching.cancel()
+    drain_s = await drained(stand.admin, scrapes, within_s=DRAIN_S)
+    try:
+        await asyncio.to_thread(stand.stop)
+    except subprocess.TimeoutExpired:
+        done.stalled.append("it did not stop when it was told to")
+    return (
+        _report(done.kills, load.outcome, scrapes)
+        | {"drain_s": drain_s}
+        | await _compared(stand, load.outcome, done, scrapes)
+        | {"stalled": done.stalled, "ended_by_itself": stand.ended_by_itself}
+    )
+
+
+async def _fail(stand: Stand, fault: Fault, seconds: float, load: Load, done: Happened) -> None:
+    """Let the disk fail, and wait until every worker that has calls has told of it."""
+    assert stand.disk is not None
+    await stand.disk.suffer(fault, seconds)
+    done.faults[fault] += 1
+    await stand.ready()
+    try:
+        async with asyncio.timeout(CALLS_WITHIN_S):
+            await load.reached(len(load.outcome.complete) + CALLS_AFTER_FAULT)
+    except TimeoutError:
+        done.stalled.append(f"after {fault}")
+
+
+def _lay(spool: Path, wanted: int, dice: random.Random, done: Happened) -> None:
+    """Put sealed segments into the spool, each in a folder of its own, as if a worker had left it.
+
+    Each has what can only be a dead letter between two whole records: a frame of something else, or
+    a record with one bit flipped.
+    """
+    while len(done.poisoned) < wanted:
+        name = str(new_id())
+        before, damaged, after = (
+            captured(f"laid-{new_id()}", started_at=time.time()) for _ in "123"
+        )
+        if dice.random() < 0.5:
+            bad = frame_of(FOREIGN)
+        else:
+            frame = encode_frame(damaged)
+            at = dice.randrange(HEAD_BYTES, len(frame))
+            bad = frame[:at] + bytes([frame[at] ^ 1 << dice.randrange(8)]) + frame[at + 1 :]
+        folder = spool / f"laid-{name}"
+        try:
+            folder.mkdir()
+            unfinished = folder / "unfinished"
+            unfinished.write_bytes(encode_frame(before) + bad + encode_frame(after))
+            unfinished.rename(folder / f"{name}.seg")
+        except OSError:
+            # So much waits for the database that the disk is full by itself: it is laid later.
+            return
+        done.poisoned.append(name)
+        done.laid |= {str(UUID(bytes=call.id)): call.episode for call in (before, after)}
+
+
+async def _compared(
+    stand: Stand, outcome: Outcome, done: Happened, scrapes: Scrapes
+) -> dict[str, Any]:
+    """Compare what the clients saw, and what was laid down, with what is kept."""
+    answered = outcome.episodes | done.laid
+    stored = await kept(stand.url, list(answered), own_episodes=True)
+    if stand.disk is None:
+        return {"stored": stored.stored, "missing": stored.missing, "twice": stored.twice}
+    ended = await _ends(stand, answered, outcome.times())
+    dropped = len(ended.marked) + len(ended.lapsed)
+    buried = [path.name for path in (stand.spool / "dead").glob("*.reason") if path.stat().st_size]
+    return {
+        "stored": stored.stored,
+        "missing": len(ended.missing),
+        "twice": stored.twice,
+        "faults": dict(done.faults),
+        "dropped_and_marked": len(ended.marked),
+        "dropped_in_lapses": len(ended.lapsed),
+        "lapses": ended.lapses,
+        "not_aside": ended.not_aside,
+        "dropped_uncounted": max(0, dropped - int(scrapes.dropped)),
+        "poisoned_calls": outcome.poisoned,
+        "poisoned_calls_dead": len(ended.dead),
+        "poisoned_segments": len(done.poisoned),
+        "poison_not_dead": [
+            name for name in done.poisoned if not any(one.startswith(f"{name}-") for one in buried)
+        ],
+    }
+
+
+class Ends(NamedTuple):
+    """Tell where the calls ended that are not stored.
+
+    Attributes:
+        marked: the disk refused the record, and the ledger says that the episode misses a call.
+        lapsed: it did while a lapse lasted: the ledger says that calls of that time were lost.
+        dead: the record cannot be read or stored, and lies beside the spool with the reason.
+        missing: none of these.
+        lapses: number of lapses.
+        not_aside: how many episodes of the time of a lapse were not set aside.
+    """
+
+    marked: set[str]
+    lapsed: set[str]
+    dead: set[str]
+    missing: set[str]
+    lapses: int
+    not_aside: int
+
+
+async def _ends(
+    stand: Stand, answered: Mapping[str, str], times: Mapping[str, tuple[float, float]]
+) -> Ends:
+    """Find where each call ended; `answered` is by call its episode, and `times` when it was."""
+    connection = await asyncpg.connect(stand.url)
+    try:
+        ids = [UUID(call) for call in answered]
+        rows = await connection.fetch("SELECT id FROM transitions WHERE id = ANY($1)", ids)
+        gone = set(answered) - {str(row["id"]) for row in rows}
+        rows = await connection.fetch(
+            "SELECT key FROM episodes WHERE key = ANY($1) AND quarantined_reason = $2",
+            [answered[call] for call in gone],
+            LOST_CALL,
+        )
+        marked_episodes = {row["key"] for row in rows}
+        rows = await connection.fetch("SELECT called_since, began_before FROM lapses")
+        not_aside = int(await connection.fetchval(_NOT_ASIDE))
+    finally:
+        await connection.close()
+    # From when to when each was, without the time that is added at both ends.
+    lapses = [
+        ((since + SLACK).timestamp(), (time_of(before) - SLACK).timestamp())
+        for since, before in rows
+    ]
+    dead = gone & _dead_calls(stand.spool)
+    marked = {call for call in gone - dead if answered[call] in marked_episodes}
+    unnamed = gone - dead - marked
+    # A call may have been recorded in a lapse if it ended in it, or just after.
+    lapsed = {
+        call
+        for call in unnamed & times.keys()
+        if any(since <= times[call][1] and times[call][0] <= until for since, until in lapses)
+    }
+    return Ends(marked, lapsed, dead, unnamed - lapsed, len(lapses), not_aside)
+
+
+def _dead_calls(spool: Path) -> set[str]:
+    """Return the calls among the dead letters that have a reason beside them."""
+    calls = set()
+    for letter in (spool / "dead").glob("*.letter"):
+        try:
+            frame = decode_payload(letter.read_bytes())
+        except ValueError:
+            continue
+        if isinstance(frame, CapturedCall) and letter.with_suffix(".reason").exists():
+            calls.add(str(UUID(bytes=frame.id)))
+    return calls
+
+
+def _report(done: Sequence[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[str, Any]:
+    blamed: dict[str, Counter[str]] = {}
+    unexplained = []
+    for at, why in outcome.failed:
+        part = _blame(at, done)
+        if part is None:
+            unexplained.append(why)
+        else:
+            blamed.setdefault(part, Counter())[why] += 1
+    away: dict[str, list[float]] = {}
+    for kill in done:
+        away.setdefault(kill.part, []).append(kill.back - kill.at)
+    return {
+        "kills": dict(Counter(kill.part for kill in done)),
+        "back_after_s": {
+            part: [round(median(times), 2), round(max(times), 2)] for part, times in away.items()
+        },
+        "answered": len(outcome.complete),
+        "failed_by_kills": {part: reasons.total() for part, reasons in blamed.items()},
+        "failed_how": {part: dict(reasons.most_common(5)) for part, reasons in blamed.items()},
+        "failed_otherwise": unexplained,
+        "refused_connections": outcome.refused,
+        **_scraped(scrapes),
+    }
+
+
+def _scraped(scrapes: Scrapes) -> dict[str, Any]:
+    return {
+        "scrapes": scrapes.read,
+        "scrapes_unanswered": scrapes.unanswered,
+        "scrapes_failed": scrapes.failed,
+        "scrapes_off": scrapes.off,
+    }
+
+
+def _blame(at: float, done: Sequence[Kill]) -> Part | None:
+    """Return the kill that a failure at that time is due to."""
+    for kill in reversed(done):
+        if kill.part in COSTLY and kill.at <= at <= kill.back + SLACK_S:
+            return kill.part
+    return None
+
+
+async def outage(stand: Stand, seconds: float) -> dict[str, Any]:
+    """Take the database away for so long; latency before and meanwhile, and what is stored."""
+    await stand.ready()
+    load, scrapes = Load(stand.port, at_once=8, pause_s=0.06, calls_per_episode=10), Scrapes()
+    watching = asyncio.create_task(scraping(stand.admin, scrapes))
+    load.start()
+    await asyncio.sleep(2.0)
+    began = time.monotonic()
+    await asyncio.sleep(max(10.0, seconds / 10))
+    gone = time.monotonic()
+    await asyncio.to_thread(stand.postgres.stop)
+    await asyncio.sleep(seconds)
+    back = time.monotonic()
+    await stand.start_postgres()
+    # The clients go on while the backlog is stored: until no more waits than a moment's calls.
+    while (samples := await scrape(stand.admin, scrapes)) is None or samples[SPOOLED] > LEVEL:
+        if time.monotonic() - back > OUTAGE_DRAIN_S:
+            break
+        await asyncio.sleep(0.25)
+    level_s = time.monotonic() - back
+    await load.stop()
+    drain_s = await drained(stand.admin, scrapes, within_s=OUTAGE_DRAIN_S)
+    watching.cancel()
+    await asyncio.to_thread(stand.stop)
+    stored = await kept(stand.url, load.outcome.complete, own_episodes=False)
+    took = load.outcome.took
+    return {
+        "away_s": round(back - gone, 1),
+        "answered": stored.answered,
+        "failed": [why for _, why in load.outcome.failed],
+        "before": _latency([t for at, t in took if began <= at < gone]),
+        "meanwhile": _latency([t for at, t in took if gone <= at < back]),
+        "after": _latency([t for at, t in took if at >= back]),
+        "most_spooled": scrapes.most_spooled,
+        "level_again_s": round(level_s, 1),
+        "drain_s": drain_s,
+        "stored": stored.stored,
+        "missing": stored.missing,
+        **_scraped(scrapes),
+    }
+
+
+def _latency(took: Sequence[float]) -> dict[str, float]:
+    """Return median, p99 and the longest, in milliseconds."""
+    shares = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999, "max_ms": 1.0}
+    return {name: round(1000 * percentile(took, share), 2) for name, share in shares.items()}

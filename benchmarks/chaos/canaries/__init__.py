@@ -1,1 +1,0 @@
-"""Kill steward, trainer, proxy and model server while live episodes decide about versions."""

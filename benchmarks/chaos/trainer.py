@@ -1,0 +1,769 @@
+"""No episode is lost or trained twice: kill the trainer in mid-update, again and again.
+
+A ledger of scored episodes is trained twice: by trainers that are left alone, and by ones that are
+killed, at boundaries of their steps and at random. What became of every episode, and the bytes of
+every version, must be the same. Where one trainer of all policies is killed, it is compared with
+one trainer for each, left alone.
+
+Unless nothing is to stand beside the trainers, two kills in five hit, while a trainer works, the
+model server, which has no adapters when it is back, or the steward, which must give it all that
+the store lists as servable; or both. The last of these come when no trainer lives any more.
+"""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import asyncpg
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.stack import NotUp, free_port
+from store.embedded import EmbeddedPostgres
+from store.versions import SERVABLE
+from tests.support.faults.stand import kill_and_start
+from tests.support.trainer.scored_episodes import POLICIES_TOML, recipe_toml, trained
+from tests.support.trainer.zygote import GONE_S, Zygote, zygote
+from trainer.publishing.adapters import read_manifest
+
+# So many kills to an update: most lives do not live to see one whole.
+KILLS_AN_UPDATE: Final = 2
+# The share of the kills that hit model server and steward.
+BESIDE: Final = 0.4
+TOGETHER: Final = (("model server",), ("steward",), ("model server", "steward"))
+# With the trainers down, in the end: what the steward alone brings back, and after its own death.
+IN_THE_END: Final = (("model server",), ("model server", "steward"))
+AWAY_S: Final = (0.0, 1.0)
+LOADED_WITHIN_S: Final = 60.0
+# The last step before which an update has left nothing that its successor could finish.
+RENAME: Final = "before the rename"
+# What is come by only where a life before ended after this.
+CLAIMED: Final = "after the claim"
+OF_A_RELEASE: Final = frozenset({"before a release", "in the transaction of a release"})
+STARTING, WORKING = "at random, as it starts", "at random, at work"
+UP: Final = b'"trainer_up"'
+AT_BOUNDARY, IN_START, OF_POSTGRES = 0.4, 0.2, 0.1
+# A life that is asked to stop, and does not count as a kill, before every tenth that is killed.
+ASKED_EVERY: Final = 10
+FIRST_START_S, RETRY_S, LONGEST_S, STAGE_S, SERVER_UP_S = 2.0, 1.0, 120.0, 300.0, 60.0
+POLL_S: Final = 0.02
+# Each look is a session of PostgreSQL's: looking ten times a second takes a tenth of a core.
+LOOK_S: Final = 0.5
+# All of a version but its manifest, which names the update's id.
+COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "base.json", "trainer/*")
+
+_SPENT: Final = """
+    SELECT bool_and(
+        (SELECT count(*) FROM consumptions WHERE policy = asked) = (SELECT count(*) FROM episodes)
+        AND NOT EXISTS (SELECT FROM policies WHERE name = asked AND state = 'written')
+        AND (SELECT version FROM policies WHERE name = asked AND state = 'serving')
+            = (SELECT max(version) FROM policies WHERE name = asked))
+    FROM unnest($1::text[]) AS asked
+"""
+_HELD: Final = "SELECT array_agg(id) FROM updates WHERE policy = ANY($1) AND state = 'running'"
+_UPDATE_S: Final = """
+    SELECT coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY s), 0) FROM (
+        SELECT extract(epoch FROM lead(claimed_at) OVER (ORDER BY claimed_at) - claimed_at) AS s
+        FROM updates WHERE policy = $1) AS taken
+"""
+_OUTCOMES: Final = """
+    SELECT e.key, u.version, u.state, c.trained, c.reason FROM episodes e
+    LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (e.id, $1)
+    LEFT JOIN updates u ON (u.id, u.policy) = (c.update_id, c.policy)
+"""
+_STATES: Final = "SELECT version, state FROM policies WHERE name = $1 ORDER BY version"
+_UPDATES: Final = "SELECT state, count(*) FROM updates WHERE policy = $1 GROUP BY 1"
+# Whatever a trainer could have made or held, by the name of its policy.
+_OF_OTHERS: Final = """
+    SELECT 'version of ' || name FROM policies WHERE name <> ALL($1)
+    UNION ALL SELECT 'update of ' || policy FROM updates WHERE policy <> ALL($1)
+    UNION ALL SELECT 'claim of ' || policy FROM episode_policies WHERE policy <> ALL($1)
+"""
+_FIRST: Final = """
+    SELECT t.agent, count(*) FROM episodes e JOIN transitions t ON t.id = e.first_call_id
+    GROUP BY 1 ORDER BY 1
+"""
+_CALLS: Final = """
+    SELECT coalesce(policy, 'no policy'), count(*) FROM transitions GROUP BY 1 ORDER BY 1
+"""
+_SERVABLE: Final = """
+    SELECT served_name, adapter_path FROM policies
+    WHERE name = ANY($1) AND version > 0 AND state = ANY($2)
+"""
+
+
+class NotStaged(Exception):
+    """Report that the ledger could not be made; the message ends with what was said of it."""
+
+
+class NotComeBy(Exception):
+    """Report a boundary at which nothing dies, which every life must come by."""
+
+
+class Task(NamedTuple):
+    """Define what is trained in both runs.
+
+    `shared`: one trainer trains all policies while it is killed. `kills_beside` are those of model
+    server and steward, None if no steward stands beside the trainers.
+    """
+
+    folder: Path
+    updates: int
+    seed: int
+    policies: int = 1
+    shared: bool = False
+    kills_beside: int | None = None
+
+
+def trainer_kills(
+    folder: Path,
+    kills: int,
+    seed: int,
+    *,
+    policies: int = 1,
+    shared: bool = False,
+    plain: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Kill so many times in all; what became of each policy, of the ledger, and beside.
+
+    With `plain` all kills are the trainers', and nothing but a model server stands there.
+    """
+    beside = None if plain else round(BESIDE * kills)
+    of_trainers = kills - (beside or 0)
+    updates = max(4, of_trainers // policies // KILLS_AN_UPDATE)
+    each = of_trainers if shared else of_trainers // policies
+    dice = {name: random.Random(seed + n) for n, name in enumerate(trained(policies))}
+    task = Task(folder, updates, seed, policies, shared, beside)
+    return compared(task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s))
+
+
+def compared(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, dict[str, Any]]:
+    """Train a ledger twice, the second time while `disturb` is at each run.
+
+    `disturb` also gets the seconds that an undisturbed update takes. What became of each policy is
+    under its name; under `ledger`, what it was trained on; under `beside`, what became of the rest.
+    """
+    postgres = EmbeddedPostgres(task.folder)
+    postgres.ensure_running()
+    try:
+        with zygote(task.folder / "zygote.log") as forks:
+            return _compared(forks, Database(postgres), task, disturb)
+    finally:
+        postgres.stop()
+
+
+def _compared(
+    forks: Zygote, database: "Database", task: Task, disturb: Callable[["Run", float], None]
+) -> dict[str, dict[str, Any]]:
+    names = trained(task.policies)
+    alone: list[tuple[str, ...]] = [(name,) for name in names]
+    calm_places = _places(task, "calm", database, alone)
+    places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
+    _stage(forks, task, [calm_places[0].database_url, places[0].database_url])
+    with Beside(forks, database, calm_places[0], names, 0, has_steward=False) as beside:
+        calm = _to_their_ends(forks, database, calm_places, beside, lambda _: None)
+    update_s = {name: result.update_s for name, result in calm.items()}
+    has_steward = task.kills_beside is not None
+    with Beside(
+        forks, database, places[0], names, task.kills_beside or 0, has_steward=has_steward
+    ) as beside:
+        killed = _to_their_ends(
+            forks,
+            database,
+            places,
+            beside,
+            lambda run: disturb(run, max(update_s[name] for name in run.place.names)),
+        )
+        if has_steward:
+            beside.kill_in_the_end(random.Random(task.seed))
+    ledger = asyncio.run(_ledger_report(places[0].database_url, places[0].adapters, names))
+    reports = {name: _policy_report(task.updates, calm[name], killed[name]) for name in names}
+    return reports | {"ledger": ledger} | ({"beside": beside.report()} if has_steward else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Name where a trainer of one policy or more works; `updates` is of each policy."""
+
+    folder: Path
+    database_url: str
+    names: tuple[str, ...]
+    model: Path
+    # None: the policy is the base model itself.
+    policies: Path | None = None
+    updates: int = 0
+
+    @property
+    def adapters(self) -> Path:
+        return self.folder / "adapters"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{'+'.join(self.names)}.log"
+
+    def logged(self) -> bytes:
+        return self.log.read_bytes() if self.log.exists() else b""
+
+    def progress(self) -> float:
+        """Return the share of the updates that exist as versions."""
+        made = [1 for name in self.names for _ in (self.adapters / name).glob("[0-9]*")]
+        return len(made) / (self.updates * len(self.names))
+
+    def settings(self, upstream_port: int) -> dict[str, str]:
+        """Return the settings of its trainer, and of a steward beside it."""
+        of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
+        if len(self.names) == 1:
+            of_policies["PAWL_POLICY"] = self.names[0]
+        return of_policies | {
+            "DATABASE_URL": self.database_url,
+            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+            "PAWL_ADAPTER_DIR": str(self.adapters),
+            "PAWL_RECIPE": str(self.folder / "recipe.toml"),
+            "PAWL_MODEL": str(self.model),
+            "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_STEWARD_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_POLL_S": "0.05",
+            # Every version stays published: nothing that a kill left may be unloaded unseen.
+            "PAWL_ADAPTER_SLOTS": "1000000",
+        }
+
+
+def _places(
+    task: Task, name: str, database: "Database", trainers: list[tuple[str, ...]]
+) -> list[Place]:
+    """Make the places of a run, one for each of its trainers; its database is empty yet."""
+    folder, url, model = task.folder / name, database.create(name), task.folder / "model"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(recipe_toml())
+    (folder / "policies.toml").write_text(POLICIES_TOML)
+    policies = folder / "policies.toml" if task.policies > 1 else None
+    return [Place(folder, url, names, model, policies, task.updates) for names in trainers]
+
+
+def _stage(forks: Zygote, task: Task, urls: list[str]) -> None:
+    log, model = task.folder / "stage.log", str(task.folder / "model")
+    arguments = {"updates": task.updates, "seed": task.seed, "policies": task.policies}
+    pid = forks.start("stage", log, {}, model=model, database_urls=urls, **arguments)
+    if forks.wait(pid, STAGE_S) != 0:
+        raise NotStaged(log.read_text()[-2000:])
+
+
+class Database:
+    """Keep a PostgreSQL that one run may kill under all trainers, while no run counts on it."""
+
+    def __init__(self, postgres: EmbeddedPostgres) -> None:
+        self._postgres = postgres
+        self._counting_on_it = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        """Let nobody kill it within this block."""
+        with self._changed:
+            self._counting_on_it += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._counting_on_it -= 1
+                self._changed.notify_all()
+
+    def ask(self, url: str, query: str, *arguments: Any) -> list[Any]:
+        """Return the rows of a query, during which nobody kills it."""
+        with self.up():
+            return asyncio.run(_rows(url, query, *arguments))
+
+    def kill_and_start(self) -> None:
+        """Kill it and start it again; who would count on it waits so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._counting_on_it)
+            asyncio.run(kill_and_start(self._postgres))
+
+    def create(self, name: str) -> str:
+        """Create an empty database, and return its URL."""
+        admin_url = self._postgres.url.replace("/pawl?", "/postgres?")
+        asyncio.run(_rows(admin_url, f"CREATE DATABASE {name}"))
+        return self._postgres.url.replace("/pawl?", f"/{name}?")
+
+
+async def _rows(url: str, query: str, *arguments: Any) -> list[Any]:
+    connection = await asyncpg.connect(url, timeout=GONE_S)
+    try:
+        return list(await connection.fetch(query, *arguments))
+    finally:
+        await connection.close()
+
+
+@dataclass(slots=True)
+class Lives:
+    """Count how a run went.
+
+    Attributes:
+        killed: kills by how.
+        idle: kills after the last episode was spent: they find a trainer without work.
+        by_themselves: lives that ended with another status than they were to.
+        stopped_after: seconds from SIGTERM to the end, of those that were asked.
+        seconds: what all took.
+    """
+
+    killed: Counter[str] = field(default_factory=Counter)
+    idle: int = 0
+    by_themselves: list[str] = field(default_factory=list)
+    stopped_after: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Run:
+    """Run a trainer over the ledger of `place`, in lives that end as they are told."""
+
+    def __init__(self, forks: Zygote, database: Database, place: Place, beside: "Beside") -> None:
+        self.place, self.lives = place, Lives()
+        self._forks, self._database, self._beside = forks, database, beside
+        self._start_s = FIRST_START_S
+        self._settings = place.settings(beside.server.port)
+
+    def to_its_end(self, disturb: Callable[["Run"], None]) -> None:
+        """Be disturbed, and then left alone until every episode is spent."""
+        started = time.monotonic()
+        disturb(self)
+        self._finish()
+        self.lives.seconds = time.monotonic() - started
+
+    def kill_at_each_boundary(self) -> None:
+        """Start a life for each of the boundaries, which it dies at.
+
+        Raises:
+            NotComeBy: a life lived on: the trainer no longer does what the boundary is about.
+        """
+        for name in self._forks.boundaries:
+            for boundary in [CLAIMED, name] if name in OF_A_RELEASE else [name]:
+                before = self.lives.killed[boundary]
+                self._life(boundary, LONGEST_S)
+                if self.lives.killed[boundary] == before:
+                    raise NotComeBy(f"no trainer died '{boundary}': mend the boundaries")
+
+    def kill(self, times: int, dice: random.Random, update_s: float) -> None:
+        """Start so many lives, ended at boundaries and at random, spread over the whole ledger.
+
+        The choice keeps the updates in step with the kills: while they are ahead, lives end
+        before anything is written. `update_s` is what an undisturbed update takes.
+        """
+        boundaries = self._forks.boundaries
+        early = boundaries[: boundaries.index(RENAME) + 1]
+        for number in range(times):
+            progress = self.place.progress()
+            is_ahead = progress > number / times
+            if progress >= 1.0 and self._all_spent():
+                self.lives.idle += 1
+            if number % ASKED_EVERY == 0:
+                with self._database.up():
+                    self._asked(dice.uniform(0.0, update_s))
+            victims = self._beside.due(number / times, dice)
+            if victims:
+                kill = partial(self._beside.kill, victims, dice)
+                self._life_beside(kill, dice.uniform(0.0, update_s), victims)
+            elif dice.random() < AT_BOUNDARY:
+                # A boundary that it does not come by in this time is none of this life's.
+                self._life(dice.choice(early if is_ahead else boundaries), 4.0 * update_s)
+            elif not is_ahead and dice.random() < OF_POSTGRES:
+                kill_postgres = self._database.kill_and_start
+                self._life_beside(kill_postgres, dice.uniform(0.0, update_s), ["PostgreSQL"])
+            elif dice.random() < IN_START:
+                self._life(None, dice.uniform(0.0, self._start_s), once_up=False)
+            else:
+                self._life(None, dice.uniform(0.0, update_s * (1.0 if is_ahead else 3.0)))
+
+    def _life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
+        """Start a life that dies at a boundary, or after so many seconds (at work if `once_up`)."""
+        pid, status = self._begin(boundary, once_up=once_up)
+        if status is None:
+            status = self._forks.wait(pid, seconds)
+        if status is None:
+            by = WORKING if once_up else STARTING
+            status = self._forks.end(pid, signal.SIGKILL)
+        else:
+            by = boundary or "by itself"
+        self._count(by, status)
+
+    def _life_beside(
+        self, kill: Callable[[], None], seconds: float, victims: Sequence[str]
+    ) -> None:
+        """Start a life, kill others at its work and start them again, then kill the life."""
+        pid, status = self._begin(None)
+        if status is None:
+            status = self._forks.wait(pid, seconds)
+        kill()
+        if status is None:
+            # Long enough to come back, to recover, and to be in the midst of the next update.
+            status = self._forks.wait(pid, RETRY_S + seconds)
+        if status is None:
+            status = self._forks.end(pid, signal.SIGKILL)
+        self._count(f"some time after {' and '.join(victims)}", status)
+
+    def _count(self, by: str, status: int | None) -> None:
+        self.lives.killed[by] += 1
+        if status != -signal.SIGKILL:
+            self._note(f"status {status}, to be killed: {by}")
+
+    def _asked(self, seconds: float) -> None:
+        """Start a life, and ask it to stop at work (SIGTERM): it goes soon, and holds nothing."""
+        held = self._held()
+        pid, status = self._begin(None)
+        if status is None:
+            status = self._forks.wait(pid, seconds)
+        asked = time.monotonic()
+        if status is None:
+            status = self._forks.end(pid, signal.SIGTERM)
+        self.lives.stopped_after.append(time.monotonic() - asked)
+        if status != 0:
+            self._note(f"status {status}, asked to stop")
+        # What the life before it left may still be there: it had no time to look.
+        if self._held() - held:
+            self._note("asked to stop, it kept its claim")
+
+    def _begin(self, boundary: str | None, *, once_up: bool = True) -> tuple[int, int | None]:
+        """Start one, and wait until it is up; its id, and how it ended if it did."""
+        started, logged = time.monotonic(), len(self.place.logged())
+        pid, status = self._start(boundary), None
+        while once_up and status is None and UP not in self.place.logged()[logged:]:
+            status = self._forks.wait(pid, POLL_S)
+        if once_up and status is None:
+            self._start_s = time.monotonic() - started
+        return pid, status
+
+    def _finish(self) -> None:
+        """Start a life that is left alone until every episode is spent, and then asked to stop."""
+        pid = self._start(None)
+        status, progress, deadline = None, -1.0, 0.0
+        while status is None and not self._all_spent():
+            if self.place.progress() > progress:
+                progress, deadline = self.place.progress(), time.monotonic() + LONGEST_S
+            if time.monotonic() > deadline:
+                self._note("the last life came no further")
+                break
+            status = self._forks.wait(pid, LOOK_S)
+        if status is None:
+            status = self._forks.end(pid, signal.SIGTERM)
+        # Before it has a handler for it, SIGTERM ends it just so.
+        if status not in (0, -signal.SIGTERM):
+            self._note(f"the last life ended with status {status}")
+
+    def _start(self, boundary: str | None) -> int:
+        return self._forks.start("trainer", self.place.log, self._settings, dies=boundary)
+
+    def _all_spent(self) -> bool:
+        """Return whether the policies have nothing left to train, to record or to publish."""
+        [row] = self._database.ask(self.place.database_url, _SPENT, list(self.place.names))
+        return bool(row[0])
+
+    def _held(self) -> set[UUID]:
+        """Return the policies' updates that hold episodes now."""
+        [row] = self._database.ask(self.place.database_url, _HELD, list(self.place.names))
+        return set(row[0] or ())
+
+    def _note(self, event: str) -> None:
+        """Note something that is not to be, with the end of the log."""
+        self.lives.by_themselves.append(f"{event}: {self.place.logged()[-1500:].decode()}")
+
+
+class Computing:
+    """Run a model server that computes: it is up at once, and has no adapter then.
+
+    What bytes it was given under a name outlives it: other ones are refused for ever.
+    """
+
+    def __init__(self, forks: Zygote, folder: Path, model: Path) -> None:
+        self.port = free_port()
+        self._forks, self._log = forks, folder / "server.log"
+        seen = folder / "seen"
+        seen.mkdir()
+        self._arguments = {"model": str(model), "port": self.port, "seen": str(seen)}
+
+    def start(self) -> None:
+        """Start it, and wait until it answers.
+
+        Raises:
+            NotUp: it does not; the message ends with its last words.
+        """
+        self._pid = self._forks.start("server", self._log, {}, **self._arguments)
+        deadline = time.monotonic() + SERVER_UP_S
+        while self.models() is None:
+            if self._forks.wait(self._pid, POLL_S) is not None or time.monotonic() > deadline:
+                raise NotUp(self._log.read_text(errors="replace")[-2000:])
+
+    def kill(self) -> None:
+        self._forks.end(self._pid, signal.SIGKILL)
+
+    def models(self) -> Mapping[str, str] | None:
+        """Return the folder of each model that it has, by name; None if it does not answer."""
+        url = f"http://127.0.0.1:{self.port}/v1/models"
+        try:
+            with urllib.request.urlopen(url, timeout=10.0) as reply:
+                return {model["id"]: str(model["root"]) for model in json.load(reply)["data"]}
+        except OSError:
+            return None
+
+
+class Beside:
+    """Keep a model server and a steward beside a run's trainers, and kill them.
+
+    `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both.
+    """
+
+    def __init__(
+        self,
+        forks: Zygote,
+        database: Database,
+        place: Place,
+        policies: Sequence[str],
+        kills: int,
+        *,
+        has_steward: bool,
+    ) -> None:
+        self.server = Computing(forks, place.folder, place.model)
+        self._forks, self._database, self._place = forks, database, place
+        self._policies, self._has_steward = list(policies), has_steward
+        self._meanwhile = max(0, kills - sum(map(len, IN_THE_END)))
+        self._one_at_a_time = threading.RLock()
+        self._killed: Counter[str] = Counter()
+        self._back_after: list[float] = []
+        self._loaded_after: list[float] = []
+        self._loaded_without_trainer: list[float] = []
+        self._not_loaded: list[str] = []
+        self._by_themselves: list[str] = []
+
+    def __enter__(self) -> "Beside":
+        self.server.start()
+        if self._has_steward:
+            self._start_steward()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_steward and (status := self._forks.end(self._steward, signal.SIGTERM)) != 0:
+            self._by_themselves.append(f"the steward, asked to stop: status {status}")
+        self.server.kill()
+
+    def _start_steward(self) -> None:
+        log, settings = self._place.folder / "steward.log", self._place.settings(self.server.port)
+        self._steward = self._forks.start("steward", log, settings)
+
+    def due(self, share: float, dice: random.Random) -> Sequence[str]:
+        """Return what is to be killed next, when a share of the trainers' kills is done."""
+        left = self._meanwhile - self._killed.total()
+        return (
+            dice.choice(TOGETHER)[:left] if share * self._meanwhile > self._killed.total() else ()
+        )
+
+    def kill(self, victims: Sequence[str], dice: random.Random) -> None:
+        """Kill all of `victims`, and start them again after a moment, in any order.
+
+        Half of the time a model server is also seen to get its adapters back.
+        """
+        with self._one_at_a_time:
+            began = time.monotonic()
+            self._killed.update(victims)
+            for part in victims:
+                if part == "model server":
+                    self.server.kill()
+                elif (status := self._forks.end(self._steward, signal.SIGKILL)) != -signal.SIGKILL:
+                    self._by_themselves.append(f"the steward, to be killed: status {status}")
+            time.sleep(dice.uniform(*AWAY_S))
+            for part in dice.sample(list(victims), len(victims)):
+                if part == "model server":
+                    self.server.start()
+                    self._back_after.append(time.monotonic() - began)
+                else:
+                    self._start_steward()
+            if "model server" in victims and dice.random() < 1 / 2:
+                self._see_loaded(self._loaded_after)
+
+    def kill_in_the_end(self, dice: random.Random) -> None:
+        """Kill with the trainers down: what is loaded then, the steward has loaded."""
+        for victims in IN_THE_END:
+            self.kill(victims, dice)
+            self._see_loaded(self._loaded_without_trainer)
+
+    def _see_loaded(self, taken: list[float]) -> None:
+        """Wait until the server has what the store lists now, and note how long that took."""
+        began, names, states = time.monotonic(), self._policies, list(SERVABLE)
+        rows = self._database.ask(self._place.database_url, _SERVABLE, names, states)
+        wanted = set(map(tuple, rows))
+        while missing := wanted - set((self.server.models() or {}).items()):
+            if time.monotonic() - began > LOADED_WITHIN_S:
+                self._not_loaded += sorted(name for name, _ in missing)
+                return
+            time.sleep(POLL_S)
+        taken.append(time.monotonic() - began)
+
+    def report(self) -> dict[str, Any]:
+        """Return what was killed, and how soon adapters were back."""
+        times = {
+            "back_after_s": self._back_after,
+            "loaded_after_s": self._loaded_after,
+            "loaded_without_trainer_s": self._loaded_without_trainer,
+        }
+        return {
+            "killed": dict(self._killed),
+            **{
+                name: [round(median(taken), 2), round(max(taken), 2)] if taken else []
+                for name, taken in times.items()
+            },
+            "not_loaded": self._not_loaded,
+            "by_themselves": self._by_themselves,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Describe a policy's end in a run.
+
+    Attributes:
+        outcomes: by episode, the version it was spent on, and how; None where it was not.
+        twice: episodes that more than one version says it was trained on.
+        states: of its versions.
+        updates: number of updates by state.
+        files: hashes, by version and file.
+        update_s: from one claim to the next, in the middle.
+        finished_late: updates that a trainer recorded after the life before it had ended.
+        lives: of its trainer.
+    """
+
+    outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
+    twice: list[str]
+    states: Mapping[int, str]
+    updates: Mapping[str, int]
+    files: Mapping[str, str]
+    update_s: float
+    finished_late: int
+    lives: Lives
+
+    @property
+    def lost(self) -> list[str]:
+        """Return the episodes that no update that is done has spent."""
+        return [key for key, outcome in self.outcomes.items() if outcome is None]
+
+
+def _to_their_ends(
+    forks: Zygote,
+    database: Database,
+    places: Sequence[Place],
+    beside: Beside,
+    disturb: Callable[[Run], None],
+) -> dict[str, Result]:
+    runs = [Run(forks, database, place, beside) for place in places]
+    kills = TextColumn("updates, {task.fields[kills]} kills of the trainer")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), kills)
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress,
+        ThreadPoolExecutor(len(runs)) as threads,
+    ):
+        bars = {
+            progress.add_task(f"{run.place.folder.name}: {run.place.log.stem}", kills=0): run
+            for run in runs
+        }
+        ends = [threads.submit(run.to_its_end, disturb) for run in runs]
+        while not all(end.done() for end in ends):
+            time.sleep(LOOK_S)
+            for bar, run in bars.items():
+                total = run.place.updates * len(run.place.names)
+                done, killed = round(run.place.progress() * total), run.lives.killed.total()
+                progress.update(bar, total=total, completed=done, kills=killed)
+        for end in ends:
+            end.result()
+    return {name: asyncio.run(_result(run, name)) for run in runs for name in run.place.names}
+
+
+async def _result(run: Run, policy: str) -> Result:
+    url = run.place.database_url
+    folders = sorted((run.place.adapters / policy).glob("[0-9]*"), key=lambda one: int(one.name))
+    trained_on: Counter[str] = Counter()
+    for folder in folders:
+        if (manifest := read_manifest(folder)) is not None:
+            trained_on.update(str(outcome.episode_id) for outcome in manifest.outcomes)
+    # A line may be cut off by a kill.
+    own = re.compile(rb'"policy": ?"%b"' % policy.encode())
+    late = [line for line in run.place.logged().splitlines() if b'"update_finished_late"' in line]
+    return Result(
+        outcomes={
+            row["key"]: (row["version"], row["trained"], row["reason"])
+            if row["state"] == "done"
+            else None
+            for row in await _rows(url, _OUTCOMES, policy)
+        },
+        twice=[episode for episode, count in trained_on.items() if count > 1],
+        states=dict(map(tuple, await _rows(url, _STATES, policy))),
+        updates=dict(map(tuple, await _rows(url, _UPDATES, policy))),
+        files={
+            f"{folder.name}/{path.relative_to(folder)}": sha256(path.read_bytes()).hexdigest()
+            for folder in folders
+            for pattern in COMPARED
+            for path in sorted(folder.glob(pattern))
+        },
+        update_s=float((await _rows(url, _UPDATE_S, policy))[0][0]),
+        finished_late=sum(own.search(line) is not None for line in late),
+        lives=run.lives,
+    )
+
+
+def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]:
+    """Report what became of one policy: in a run left undisturbed, and in one with kills."""
+    lives = killed.lives
+    adapter = f"{max(calm.states)}/adapter_model.safetensors"
+    return {
+        "updates": updates,
+        "episodes": len(calm.outcomes),
+        "kills": lives.killed.total(),
+        "killed": dict(lives.killed.most_common()),
+        "kills_without_work": lives.idle,
+        "asked_to_stop": len(lives.stopped_after),
+        "slowest_stop_s": round(max(lives.stopped_after, default=0.0), 2),
+        "by_themselves": [*calm.lives.by_themselves, *lives.by_themselves],
+        "updates_abandoned": killed.updates.get("abandoned", 0),
+        "updates_finished_late": killed.finished_late,
+        "lost": [*calm.lost, *killed.lost],
+        "twice": [*calm.twice, *killed.twice],
+        "spent_otherwise": _differing(calm.outcomes, killed.outcomes),
+        "versions": {"undisturbed": max(calm.states), "killed": max(killed.states)},
+        "states_differ": _differing(calm.states, killed.states),
+        "files": len(calm.files),
+        "files_differ": _differing(calm.files, killed.files),
+        "final_adapter": {
+            "undisturbed": calm.files.get(adapter, "none")[:16],
+            "killed": killed.files.get(adapter, "none")[:16],
+        },
+        "an_update_s": round(calm.update_s, 2),
+        "undisturbed_s": round(calm.lives.seconds, 1),
+        "killed_s": round(lives.seconds, 1),
+    }
+
+
+def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
+    keys = sorted({*one, *other}, key=str)
+    return [str(key) for key in keys if one.get(key) != other.get(key)]
+
+
+async def _ledger_report(url: str, adapters: Path, policies: list[str]) -> dict[str, Any]:
+    """Report who called in a run's ledger, and what it has of policies that no trainer is for."""
+    strange = {path.name for path in adapters.glob("[!.]*")} - set(policies)
+    others = [row[0] for row in await _rows(url, _OF_OTHERS, policies)]
+    return {
+        "episodes_begun_by": dict(map(tuple, await _rows(url, _FIRST))),
+        "calls_answered_by": dict(map(tuple, await _rows(url, _CALLS))),
+        "of_untrained": [*others, *(f"folder {name}" for name in sorted(strange))],
+    }

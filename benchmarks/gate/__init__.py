@@ -1,1 +1,0 @@
-"""The gate's mistakes and its speed, simulated."""

@@ -1,0 +1,97 @@
+"""Report figures: tables for the terminal and for pages of docs, and the bars they must meet."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+NONE = "–"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+class Rows(NamedTuple):
+    """Hold a table: title, heads, lines, and the notes below it."""
+
+    title: str
+    heads: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        table.caption = Text("\n".join(self.notes))
+        for number, head in enumerate(self.heads):
+            table.add_column(head, justify="right" if number else "left")
+        for line in self.lines:
+            table.add_row(*line)
+        return table
+
+    def markdown(self) -> str:
+        rule = ["---", *["--:"] * (len(self.heads) - 1)]
+        lines = "\n".join(f"| {' | '.join(line)} |" for line in (self.heads, rule, *self.lines))
+        return "\n\n".join([lines, *self.notes])
+
+
+class Bar(NamedTuple):
+    """Promise that `value` is at least, or at most, `limit`; a value of None was not measured."""
+
+    name: str
+    value: float | None
+    limit: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def bars_table(bars: Iterable[Bar]) -> Rows:
+    verdicts = {True: "yes", False: "NO", None: "not measured"}
+    lines = [
+        [
+            bar.name,
+            number(bar.value, 3),
+            f"{'≥' if bar.at_least else '≤'} {bar.limit:.3g}",
+            verdicts[bar.holds],
+        ]
+        for bar in bars
+    ]
+    return Rows("Bars", ["", "measured", "must be", "holds"], lines)
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """Write a number with thousands set apart; a dash for None and NaN."""
+    return NONE if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that `share` of all do not exceed (nearest rank); NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def write_figures(page: Path, tables: Sequence[Rows], measured: str, picture: str) -> None:
+    """Replace what stands between a page's marks by these tables and a picture of docs/images."""
+    before, begun, rest = page.read_text().partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    assert begun, f"{page} has no line {BEGIN}"
+    assert ended, f"{page} has no line {END}"
+    parts = [f"Measured on {measured}.", f"![the figures as a picture](../images/{picture})"]
+    parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
+    page.write_text("\n\n".join([before + BEGIN, *parts, END + after]))
+
+
+def plotting() -> Any:
+    """Return matplotlib's pyplot, set up to draw into files."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    return pyplot

@@ -1,0 +1,261 @@
+"""Measure whether calls without a name are joined into their episodes.
+
+A thousand episodes of five clients (openai, LangChain, the Agents SDK on the Responses API,
+AutoGen, anthropic), all at once in a random order, with no header that names anything. Each is
+replayed from a recording of the client's own code at work (`benchmarks/recordings`), under ids and
+a number of its own. The requests go through identity as the proxy sends them: by one proxy, and by
+three that share nothing but the ledger's joins.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
+from proxy.formats.registry import FORMATS
+from proxy.identity.call_memory import RESPONSE, CallMemory, provided_fingerprints
+from proxy.identity.identify import Identity, identify, retry_count
+from proxy.routing import Kind, Route
+from store.ids import new_id
+
+RECORDING: Final = Path(__file__).with_name("recordings") / "stitching.json"
+CLIENTS: Final = ("openai", "langchain", "agents", "autogen", "anthropic")
+# Kinds of episodes, of a hundred of each client: with tools; whole runs that differ in nothing but
+# their tool calls' ids; plain chat; an attempt that fails and is sent again; and first turns that
+# are equal to the letter, whose second and third call nothing tells from those of others.
+KINDS: Final = {"tools": 40, "twins": 20, "chat": 29, "retried": 10, "alike": 1}
+ALIKE_CALLS: Final = 2
+# A number that nothing else in a recording holds: it gives way to the episode's own.
+RECORDED_NUMBER: Final = "271828"
+_IDS: Final = re.compile(r"(?:chatcmpl-tool-|chatcmpl-|resp_|msg_|rs_|fc_)[0-9a-f]{32}")
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """Hold a request as a client sent it, and what it got."""
+
+    dialect: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    status: int
+    reply: dict[str, Any]
+
+
+class Seen(msgspec.Struct):
+    """Hold one call as its proxy recorded it; `run` is the truth."""
+
+    run: int
+    id: UUID
+    who: Identity
+    seconds: float
+    provides: tuple[bytes, ...] = ()
+
+
+class Score(NamedTuple):
+    """Count what became of the calls that continue a run."""
+
+    joins: int
+    right: int
+    false: int
+    quarantined: int
+    own: int
+
+    @property
+    def share(self) -> float:
+        """Return the share of all calls to be joined that were, rightly."""
+        return self.right / self.joins
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stitching", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recorded", action="store_true", help="replay the recordings (always)")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    plans = make_plans(options.episodes, options.seed)
+    runs = recorded_runs(plans, options.seed)
+    replayed = {proxies: replay(runs, proxies, options.seed) for proxies in (1, 3)}
+    scores = {proxies: score(seen, join_in_ledger(seen)) for proxies, seen in replayed.items()}
+    table = Table("", *(f"proxies: {proxies}" for proxies in scores))
+    for name in (*Score._fields, "share"):
+        table.add_row(name, *(f"{getattr(one, name):.6g}" for one in scores.values()))
+    methods = Counter(call.who.method for call in replayed[1])
+    identity_us = statistics.median(call.seconds for call in replayed[1]) * 1e6
+    alike = ALIKE_CALLS * sum(kind == "alike" for _, kind in plans)
+    console = Console(stderr=options.json)
+    console.print(table)
+    console.print(f"{len(replayed[1])} calls of {options.episodes} episodes, of which {alike}")
+    console.print("continue a conversation that others began to the letter alike.")
+    console.print(f"One proxy identified them by: {dict(sorted(methods.items()))}.")
+    console.print(f"Identity took {identity_us:.1f} µs a call (median), request and reply.")
+    if options.json:
+        shares = {proxies: one._asdict() | {"share": one.share} for proxies, one in scores.items()}
+        print(json.dumps({"proxies": shares, "identity_us": identity_us, "methods": methods}))
+
+
+def make_plans(episodes: int, seed: int) -> list[tuple[str, str]]:
+    """Return client and kind of each episode: as many of every client, kinds in their shares."""
+    random = Random(seed)
+    decks: dict[str, list[str]] = {client: [] for client in CLIENTS}
+    plans = []
+    for number in range(episodes):
+        client = CLIENTS[number % len(CLIENTS)]
+        if not decks[client]:
+            decks[client] = [kind for kind, count in KINDS.items() for _ in range(count)]
+            random.shuffle(decks[client])
+        plans.append((client, decks[client].pop()))
+    return plans
+
+
+def recorded_runs(plans: Iterable[tuple[str, str]], seed: int) -> list[list[Exchange]]:
+    """Return each episode's exchanges, under ids and a number of its own."""
+    random = Random(f"recorded {seed}")
+    recording = json.loads(RECORDING.read_text())
+    runs = []
+    for number, (client, kind) in enumerate(plans):
+        text = json.dumps(recording[client]["runs"][kind])
+        for old in sorted(set(_IDS.findall(text))):
+            text = text.replace(old, f"{old[:-32]}{random.getrandbits(128):032x}")
+        text = text.replace(RECORDED_NUMBER, str(number))
+        runs.append(msgspec.json.decode(text, type=list[Exchange]))
+    return runs
+
+
+def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[Seen]:
+    """Replay all runs at once, each call at a proxy drawn at random, in the order they arrived."""
+    random = Random(seed)
+    memories = [CallMemory() for _ in range(proxies)]
+    left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
+    connected: dict[int, CallMemory] = {}
+    flying: dict[int, tuple[Seen, Exchange, bytes, CallMemory]] = {}
+    seen: list[Seen] = []
+    active = list(left)
+    while active:
+        place = random.randrange(len(active))
+        run = active[place]
+        if run in flying:
+            _finish(*flying.pop(run))
+            if not left[run]:
+                active[place] = active[-1]
+                active.pop()
+            continue
+        exchange = left[run].pop(0)
+        # An SDK sends its retry over the connection that it still has.
+        if retry_count(exchange.headers) == 0:
+            connected[run] = random.choice(memories)
+        memory = connected[run]
+        body = json.dumps(exchange.body).encode()
+        request = ModelRequest(body, fields=exchange.body)
+        route = Route(kind=Kind.CALL, path="", wire_format=FORMATS[exchange.dialect])
+        call = new_id()
+        before = perf_counter()
+        who = identify(exchange.headers, route, request, str(call), memory)
+        seen.append(Seen(run, call, who, perf_counter() - before))
+        flying[run] = (seen[-1], exchange, body, memory)
+    return seen
+
+
+def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> None:
+    wire_format = FORMATS[exchange.dialect]
+    summary = _summary(wire_format, exchange.reply)
+    before = perf_counter()
+    said = call.who.conversation
+    call.provides = provided_fingerprints(wire_format.turns, exchange.body, summary, said)
+    memory.provide(call.provides, call.who.episode, call.who.follows)
+    call.seconds += perf_counter() - before
+    if exchange.status >= 400:
+        memory.failed(body, call.who.episode, call.id)
+
+
+def _summary(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
+    if "error" in reply:
+        return ReplySummary()
+    parser = wire_format.reply(ModelRequest(body=b""), None, streamed=False)
+    parser.feed(json.dumps(reply).encode())
+    parser.finish()
+    return parser.summary()
+
+
+def join_in_ledger(seen: Sequence[Seen]) -> list[tuple[str, bool]]:
+    """Return each call's episode, and whether it is in doubt, once the ledger knows all records.
+
+    Of what a call needs, the surest fingerprint that other episodes provided counts. If they are
+    one episode, the call's is that one, too; if not, all of them are in doubt. Joins are made
+    until there are no more to be made, as one may settle the doubt of another.
+    """
+    provided: dict[bytes, set[str]] = defaultdict(set)
+    for call in seen:
+        for digest in call.provides:
+            provided[digest].add(call.who.episode)
+    answers = {call.id: _answer(call, provided) for call in seen if call.who.needs}
+    roots = {call.who.episode: call.who.episode for call in seen}
+
+    def root(key: str) -> str:
+        while roots[key] != key:
+            roots[key] = key = roots[roots[key]]
+        return key
+
+    changed = True
+    while changed:
+        changed = False
+        for call in seen:
+            joined = {root(key) for key in answers.get(call.id, ())}
+            own = root(call.who.episode)
+            if len(joined) == 1 and own not in joined:
+                roots[own] = joined.pop()
+                changed = True
+    doubted = {call.who.episode for call in seen if call.who.confidence == "doubtful"}
+    for call in seen:
+        answer = answers.get(call.id, set())
+        if len({root(key) for key in answer}) > 1:
+            doubted |= answer | {call.who.episode}
+    in_doubt = {root(key) for key in doubted}
+    ends = [root(call.who.episode) for call in seen]
+    return [(key, key in in_doubt) for key in ends]
+
+
+def _answer(call: Seen, provided: dict[bytes, set[str]]) -> set[str]:
+    """Return the episodes that provide the surest fingerprint needed; a kind's ids are one."""
+    levels: dict[int, set[str]] = defaultdict(set)
+    for place, digest in enumerate(call.who.needs):
+        level = digest[0] if digest[0] <= RESPONSE else RESPONSE + 1 + place
+        levels[level] |= provided[digest] - {call.who.episode}
+    return next((levels[level] for level in sorted(levels) if levels[level]), set())
+
+
+def score(seen: Sequence[Seen], outcome: Sequence[tuple[str, bool]]) -> Score:
+    """Score an episode with a doubtful call as quarantined whole, as it is trained whole."""
+    doubted = {key for key, is_doubtful in outcome if is_doubtful}
+    owner: dict[str, int] = {}
+    first: dict[int, str] = {}
+    counts: Counter[str] = Counter()
+    for call, (key, _) in zip(seen, outcome, strict=True):
+        is_wrong = owner.setdefault(key, call.run) != call.run
+        counts["false"] += is_wrong and key not in doubted
+        if call.run not in first:
+            first[call.run] = key
+            continue
+        counts["joins"] += 1
+        if key in doubted:
+            counts["quarantined"] += 1
+        elif not is_wrong:
+            counts["right" if key == first[call.run] else "own"] += 1
+    return Score(**{name: counts[name] for name in Score._fields})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Measure whether calls without a name are joined into their episodes."""

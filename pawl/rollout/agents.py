@@ -1,0 +1,143 @@
+"""Give an agent one task: as a program of its own for each run, or as a Python function."""
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from pawl.programs import TooMuchOutput, last_line, not_ours, run_program
+from pawl.rollout.tasks import RolloutError
+from store.records import Record, Split
+
+# Linux refuses a single variable of more than 128 KiB.
+MAX_VARIABLE_BYTES: Final = 100_000
+MAX_OUTPUT: Final = 2**20
+KEPT_ERRORS: Final = 2000
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """Hold what the agent is given for one run: the fields that it may see, and its variables."""
+
+    task: dict[str, Any]
+    environment: dict[str, str]
+    limit_s: float
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """Hold what became of one run: `error` is None if it did its work, else its failure's kind."""
+
+    output: str = ""
+    error: str | None = None
+    detail: str = ""
+    status: int | None = None
+    errors: str = ""
+
+
+class Agent:
+    """Run an agent, once for each request."""
+
+    async def start(self) -> None:
+        """Check that the agent can be run, or raise RolloutError."""
+
+    async def stop(self) -> None:
+        """End all that was started."""
+
+    async def run(self, request: Request) -> Result:
+        """Run the agent once, within the request's time limit."""
+        raise NotImplementedError
+
+
+class CommandAgent(Agent):
+    """Start a program, in any language, once for each run."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Store the program and its arguments.
+
+        Raises:
+            RolloutError: there is no such program.
+        """
+        if not command or shutil.which(command[0]) is None:
+            shown = command[0] if command else ""
+            raise RolloutError(
+                f"--command: the program {shown!r} is not found or not executable: give its path, "
+                "or `chmod +x` it"
+            )
+        self._command = list(command)
+
+    async def run(self, request: Request) -> Result:
+        """Run the program with the task on standard input; its standard output is the output."""
+        try:
+            ended = await run_program(
+                self._command,
+                msgspec.json.encode(request.task) + b"\n",
+                limit_s=request.limit_s,
+                most_bytes=MAX_OUTPUT,
+                environment=not_ours(os.environ) | request.environment,
+            )
+        except TimeoutError:
+            return out_of_time(request.limit_s)
+        except TooMuchOutput as error:
+            return Result(error="too much output", detail=str(error))
+        except OSError as error:
+            return Result(error="not started", detail=str(error))
+        errors = ended.errors.decode(errors="replace")
+        return Result(
+            # As `$(…)` of a shell does: what a function returns has no line's end either.
+            output=ended.output.decode(errors="replace").rstrip("\n"),
+            error=_failure(ended.status),
+            detail=last_line(errors) if ended.status else "",
+            status=ended.status,
+            errors=errors[-KEPT_ERRORS:],
+        )
+
+
+def out_of_time(limit_s: float) -> Result:
+    """Return the result of a run that took too long."""
+    return Result(error="time limit", detail=f"not done within {limit_s:g} s")
+
+
+def _failure(status: int) -> str | None:
+    """Return a failure's kind from an exit status; None for 0."""
+    if status >= 0:
+        return f"exit status {status}" if status else None
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def named_url(url: str, *, task: str, episode: str, split: Split | None) -> str:
+    """Return the proxy's address that names a run, without `/v1`."""
+    named = f"{url}/task/{quote(task, safe='')}/episode/{quote(episode, safe='')}"
+    return named if split is None else f"{named}/split/{split}"
+
+
+def environment(
+    base_url: str,
+    *,
+    model: str | None = None,
+    given: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
+    task: bytes = b"",
+) -> dict[str, str]:
+    """Return the variables that are set for a run, beside those that it inherits.
+
+    API keys that the runner was `given` are kept; a task longer than a variable can be is left out.
+    """
+    # Anthropic's SDK adds /v1 itself.
+    variables = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
+    # SDKs want a key before they call anybody.
+    if not given.get("OPENAI_API_KEY"):
+        variables["OPENAI_API_KEY"] = "unused"
+    if not (given.get("ANTHROPIC_API_KEY") or given.get("ANTHROPIC_AUTH_TOKEN")):
+        variables["ANTHROPIC_API_KEY"] = "unused"
+    if model is not None:
+        variables |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model}
+    variables |= {f"ROLLOUT_{name}": value for name, value in (names or {}).items()}
+    if 0 < len(task) <= MAX_VARIABLE_BYTES and b"\0" not in task:
+        variables["ROLLOUT_TASK"] = task.decode()
+    return variables

@@ -1,1 +1,0 @@
-"""Run an agent as a program, or as a Python function that stays warm."""

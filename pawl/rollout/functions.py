@@ -1,0 +1,227 @@
+"""Run a Python function in processes of their own, one run at a time in each.
+
+Each process is a `ProcessPoolExecutor` with one worker, so a function that hangs or crashes takes
+no other run with it: its process is replaced.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pawl.programs import not_ours
+from pawl.rollout.agents import (
+    KEPT_ERRORS,
+    MAX_OUTPUT,
+    Agent,
+    Request,
+    Result,
+    environment,
+    out_of_time,
+)
+from pawl.rollout.tasks import RolloutError
+
+# A client that is made while the module is imported knows no run: its calls must fail.
+NOWHERE: Final = "http://127.0.0.1:1/made-at-import-not-in-the-run"
+
+
+class FunctionAgent(Agent):
+    """Call a Python function, in up to `at_once` processes, each of which imports it once."""
+
+    def __init__(
+        self, name: str, log: Path, at_once: int, *, option: str = "--python", folder: Path
+    ) -> None:
+        """Store what is run: MODULE:FUNCTION, whose module is looked for in `folder` first.
+
+        What it prints goes into the file `log`; messages name it by `option`.
+        """
+        self._about = f"{option} {name}"
+        self._log = log
+        self._processes = [_Process(name, folder, log) for _ in range(at_once)]
+        # The last is given out first, so that no more are started than are needed.
+        self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
+        for process in self._processes:
+            self._idle.put_nowait(process)
+
+    async def start(self) -> None:
+        """Start the first process, or raise RolloutError if it cannot import the function."""
+        try:
+            await self._processes[-1].start()
+        except ImportError as error:
+            raise RolloutError(f"{self._about}: {error}. See {self._log}") from error
+
+    async def stop(self) -> None:
+        """Kill all processes, whatever they do."""
+        for process in self._processes:
+            process.kill()
+
+    async def run(self, request: Request) -> Result:
+        """Call the function once, in a process that is idle."""
+        process = await self._idle.get()
+        try:
+            await process.start()
+            async with asyncio.timeout(request.limit_s):
+                return await process.call(request)
+        except ImportError as error:
+            return Result(error="not started", detail=str(error))
+        except TimeoutError:
+            process.kill()
+            return out_of_time(request.limit_s)
+        except BrokenProcessPool:
+            process.kill()
+            return Result(error="crashed", detail=f"its process ended; see {self._log}")
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        finally:
+            self._idle.put_nowait(process)
+
+
+class _Process:
+    def __init__(self, *prepared: Any) -> None:
+        self._prepared = prepared
+        self._pool: ProcessPoolExecutor | None = None
+        self._child: multiprocessing.process.BaseProcess | None = None
+
+    async def start(self) -> None:
+        """Start the process unless it runs; raise ImportError if it cannot import the function."""
+        if self._pool is not None:
+            return
+        # Each process is forked from a server that has imported Pawl's modules already.
+        context = multiprocessing.get_context("forkserver")
+        ours = [name for name in sys.modules if name.startswith("pawl.") and name != "pawl.cli"]
+        context.set_forkserver_preload(ours)
+        self._pool = ProcessPoolExecutor(1, context)
+        others = multiprocessing.active_children()
+        preparing = self._pool.submit(_prepare, *self._prepared)
+        [self._child] = set(multiprocessing.active_children()).difference(others)
+        try:
+            trouble = await asyncio.wrap_future(preparing)
+        except BrokenProcessPool:
+            trouble = "its process ended while it was imported"
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        if trouble is not None:
+            self.kill()
+            raise ImportError(trouble)
+
+    async def call(self, request: Request) -> Result:
+        assert self._pool is not None
+        calling = self._pool.submit(_call, request.task, request.environment)
+        return Result(**await asyncio.wrap_future(calling))
+
+    def kill(self) -> None:
+        """Kill the process with all that it started."""
+        if self._pool is None or self._child is None:
+            return
+        assert self._child.pid is not None
+        self._child.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = self._child = None
+
+
+# What follows runs in the process of the function.
+
+_function: Callable[..., Any]
+_runner: asyncio.Runner
+
+
+def _prepare(name: str, folder: Path, log: Path) -> str | None:
+    """Import the function; return why it could not be imported."""
+    global _function, _runner  # noqa: PLW0603
+    # A group of its own, which is killed whole, and which Ctrl-C does not reach.
+    os.setsid()
+    threading.Thread(target=_end_with_runner, daemon=True).start()
+    # Nobody else may read what agents print.
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    kept = not_ours(os.environ)
+    for variable in os.environ.keys() - kept.keys():
+        del os.environ[variable]
+    os.environ.update(environment(NOWHERE, given=kept))
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        _function = load(name)
+    except BaseException as error:
+        traceback.print_exc()
+        trouble = traceback.format_exception_only(error)[-1].strip()
+        return str(error) if isinstance(error, LookupError) else trouble
+    # One loop for all calls: clients that a module keeps belong to it.
+    _runner = asyncio.Runner()
+    return None
+
+
+def _end_with_runner() -> None:
+    runner = multiprocessing.parent_process()
+    assert runner is not None
+    runner.join()
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Return the function that `MODULE:FUNCTION` names, or raise LookupError."""
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise LookupError("it must be MODULE:FUNCTION, as in agent:answer")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise LookupError(f"there is no module {error.name!r} in {os.getcwd()} or installed") from (
+            error
+        )
+    for part in path.split("."):
+        if not hasattr(target, part):
+            raise LookupError(f"the module {module_name!r} has no {path!r}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise LookupError(f"{name} is not a function")
+    return target  # type: ignore[no-any-return]
+
+
+def _call(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+    """Call the function; return the fields of a `Result`."""
+    # Left out where it is too long: then that of the run before must not stay.
+    os.environ.pop("ROLLOUT_TASK", None)
+    os.environ.update(variables)
+    try:
+        value = _function(task)
+        if inspect.isawaitable(value):
+            value = _runner.run(_awaited(value))
+        if not isinstance(value, str):
+            value = "" if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except SystemExit as error:
+        return {"error": f"exit status {error.code}", "detail": "the agent called sys.exit"}
+    except BaseException as error:
+        return {
+            "error": f"raised {type(error).__name__}",
+            # Not str(error), which may raise in its turn.
+            "detail": str(traceback.TracebackException.from_exception(error))[:KEPT_ERRORS],
+            "errors": "".join(traceback.format_exception(error))[-KEPT_ERRORS:],
+        }
+    if len(value) > MAX_OUTPUT:
+        detail = f"it returned more than {MAX_OUTPUT} characters"
+        return {"error": "too much output", "detail": detail}
+    return {"output": value}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

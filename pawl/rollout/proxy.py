@@ -1,0 +1,92 @@
+"""Look at the proxy from outside: whether it is there, and which versions it has."""
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from pawl.rollout.tasks import RolloutError
+
+LOOK_S: Final = 5.0
+PAUSE_S: Final = 2.0
+GLANCE_S: Final = 0.5
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class ProxyClient:
+    """Ask one proxy for its models."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Store the address of its data port."""
+        self._session = session
+        self._url = url
+        self._away_at = float("-inf")
+
+    async def models(self) -> frozenset[str]:
+        """Return the names of the models that can be asked for now.
+
+        Raises:
+            RolloutError: no proxy answers there, or its model server is away.
+        """
+        # The prefix has no effect on Pawl, and no other server has such a path.
+        status, body = await self._get(f"{self._url}/task/rollout/v1/models")
+        if status == 404:
+            raise RolloutError(
+                f"--url: {self._url} is not Pawl's proxy: give the address that `pawl proxy` or "
+                "`pawl up` prints, without /v1"
+            )
+        if status in (401, 403):
+            raise RolloutError(
+                f"the proxy at {self._url} answers {status}: set PAWL_API_KEY to a key for infer, "
+                "feedback and read (`pawl keys create NAME --scope infer,feedback,read`)"
+            )
+        if status >= 500:
+            shown = body[:200].decode(errors="replace")
+            raise RolloutError(f"the proxy at {self._url} answers {status}: {shown}")
+        with suppress(msgspec.DecodeError):
+            return frozenset(one.id for one in msgspec.json.decode(body, type=_Models).data)
+        return frozenset()
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(LOOK_S), self._session.get(url) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise RolloutError(
+                f"no proxy answers at {self._url} ({error or type(error).__name__}): start it with "
+                "`pawl up`, or say with --url where it is"
+            ) from error
+
+    async def answers(self) -> bool:
+        """Return whether the proxy answers, and the model server behind it."""
+        with suppress(RolloutError):
+            if (await self._get(f"{self._url}/v1/models"))[0] < 500:
+                return True
+        self._away_at = asyncio.get_running_loop().time()
+        return False
+
+    async def answered_since(self, start: float) -> bool:
+        """Return whether the proxy answers, and was not seen away since `start` (loop's clock)."""
+        return await self.answers() and self._away_at < start
+
+    async def wait(self) -> None:
+        """Wait until the proxy answers."""
+        while True:
+            if await self.answers():
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def watch(self) -> None:
+        """Look for ever whether the proxy answers: so an absence that is over is known."""
+        while True:
+            await self.answers()
+            await asyncio.sleep(GLANCE_S)
