@@ -6,7 +6,7 @@ the fields that are listed here, and no other. The default tenant owns the accou
 field, but must not name another tenant's version, nor go on from another tenant's response.
 
 A body must mean the same to whoever reads it: where anything is hidden from its sender, a body that
-servers may read in different ways is refused (docs/decisions/069-what-a-tenant-does-not-say.md).
+servers may read in different ways is refused (docs/decisions/068-tenants.md).
 """
 
 import asyncio
