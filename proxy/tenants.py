@@ -18,9 +18,8 @@ from urllib.parse import parse_qsl
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from proxy.calls.asking import Arrived
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
-from proxy.formats.base import ModelRequest
+from proxy.formats.base import ModelRequest, WireFormat
 from proxy.formats.forms import FORM, is_plain, read_form
 from proxy.formats.repeated import repeated_name
 from proxy.http.wire import Headers, is_of_any_tenant
@@ -413,19 +412,21 @@ def _texts(value: object) -> Iterator[str]:
             waiting.extend(part)
 
 
-def responses_named(arrived: Arrived, owners: Owners) -> list[str]:
+def responses_named(
+    tenant: str, wire_format: WireFormat, request: ModelRequest, owners: Owners
+) -> list[str]:
     """Return the ids of responses that a call goes on from and that may be another tenant's."""
-    tenant, fields = arrived.exchange.tenant, arrived.request.fields
+    fields = request.fields
     if tenant == DEFAULT and not owners.other_tenants:
         return []
     # Gateways take what is in `extra_body` as if it stood beside it.
     extra = fields.get("extra_body")
     holders = [fields, extra] if isinstance(extra, dict) else [fields]
-    return [name for name in map(arrived.format.turns.continues, holders) if name is not None]
+    return [name for name in map(wire_format.turns.continues, holders) if name is not None]
 
 
 async def check_continued(
-    arrived: Arrived, named: str, owners: Owners, stitches: CallMemory, lookup: Lookup
+    tenant: str, dialect: str, named: str, owners: Owners, memory: CallMemory, lookup: Lookup
 ) -> None:
     """Check that the response that a call goes on from is not another tenant's.
 
@@ -437,12 +438,10 @@ async def check_continued(
         NotContinued: the response is another tenant's, or a tenant's that nobody knows.
         NotKnownNow: the database does not answer, and this worker does not know the response.
     """
-    tenant = arrived.exchange.tenant
     others = owners.other_tenants if tenant == DEFAULT else frozenset()
     fingerprint = response_fingerprint(named)
     digests = {name: own_digests(name, [fingerprint])[0] for name in (tenant, *others)}
     names = {scoped(name, named): name for name in (tenant, *others)}
-    dialect = arrived.format.name
 
     async def ask(connection: AsyncConnection) -> set[str]:
         return await known_responses(connection, list(names), dialect)
@@ -452,7 +451,7 @@ async def check_continued(
     # No text that PostgreSQL keeps has U+0000, and it takes none in a query.
     is_possible = "\x00" not in named
     while True:
-        known = {name for name, digest in digests.items() if stitches.knows(digest)}
+        known = {name for name, digest in digests.items() if memory.knows(digest)}
         is_answered = True
         if not known and is_possible:
             found = await lookup.ask(ask, within_s=LOOK_S)

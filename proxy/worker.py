@@ -2,22 +2,21 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Final
 
 import structlog
 
-from proxy.calls.call import CallHandler
-from proxy.calls.recent import Recent
+from proxy.calls.call import CallParts, answer_call
 from proxy.error_replies import explain, refuse, send_internal_error
 from proxy.errors import ProxyError, TooSlow
-from proxy.feedback.endpoint import FeedbackEndpoint
+from proxy.feedback.endpoint import FeedbackEndpoint, RecentTargets
 from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.server import ClientDeadlines, Handler, Server
+from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
 from proxy.keys.gate import Gate, KeyFile
 from proxy.lookup import Lookup
@@ -29,7 +28,6 @@ from proxy.metrics import (
     TOO_SLOW,
     UNFORESEEN,
 )
-from proxy.policies.owners import Owners
 from proxy.policies.policy_file import PolicyFile
 from proxy.policies.shared_pins import SharedPins
 from proxy.policies.versions import MAX_PINS, Versions
@@ -37,7 +35,7 @@ from proxy.redaction import open_redactor
 from proxy.routing import Kind, find_route
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
-from proxy.upstreams.upstreams import Upstreams, open_upstreams
+from proxy.upstreams.upstreams import open_upstreams
 from store.keys import KeyRing
 from store.policy_table import open_policies
 from store.version_queries import pinned_episodes
@@ -47,18 +45,14 @@ log = structlog.get_logger()
 
 # Looking a member of an enumeration up takes long in Python 3.11.
 CALL, FEEDBACK = Kind.CALL, Kind.FEEDBACK
-QUEUE_S = 0.05
-PINS_S = 5.0
-COUNT_S = 0.5
+QUEUE_S: Final = 0.05
+PINS_S: Final = 5.0
+COUNT_S: Final = 0.5
+BACKLOG: Final = 4096
 
 
 def data_handler(
-    calls: CallHandler,
-    desk: FeedbackEndpoint,
-    gate: Gate,
-    owners: Owners,
-    *,
-    may_delete_models: bool,
+    parts: CallParts, feedback: FeedbackEndpoint, gate: Gate, *, may_delete_models: bool
 ) -> Handler:
     """Return the data port's handler.
 
@@ -73,16 +67,16 @@ def data_handler(
             usage = gate.admit(exchange, route.scope)
             kind = route.kind
             if kind is CALL:
-                await calls.handle(exchange, route, usage)
+                await answer_call(parts, exchange, route, usage)
             elif kind is FEEDBACK:
-                await desk.handle(exchange)
+                await feedback.handle(exchange)
             else:
                 await forward(
                     exchange,
                     route,
-                    calls.upstreams,
-                    calls.intake,
-                    owners,
+                    parts.upstreams,
+                    parts.intake,
+                    parts.versions.owners,
                     may_delete_models=may_delete_models,
                 )
         except ClientGone:
@@ -122,23 +116,6 @@ def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> No
     )
 
 
-class _Parts(NamedTuple):
-    """Hold what calls and feedback have in common in a worker."""
-
-    upstreams: Upstreams
-    versions: Versions
-    recent: Recent
-    recorder: Recorder
-    lookup: Lookup
-    intake: Intake
-
-    async def close(self) -> None:
-        """End what holds connections, files and memory; call it once no request is under way."""
-        for part in (self.upstreams, self.recorder, self.lookup):
-            await part.close()
-        self.intake.close()
-
-
 @asynccontextmanager
 async def serving(
     settings: ProxySettings, listener: socket.socket, pins: SharedPins | None = None
@@ -151,104 +128,70 @@ async def serving(
     """
 
     def take(known: list[PolicyVersion]) -> None:
-        parts.versions.replace(known)
+        versions.replace(known)
         parts.upstreams.learn(known)
 
     def take_keys(ring: KeyRing | None) -> None:
         gate.take(ring)
         if ring is not None and ring.made:
-            parts.versions.owners.learn_keys(ring.tenants)
+            versions.owners.learn_keys(ring.tenants)
 
     policies, key_file = PolicyFile(settings.spool_dir), KeyFile(settings.spool_dir)
-    parts = _make_parts(settings, pins, partial(policies.look, take))
+    versions = Versions(
+        table=open_policies(settings.policies), shared=pins, catch_up=lambda: policies.look(take)
+    )
+    parts = CallParts(
+        upstreams=open_upstreams(settings),
+        versions=versions,
+        recorder=Recorder(
+            settings.spool_dir,
+            segment_bytes=settings.segment_mb * 2**20,
+            redactor=open_redactor(settings),
+        ),
+        lookup=Lookup(settings),
+        intake=Intake(
+            budget=settings.in_flight_mb * 2**20,
+            max_body=settings.max_body_mb * 2**20,
+            max_feedback=settings.max_feedback_kb * 2**10,
+        ),
+        memory=CallMemory(),
+        targets=RecentTargets(),
+        max_reply=settings.max_reply_mb * 2**20,
+        eval_tasks=settings.eval_tasks,
+    )
+    keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.lookup)
+    feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
     gate = Gate(settings.access, settings.workers)
-    server = _server(settings, _handler(settings, parts, gate))
+    server = Server(
+        data_handler(parts, feedback, gate, may_delete_models=settings.allow_model_delete),
+        patience=ClientDeadlines(settings.head_s, settings.body_s, settings.write_s),
+        explain=explain,
+        on_late=_note_too_slow,
+    )
     take_keys(key_file.read())
     policies.look(take)
-    beside = _begin(
-        {
-            "policies": policies.watch(take),
-            "keys": key_file.watch(take_keys),
-            "pins": _load_pins(parts.lookup, parts.versions),
-            "sweep": parts.upstreams.sweep(),
-            "in-flight": _count_in_flight(server, parts.recorder, parts.intake),
-        }
-    )
-    await server.listen(sock=listener, backlog=4096)
+    work = {
+        "policies": policies.watch(take),
+        "keys": key_file.watch(take_keys),
+        "pins": _load_pins(parts.lookup, versions),
+        "sweep": parts.upstreams.sweep(),
+        "in-flight": _count_in_flight(server, parts),
+    }
+    beside = [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
+    await server.listen(sock=listener, backlog=BACKLOG)
     log.info("worker_up", listen=settings.listen)
     try:
         yield server
     finally:
         await _let_finish(server, settings.calls_end_s)
-        await _stop(beside)
-        await parts.close()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await parts.upstreams.close()
+        await parts.recorder.close()
+        await parts.lookup.close()
+        parts.intake.close()
         log.info("worker_down")
-
-
-def _make_parts(
-    settings: ProxySettings, pins: SharedPins | None, catch_up: Callable[[], None]
-) -> _Parts:
-    recent = Recent()
-    return _Parts(
-        upstreams=open_upstreams(settings),
-        versions=Versions(table=open_policies(settings.policies), shared=pins, catch_up=catch_up),
-        recent=recent,
-        recorder=_recorder(settings, recent),
-        lookup=Lookup(settings),
-        intake=_intake(settings),
-    )
-
-
-def _handler(settings: ProxySettings, parts: _Parts, gate: Gate) -> Handler:
-    calls = CallHandler(
-        parts.upstreams,
-        parts.versions,
-        parts.recorder,
-        parts.lookup,
-        intake=parts.intake,
-        max_reply=settings.max_reply_mb * 2**20,
-        eval_tasks=settings.eval_tasks,
-    )
-    keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.recent, parts.lookup)
-    desk = FeedbackEndpoint(parts.recorder, parts.recent, parts.lookup, parts.intake, keys)
-    owners = parts.versions.owners
-    return data_handler(calls, desk, gate, owners, may_delete_models=settings.allow_model_delete)
-
-
-def _server(settings: ProxySettings, handler: Handler) -> Server:
-    return Server(handler, patience=_deadlines(settings), explain=explain, on_late=_note_too_slow)
-
-
-def _begin(beside: Mapping[str, Coroutine[Any, Any, None]]) -> list[asyncio.Task[None]]:
-    """Begin what runs beside the calls, by its name."""
-    return [asyncio.create_task(one, name=f"pawl-{name}") for name, one in beside.items()]
-
-
-async def _stop(beside: list[asyncio.Task[None]]) -> None:
-    for task in beside:
-        task.cancel()
-    await asyncio.gather(*beside, return_exceptions=True)
-
-
-def _recorder(settings: ProxySettings, recent: Recent) -> Recorder:
-    return Recorder(
-        settings.spool_dir,
-        segment_bytes=settings.segment_mb * 2**20,
-        recent=recent,
-        redactor=open_redactor(settings),
-    )
-
-
-def _intake(settings: ProxySettings) -> Intake:
-    return Intake(
-        budget=settings.in_flight_mb * 2**20,
-        max_body=settings.max_body_mb * 2**20,
-        max_feedback=settings.max_feedback_kb * 2**10,
-    )
-
-
-def _deadlines(settings: ProxySettings) -> ClientDeadlines:
-    return ClientDeadlines(head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s)
 
 
 async def _let_finish(server: Server, within_s: float) -> None:
@@ -273,9 +216,9 @@ async def _load_pins(lookup: Lookup, versions: Versions) -> None:
         await asyncio.sleep(1.0)
 
 
-async def _count_in_flight(server: Server, recorder: Recorder, intake: Intake) -> None:
+async def _count_in_flight(server: Server, parts: CallParts) -> None:
     while True:
-        SPOOL_COMMIT.set(recorder.under_way_s())
+        SPOOL_COMMIT.set(parts.recorder.under_way_s())
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
-        IN_FLIGHT_BYTES.set(intake.budget.used)
+        IN_FLIGHT_BYTES.set(parts.intake.budget.used)
         await asyncio.sleep(COUNT_S)

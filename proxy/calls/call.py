@@ -1,126 +1,211 @@
 """Take recorded calls through their steps, and answer and record each whatever fails.
 
-The steps are `asking`, `routing`, `answering` and `recording`; each makes a value, and the later
-ones start from it. The order matters. The request leaves at once, chunks are passed on as they
+`Call.run` shows the steps and their order. The request leaves at once, chunks are passed on as they
 come, the record is made durable, and only then does the reply's end leave. Whatever happens (the
 client leaves, the reply breaks off), the call ends with exactly one status and one record.
 """
 
-from time import perf_counter
-from typing import Final
+from collections.abc import Coroutine
+from time import perf_counter, time
+from typing import Any, Final
 
 import msgspec
 import structlog
 
-from proxy.calls.answering import Answer, answer_of, own_headers
-from proxy.calls.asking import (
-    Arrived,
-    alone,
-    arrive,
-    unread,
-    who_asks,
-    with_tool_events,
-)
-from proxy.calls.recording import Answered, CallRecorder, Recorded, note_call
-from proxy.calls.retrying import is_refused_for_ours, once_loaded, send_again
-from proxy.calls.routing import (
-    CallRouter,
-    Routed,
-    rewritten,
-    send,
-    unrouted,
-    without_ids,
-)
-from proxy.error_replies import UNEXPECTED, refuse, send_internal_error
-from proxy.errors import ProxyError, ReplyTorn
+from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
+from proxy.calls.recording import Recorded, note_call, record
+from proxy.calls.retrying import UNKNOWN_MODEL, past_refusal
+from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
+from proxy.errors import NotServed, ProxyError, ReplyTorn
+from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
+from proxy.feedback.endpoint import RecentTargets
+from proxy.formats.base import ModelRequest, WireFormat, read_request
+from proxy.formats.conversation import Conversation
 from proxy.forwarding import check_redirect
 from proxy.http.exchange import ClientGone, Exchange
-from proxy.http.wire import Headers
+from proxy.http.wire import Headers, for_upstream
 from proxy.identity.call_memory import CallMemory
+from proxy.identity.identify import identify, identity_alone
 from proxy.intake import Claim, Intake
 from proxy.keys.limits import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WARNINGS
-from proxy.policies.versions import Versions
+from proxy.policies.versions import Serving, Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
-from proxy.tenants import check_continued, responses_named
+from proxy.tenants import (
+    check_call,
+    check_continued,
+    check_headers,
+    check_query,
+    responses_named,
+)
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
-from proxy.upstreams.replies import Reply
-from proxy.upstreams.upstreams import ModelServer, Upstreams
-from store.records import CallStatus
+from proxy.tool_events import ToolStatusError, parse_tool_status
+from proxy.upstreams.replies import Reply, comes_in_events, readable
+from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
+from store.ids import new_name
+from store.records import EVAL, CallStatus, ToolEvent
+from store.tenants import scoped
+from store.version_queries import pinned_version
 
 log = structlog.get_logger()
 
-REFUSED: Final = 400
+# Longest wait for the database to name an episode's version; a local one answers in 1 ms.
+PIN_S: Final = 0.05
+NOBODY: Final = Serving(None, None, None)
 
 
-class Shared(msgspec.Struct, frozen=True):
-    """Hold the parts that all calls of a worker share.
+class CallParts(msgspec.Struct, frozen=True):
+    """Hold what all calls of a worker share.
 
-    `max_reply` is in bytes; `eval_tasks` is how the names of tasks begin that are evaluation.
+    `max_reply`, the longest reply in one piece, is in bytes. `eval_tasks` is how the names of tasks
+    begin whose episodes are evaluation.
     """
 
-    stitches: CallMemory
-    router: CallRouter
+    upstreams: Upstreams
+    versions: Versions
+    recorder: Recorder
     lookup: Lookup
     intake: Intake
-    recorder: CallRecorder
+    memory: CallMemory
+    targets: RecentTargets
     max_reply: int
     eval_tasks: str
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """Name the policy version that serves a call, with the request as the upstream gets it.
+
+    `explored` is what exploration changed of the request, None if it changed nothing. `changed`
+    says whether the upstream gets other bytes than the client sent: what a change adds to the reply
+    can only be removed if the reply is not compressed.
+    """
+
+    serving: Serving
+    request: ModelRequest
+    explored: Changes | None = None
+    changed: bool = False
+
+
+async def answer_call(
+    parts: CallParts, exchange: Exchange, route: Route, usage: Usage | None = None
+) -> None:
+    """Answer one call and record it; `usage` is what the client's key uses, if keys are required.
+
+    Raises:
+        TooLarge, BadRequest, Overloaded, ClientGone: its body was not taken (`Intake.read`).
+    """
+    with parts.intake.budget.claim() as claim:
+        call = Call(parts, exchange, route, claim, usage)
+        await call.read()
+        await call.run()
 
 
 class Call:
     """Take one call through the proxy.
 
-    It holds the newest value of each step: a step that fails leaves the one before it, which is
-    enough to answer and to record the call. All that can fail is done in `run`.
+    It holds the outcome of each step: a step that fails leaves those of the steps before it, which
+    is enough to answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as
+    text; `own` is the name of an episode of its own, as it is kept. `arrived_at` is by
+    `time.perf_counter`; `started_at` is Unix time in seconds.
     """
 
     __slots__ = (
-        "_answer",
-        "_arrived",
-        "_asked",
-        "_claim",
+        "_failure",
         "_recorded",
-        "_reply",
-        "_routed",
-        "_shared",
-        "_usage",
+        "answer",
+        "arrived_at",
+        "claim",
+        "conversation",
+        "exchange",
+        "format",
+        "id",
+        "identity",
+        "name",
+        "own",
+        "parts",
+        "reply",
+        "request",
+        "route",
+        "routed",
+        "started_at",
+        "tool_events",
+        "usage",
+        "warnings",
     )
 
     def __init__(
-        self, shared: Shared, arrived: Arrived, claim: Claim, usage: Usage | None = None
+        self,
+        parts: CallParts,
+        exchange: Exchange,
+        route: Route,
+        claim: Claim,
+        usage: Usage | None,
     ) -> None:
-        """Begin a call of which no more is known than that it has arrived.
-
-        Args:
-            shared: what all calls share.
-            arrived: the call.
-            claim: its part of the memory budget.
-            usage: what the client's key uses; None: no key is asked for.
-        """
-        self._shared = shared
-        self._usage = usage
-        self._arrived = arrived
-        self._claim = claim
-        self._asked = alone(arrived)
-        self._routed = unrouted(arrived)
-        self._reply: Reply | None = None
-        self._answer: Answer | None = None
+        """Begin a call whose head has come; `claim` is its part of the memory budget."""
+        self.parts = parts
+        self.exchange = exchange
+        self.route = route
+        self.claim = claim
+        self.usage = usage
+        self.arrived_at = perf_counter()
+        self.format: WireFormat = route.speaks
+        # Of a request whose reading takes long: its conversation, which is read as well.
+        self.conversation: Conversation | None = None
+        self.tool_events: tuple[ToolEvent, ...] = ()
+        self.warnings: tuple[str, ...] = ()
+        self.reply: Reply | None = None
+        self.answer: Answer | None = None
+        self._failure: Exception | None = None
         self._recorded: Recorded | None = None
 
-    async def run(self) -> None:
-        """Forward the request, pass the reply back, and record the call."""
+    async def read(self) -> None:
+        """Read the request, and give the call its id, by which its client may name it from now on.
+
+        A body that cannot be read for an unforeseen reason is a call all the same: `run` answers
+        and records it.
+
+        Raises:
+            TooLarge, BadRequest, Overloaded, ClientGone: the body was not taken (`Intake.read`).
+        """
+        exchange, intake = self.exchange, self.parts.intake
+        taken = intake.read_arrived(exchange, self.claim)
+        body, long = await intake.read(exchange, self.claim) if taken is None else taken
         try:
-            self._ask()
+            if long:
+                self.request, self.conversation = await intake.beside(self._read_all, body)
+            else:
+                self.request = read_request(body, checked=True)
+        except Exception as error:
+            self.request, self._failure = ModelRequest(body=body), error
+        self.id, self.name = new_name()
+        exchange.call = self.name
+        self.own = scoped(exchange.tenant, self.name)
+        self.started_at = time()
+        self.identity = identity_alone(self.own, self.name, self.route)
+        self.routed = Routed(NOBODY, self.request)
+
+    def _read_all(self, body: bytes) -> tuple[ModelRequest, Conversation]:
+        request = read_request(body, checked=True)
+        return request, self.format.turns.read(request.fields)
+
+    @property
+    def takes_long(self) -> bool:
+        """Return whether further work on the request must run beside the event loop."""
+        return self.conversation is not None
+
+    async def run(self) -> None:
+        """Take the steps, and answer and record the call however they end."""
+        try:
+            self._identify()
             upstream = await self._route()
-            reply = await send(upstream, self._arrived, self._routed)
-            if reply.status >= REFUSED:
-                reply = await self._past_refusal(upstream, reply)
-            answer = self._answer = self._begin_answer(reply)
+            reply = await self.send(upstream)
+            if reply.status >= ERRORS:
+                reply = await past_refusal(self, upstream, reply)
+            answer = self._begin_answer(reply)
             status = await answer.receive()
-            await self._durable(status)
+            await self._make_durable(status)
             await answer.release()
         except ProxyError as error:
             await self._refuse(error)
@@ -131,65 +216,182 @@ class Call:
         finally:
             # However the call ended, the upstream must stop and there must be a record.
             try:
-                if self._reply is not None:
-                    self._reply.close()
+                if self.reply is not None:
+                    self.reply.close()
             finally:
-                self._note(self._record("client_gone"))
+                recorded = self._record("client_gone")
+                if recorded.capture is not None:
+                    note_call(self, recorded.capture)
 
-    def _ask(self) -> None:
-        """Find the call's identity, and the tool events that its headers state."""
-        arrived, shared = self._arrived, self._shared
-        headers = arrived.exchange.lowered()
-        if arrived.failure is not None:
-            self._asked = unread(arrived, headers, shared.eval_tasks)
-            raise arrived.failure
-        self._asked = who_asks(arrived, headers, shared.stitches, shared.eval_tasks)
+    # Identify: who calls, for which episode and task?
+
+    def _identify(self) -> None:
+        headers, eval_tasks = self.exchange.lowered(), self.parts.eval_tasks
+        if self._failure is not None:
+            self.identity = identity_alone(self.own, self.name, self.route, headers, eval_tasks)
+            raise self._failure
+        self.identity = identify(
+            headers,
+            self.route,
+            self.request,
+            self.own,
+            self.parts.memory,
+            self.conversation,
+            eval_tasks,
+        )
+        self.warnings = self.identity.warnings
         stated = headers.get(TOOL_STATUS_HEADER)
         if stated is not None:
-            self._asked = with_tool_events(self._asked, stated)
-        if self._asked.warnings:
+            try:
+                self.tool_events = parse_tool_status(stated)
+            except ToolStatusError as error:
+                self.warnings = (*self.warnings, str(error))
+        if self.warnings:
             WARNINGS.inc()
 
+    # Route: which policy version serves the call, and which server has it?
+
     async def _route(self) -> ModelServer:
-        """Choose the policy version and its upstream, and rewrite the request for both."""
-        arrived, identity, shared = self._arrived, self._asked.identity, self._shared
-        router = shared.router
-        await router.check(arrived)
-        for named in responses_named(arrived, router.owners):
-            await check_continued(arrived, named, router.owners, shared.stitches, shared.lookup)
-        policy = router.unpinned(arrived, identity)
-        if policy is not None:
-            await router.learn_pin(policy, identity.follows)
-        serving = router.version_of(arrived, identity)
-        self._routed = Routed(serving, arrived.request)
-        upstream = router.upstream_of(arrived, serving)
+        """Choose version and upstream, and fit the request to both; return the upstream.
+
+        Raises:
+            ProxyError: the call names what is not its tenant's, or no upstream serves its model.
+        """
+        parts, identity, model = self.parts, self.identity, self.request.model
+        tenant, owners = self.exchange.tenant, parts.versions.owners
+        if tenant != owners.sole:
+            await self._check_names()
+        for named in responses_named(tenant, self.format, self.request, owners):
+            await check_continued(
+                tenant, self.format.name, named, owners, parts.memory, parts.lookup
+            )
+        if model is not None and identity.follows != self.own:
+            await self._learn_pin(model)
+        serving = self._choose_version()
+        self.routed = Routed(serving, self.request)
+        upstream = parts.upstreams.for_model(self._upstreams_model())
         want_ids = await upstream.gives_ids(serving.served_name)
-        if arrived.takes_long:
-            self._routed = await router.rewritten_beside(arrived, serving, want_ids)
+        if self.takes_long:
+            self.routed = await parts.intake.beside(rewritten, self, want_ids)
         else:
-            self._routed = rewritten(arrived, serving, want_ids)
+            self.routed = rewritten(self, want_ids)
         return upstream
 
-    async def _past_refusal(self, upstream: ModelServer, reply: Reply) -> Reply:
-        """Send the request again where that can help, and return the last reply."""
-        router, arrived = self._shared.router, self._arrived
-        reply = await once_loaded(router, upstream, arrived, self._routed, reply)
-        if is_refused_for_ours(self._routed, reply):
-            # Before it is sent: the record of a call that fails now says what was sent last.
-            self._routed = without_ids(arrived, self._routed)
-            reply = await send_again(upstream, arrived, self._routed, reply)
-            reply = await once_loaded(router, upstream, arrived, self._routed, reply)
-        return reply
+    async def _check_names(self) -> None:
+        """Check that the call names nothing that is hidden from its tenant.
+
+        Raises:
+            NotServed, BadRequest: it does, or it is not known whether it does.
+        """
+        exchange, owners = self.exchange, self.parts.versions.owners
+        tenant, headers = exchange.tenant, exchange.headers
+        check_headers(owners, tenant, headers)
+        check_query(owners, tenant, exchange.target)
+        arguments = (owners, tenant, self.route.path, headers, self.request)
+        if self.takes_long:
+            await self.parts.intake.beside(check_call, *arguments)
+        else:
+            check_call(*arguments)
+
+    async def _learn_pin(self, model: str) -> None:
+        """Ask the database for the version of an episode that may have begun at another proxy.
+
+        Only a policy with several servable versions needs that.
+        """
+        versions, episode = self.parts.versions, self.identity.follows
+        policy = versions.trained_policy(model, self.identity.agent, self.exchange.tenant)
+        if policy is None or versions.knows(policy, episode):
+            return
+        version = await self.parts.lookup.ask(
+            lambda connection: pinned_version(connection, policy, episode), within_s=PIN_S
+        )
+        if version is not None:
+            versions.pin(policy, episode, version)
+
+    def _choose_version(self) -> Serving:
+        """Return the policy version that serves the call, and whether its episode explores."""
+        versions, identity, model = self.parts.versions, self.identity, self.request.model
+        episode, agent, tenant = identity.follows, identity.agent, self.exchange.tenant
+        serving = versions.resolve(
+            model, episode, agent, tenant, identity.split, is_unnamed=episode == self.own
+        )
+        if not versions.explore or model is None or identity.split == EVAL:
+            return serving
+        rule = versions.exploration(model, agent, tenant)
+        if rule is None or not is_chosen(episode, rule.share):
+            return serving
+        self.routed = Routed(serving, self.request)
+        exploring = Exploring(rule, self.sampling_defaults())
+        return msgspec.structs.replace(serving, exploring=exploring)
+
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Return what the call's upstream samples with if the request does not say."""
+        return self.parts.upstreams.sampling_defaults(self._upstreams_model())
+
+    def _upstreams_model(self) -> str | None:
+        """Return the model that the upstream is found by: a policy is served where its base is."""
+        policy = self.routed.serving.policy
+        return self.request.model if policy is None else self.parts.versions.base_of(policy)
+
+    # Send.
+
+    def send(self, upstream: ModelServer) -> Coroutine[Any, Any, Reply]:
+        """Send the request to its upstream, and return the reply once its head has come.
+
+        Raises:
+            ProxyError: there is no reply, as `ModelServer.ask` says.
+        """
+        return upstream.ask("POST", *self.outgoing())
+
+    def outgoing(self) -> tuple[str, Headers, bytes]:
+        """Return the target, headers and body that the upstream gets."""
+        exchange, request = self.exchange, self.routed.request
+        headers = for_upstream(exchange.headers, exchange.tenant, plain=self.routed.changed)
+        target = request.path or self.route.path
+        query = exchange.target.partition("?")[2]
+        if query:
+            target = f"{target}?{query}"
+        return target, headers, request.body
+
+    def send_as_it_came(self) -> None:
+        """Let the request be sent as the client wrote it, but for the model's name."""
+        self.routed = rewritten(self, False)
+
+    def why_not_served(self) -> str | None:
+        """Return what is known of a version that the request names, unless it is servable.
+
+        The result is None if the request names none.
+        """
+        versions = self.parts.versions
+        if versions.is_servable(self.routed.serving):
+            return None
+        return versions.why_not_served(self.request.model)
+
+    # Answer: pass the reply back, all but its end, make the record durable, let the end leave.
 
     def _begin_answer(self, reply: Reply) -> Answer:
-        """Return the answer that passes the reply on; the version of the call is served."""
-        arrived, shared, routed = self._arrived, self._shared, self._routed
-        self._reply = reply
-        shared.router.check_served(arrived, routed.serving, reply)
-        check_redirect(reply, arrived.exchange.api_key)
-        return answer_of(reply, arrived, routed, self._headers(), self._claim, shared.max_reply)
+        """Return the answer that passes the reply on: a stream as it comes, else in one piece.
 
-    async def _durable(self, status: CallStatus) -> None:
+        Raises:
+            NotServed: the request names a version that the upstream does not have.
+            Redirected: the reply would send the client's key elsewhere.
+            UnreadableCoding: what was added to the request could not be removed from the reply.
+        """
+        self.reply = reply
+        if reply.status == UNKNOWN_MODEL and (why := self.why_not_served()) is not None:
+            reply.discard()
+            raise NotServed(why, param="model", code="model_not_found")
+        check_redirect(reply, self.exchange.api_key)
+        if self.routed.changed:
+            reply = readable(reply)
+        headers = self._own_headers()
+        if reply.status >= ERRORS:
+            headers.append(UPSTREAM_SAID)
+        kind = StreamedAnswer if comes_in_events(reply) else WholeAnswer
+        answer = self.answer = kind(self, reply, headers)
+        return answer
+
+    async def _make_durable(self, status: CallStatus) -> None:
         """Record the call, and wait until the record is durable: only then may the end leave."""
         before = perf_counter()
         await self._record(status).on_disk
@@ -198,83 +400,52 @@ class Call:
     def _record(self, status: CallStatus) -> Recorded:
         """Record the call with this status, unless it has been recorded."""
         if self._recorded is None:
-            answered = Answered(status, self._reply, self._answer)
-            recorder = self._shared.recorder
-            self._recorded = recorder.record(
-                self._arrived, self._asked, self._routed, answered, self._usage
-            )
+            self._recorded = record(self, status)
         return self._recorded
 
     async def _refuse(self, error: ProxyError) -> None:
         """Answer an error that was foreseen."""
-        await self._durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
-        exchange, errors = self._arrived.exchange, self._arrived.format.errors
-        refuse(exchange, error, errors=errors, headers=self._headers())
+        await self._make_durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
+        refuse(self.exchange, error, errors=self.format.errors, headers=self._own_headers())
 
     async def _fail(self) -> None:
         """Answer an unexpected error: status 500, or an error event if the reply has begun."""
-        exchange, name = self._arrived.exchange, self._arrived.name
-        errors = self._arrived.format.errors
-        log.exception("call_failed", call=name)
+        exchange, errors = self.exchange, self.format.errors
+        log.exception("call_failed", call=self.name)
         UNFORESEEN.inc()
-        await self._durable("truncated" if exchange.started else "upstream_error")
+        await self._make_durable("truncated" if exchange.started else "upstream_error")
         if exchange.started and exchange.open:
-            exchange.write(errors.event(f"{UNEXPECTED} (call {name})."))
-        send_internal_error(exchange, errors=errors, headers=self._headers())
+            exchange.write(errors.event(f"{UNEXPECTED} (call {self.name})."))
+        send_internal_error(exchange, errors=errors, headers=self._own_headers())
 
-    def _headers(self) -> Headers:
-        return own_headers(self._arrived, self._asked, self._routed)
+    def _own_headers(self) -> Headers:
+        """Return the headers that the proxy adds: names, version, exploration, warnings."""
+        headers = [
+            (b"x-pawl-call", self.name.encode()),
+            (b"x-pawl-episode", self.identity.name.encode()),
+        ]
+        routed, serving = self.routed, self.routed.serving
+        if serving.policy is not None:
+            version = "" if serving.version is None else f"@{serving.version}"
+            headers.append((b"x-pawl-policy", f"{serving.policy}{version}".encode()))
+        if routed.explored is not None:
+            headers.append((b"x-pawl-explored", header_of(routed.explored)))
+        if self.warnings:
+            text = "; ".join(self.warnings).replace("\r", " ").replace("\n", " ")
+            headers.append((b"x-pawl-warning", text.encode(errors="replace")))
+        return headers
 
-    def _note(self, recorded: Recorded) -> None:
-        if recorded.capture is not None:
-            note_call(recorded.capture, self._arrived, self._asked)
 
-
-class CallHandler:
-    """Answer the recorded calls of one worker."""
-
-    def __init__(
-        self,
-        upstreams: Upstreams,
-        versions: Versions,
-        recorder: Recorder,
-        lookup: Lookup,
-        *,
-        intake: Intake,
-        max_reply: int,
-        eval_tasks: str,
-    ) -> None:
-        """Store the parts.
-
-        Args:
-            upstreams: where calls are forwarded to.
-            versions: which policy version serves an episode.
-            recorder: where records go.
-            lookup: questions to the database.
-            intake: reads requests within their limits.
-            max_reply: longest reply in one piece, in bytes.
-            eval_tasks: how the names of tasks begin whose episodes are evaluation.
-        """
-        self.upstreams = upstreams
-        self.intake = intake
-        stitches = CallMemory()
-        router = CallRouter(upstreams, versions, lookup, intake)
-        self._shared = Shared(
-            stitches,
-            router,
-            lookup,
-            intake,
-            CallRecorder(recorder, stitches, router),
-            max_reply,
-            eval_tasks,
-        )
-
-    async def handle(self, exchange: Exchange, route: Route, usage: Usage | None = None) -> None:
-        """Answer one call and record it; `usage` is what the client's key uses.
-
-        Raises:
-            TooLarge, BadRequest, Overloaded: its body was refused, as by `Intake.read`.
-        """
-        with self.intake.budget.claim() as claim:
-            arrived = await arrive(self.intake, exchange, route, claim)
-            await Call(self._shared, arrived, claim, usage).run()
+def rewritten(call: Call, want_ids: bool) -> Routed:
+    """Return the call's request, rewritten for its version and its upstream."""
+    serving, request, wire_format = call.routed.serving, call.request, call.format
+    if serving.exploring is not None and want_ids:
+        changed = explored(request, wire_format, serving.exploring)
+        if changed is not None:
+            sent = wire_format.rewrite(changed.request, serving.served_name, want_ids=True)
+            # A request that gets no fields for ids could not be trained on. One that has them of
+            # its own is left alone too: whoever reads token ids measures what was asked for.
+            if sent.injected:
+                return Routed(serving, sent, changed.changes, changed=True)
+    sent = wire_format.rewrite(request, serving.served_name, want_ids=want_ids)
+    return Routed(serving, sent, changed=sent.body is not request.body)

@@ -4,6 +4,7 @@ If all targets are known, the status is 200 (`stored`). A target that is not kno
 (`pending`) and is matched when it arrives. A repeat under an `Idempotency-Key` adds nothing.
 """
 
+from collections import OrderedDict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Final
@@ -11,7 +12,6 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.calls.recent import Recent
 from proxy.errors import SpoolFull
 from proxy.feedback.idempotency import LOOK_UP_S, Answer, IdempotencyStore
 from proxy.feedback.statements import parse_feedback
@@ -21,15 +21,50 @@ from proxy.intake import Claim, Intake
 from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
 from proxy.spool.recorder import Recorder
+from proxy.spool.segments import CapturedCall
 from store.link.settle import known_targets
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
+from store.tenants import same_tenant
 
 log = structlog.get_logger()
 
 SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
+# Targets of about 7,000 calls; the database knows the older ones.
+CAPACITY: Final = 20_000
 # A longer body takes more than about 10 ms to parse, which is done beside the event loop.
 LONG_BYTES: Final = 128 * 1024
+
+
+class RecentTargets:
+    """Remember which policy version the last `CAPACITY` targets of feedback got, within bounds."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._earners: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
+
+    def remember(self, record: CapturedCall, call: str, response_id: str | None) -> None:
+        """Remember a call, its reply's id and its episode as possible targets of feedback.
+
+        They are targets for the tenant of the call, under their names as they are kept.
+        """
+        earner = (record.policy or "", str(record.policy_version or 0))
+        call = same_tenant(record.episode, call)
+        self._earners["call", call] = earner
+        if record.episode != call:
+            self._earners["episode", record.episode] = earner
+        if response_id:
+            self._earners["response", same_tenant(record.episode, response_id)] = earner
+        while len(self._earners) > CAPACITY:
+            self._earners.popitem(last=False)
+
+    def earner(self, kind: str, target: str) -> tuple[str, str] | None:
+        """Return policy and version of a target's call, or None if it is not remembered."""
+        earner = self._earners.get((kind, target))
+        if earner is None and kind == "episode":
+            # An episode that consists of one call only has that call's id.
+            return self._earners.get(("call", target))
+        return earner
 
 
 class FeedbackEndpoint:
@@ -38,14 +73,14 @@ class FeedbackEndpoint:
     def __init__(
         self,
         recorder: Recorder,
-        recent: Recent,
+        targets: RecentTargets,
         lookup: Lookup,
         intake: Intake,
         keys: IdempotencyStore,
     ) -> None:
         """Store the parts of a worker that feedback needs."""
         self._recorder = recorder
-        self._recent = recent
+        self._targets = targets
         self._lookup = lookup
         self._intake = intake
         self._keys = keys
@@ -96,7 +131,7 @@ class FeedbackEndpoint:
     async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
         targets = {(item.target_kind, item.target) for item in record.items}
         known: set[tuple[str, str]] = {
-            target for target in targets if self._recent.earner(*target) is not None
+            target for target in targets if self._targets.earner(*target) is not None
         }
         missing = targets - known
         if missing:
@@ -113,7 +148,7 @@ class FeedbackEndpoint:
                 "free space in PAWL_SPOOL_DIR and send it again"
             )
         for item in record.items:
-            earner = self._recent.earner(item.target_kind, item.target)
+            earner = self._targets.earner(item.target_kind, item.target)
             FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
             if item.tool is not None:
                 TOOL_STATUS.labels(item.tool.status).inc()

@@ -16,6 +16,7 @@ recorded again unless it is known to be durable; the ledger then counts it once.
 import asyncio
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -25,7 +26,6 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.calls.recent import Recent
 from proxy.errors import KeyReused, SpoolFull
 from proxy.lookup import Lookup
 from store.tenants import bare
@@ -94,6 +94,8 @@ class KeyFiles:
         return self._folder / sha256(key.encode()).hexdigest()
 
 
+# Keys that a worker remembers.
+REMEMBERED: Final = 20_000
 # Feedback is durable without the database, so it waits only briefly for one that is slow or away.
 LOOK_UP_S: Final = 0.25
 
@@ -119,10 +121,11 @@ class _Running(msgspec.Struct):
 class IdempotencyStore:
     """Check one worker's keys against its memory, the machine's files and the database."""
 
-    def __init__(self, files: KeyFiles, recent: Recent, lookup: Lookup) -> None:
-        """Store the three places where keys are looked up."""
+    def __init__(self, files: KeyFiles, lookup: Lookup) -> None:
+        """Begin with no key in memory; further keys are looked up in `files` and by `lookup`."""
         self._files = files
-        self._recent = recent
+        # The hash of the body that each key was last used for, of the newest keys.
+        self._body_hashes: OrderedDict[str, str] = OrderedDict()
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
 
@@ -175,11 +178,13 @@ class IdempotencyStore:
             if taken is None:
                 await self._give_back(key, body_hash)
             raise
-        self._recent.remember_key(key, body_hash)
+        self._body_hashes[key] = body_hash
+        if len(self._body_hashes) > REMEMBERED:
+            self._body_hashes.popitem(last=False)
         return answer
 
     def _is_durable_here(self, key: str, body_hash: str) -> bool:
-        earlier = self._recent.body_hash_of(key)
+        earlier = self._body_hashes.get(key)
         if earlier is not None and earlier != body_hash:
             raise _reused(key)
         return earlier is not None

@@ -52,7 +52,8 @@ MAX_TOOL_IDS: Final = 8
 class Joined(msgspec.Struct, frozen=True):
     """Name the episode that a call's content points to, by which fingerprint, and how surely.
 
-    `follows` is the episode that the call continues, as far as this proxy can see: see `Identity`.
+    `follows` is the episode that the call continues, as far as this proxy can see: see
+    `CallIdentity`.
     """
 
     episode: str
@@ -91,7 +92,7 @@ class CallMemory:
         self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
 
     def provide(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
-        """Remember what a call of `episode` provides; `follows` is as in its `Identity`."""
+        """Remember what a call of `episode` provides; `follows` is as in its `CallIdentity`."""
         provider = _Provider(episode, follows or episode)
         for digest in digests:
             known = self._provided.get(digest)

@@ -8,8 +8,8 @@ An unusable value never fails the call: it is ignored with a warning. `user` is 
 a person, not a run.
 
 Calls are joined here only by what can have a single source. All others go to the ledger as episodes
-of their own, with the fingerprints that they need (`Identity.needs`): only the ledger knows what
-all proxies provided, and can see that nobody else provided the same.
+of their own, with the fingerprints that they need (`CallIdentity.needs`): only the ledger knows
+what all proxies provided, and can see that nobody else provided the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ DEFAULT_AGENT: Final = "default"
 _LONGEST_COUNT: Final = 3
 
 
-class Identity(msgspec.Struct, frozen=True):
+class CallIdentity(msgspec.Struct, frozen=True):
     """State a call's episode, agent, task and split; how the episode was found, and how surely.
 
     `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
@@ -85,7 +85,7 @@ def identify(
     stitches: CallMemory,
     conversation: Conversation | None = None,
     eval_tasks: str = EVAL_TASKS,
-) -> Identity:
+) -> CallIdentity:
     """Return the identity of a call: its episode, agent, task and split.
 
     Args:
@@ -112,7 +112,7 @@ def identify(
         needs = needed_fingerprints(route.speaks.turns, request.fields, conversation)
         episode = _unnamed(headers, needs, request.body if retry else None, own, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
-    return Identity(
+    return CallIdentity(
         episode=episode.key,
         name=bare(episode.key),
         method=episode.method,
@@ -127,6 +127,27 @@ def identify(
         retry_of=episode.retry_of,
         conversation=conversation,
     )
+
+
+def identity_alone(
+    own: str,
+    name: str,
+    route: Route,
+    headers: Mapping[str, str] | None = None,
+    eval_tasks: str = EVAL_TASKS,
+) -> CallIdentity:
+    """Return the identity of a call whose body was not read: an episode of its own.
+
+    Args:
+        own: the episode's name, as it is kept.
+        name: the same, as the client knows it.
+        route: names from the URL's prefix.
+        headers: the request's, by lower-case name, where they are to tell the split.
+        eval_tasks: how the names of tasks begin whose episodes are evaluation.
+    """
+    task = None if route.task is None else same_tenant(own, route.task)
+    split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)
+    return CallIdentity(own, name, OWN_EPISODE, DEFAULT_AGENT, task, split=split)
 
 
 def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:

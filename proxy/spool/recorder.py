@@ -12,7 +12,6 @@ from typing import Final
 
 import structlog
 
-from proxy.calls.recent import Recent
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
 from proxy.spool.segments import CapturedCall, Frame, Gap, encode_frame
@@ -38,7 +37,6 @@ class Recorder:
         root: Path,
         *,
         segment_bytes: int,
-        recent: Recent,
         redactor: Redactor | None = None,
     ) -> None:
         """Take a folder under `root`; with a redactor, each record goes through it before.
@@ -46,7 +44,6 @@ class Recorder:
         Raises:
             OSError: it cannot be created or written, and that will not change by itself.
         """
-        self._recent = recent
         self._redactor = redactor
         self._redacting: set[asyncio.Task[None]] = set()
         self._gaps: dict[str, None] = {}
@@ -60,11 +57,8 @@ class Recorder:
             root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
         )
 
-    def take(
-        self, record: CapturedCall, call: str, response_id: str | None
-    ) -> "asyncio.Future[bool]":
+    def take(self, record: CapturedCall) -> "asyncio.Future[bool]":
         """Take a call's record; it is written whether or not the future is awaited."""
-        self._recent.remember_call(record, call, response_id)
         if self._redactor is None:
             return self._append(record, record.episode)
         durable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

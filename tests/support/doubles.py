@@ -7,18 +7,17 @@ from typing import Any
 
 import msgspec
 
-from proxy.calls.call import CallHandler
-from proxy.calls.recent import Recent
+from proxy.calls.call import CallParts
 from proxy.errors import UpstreamBroke
-from proxy.feedback.endpoint import FeedbackEndpoint
+from proxy.feedback.endpoint import FeedbackEndpoint, RecentTargets
 from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
 from proxy.http.client import Torn
 from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
+from proxy.identity.call_memory import CallMemory
 from proxy.identity.names import EVAL_TASKS
 from proxy.intake import Intake
 from proxy.keys.gate import NO_KEYS, Gate
-from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.upstreams.upstreams import Member, Upstreams
@@ -127,9 +126,7 @@ class Remembered:
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
-    def take(
-        self, record: CapturedCall, call: str, response_id: str | None
-    ) -> "asyncio.Future[bool]":
+    def take(self, record: CapturedCall) -> "asyncio.Future[bool]":
         """Keep the record as the spool would."""
         self._keep(record)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -157,22 +154,24 @@ def data_port(
     server: SaidServer, kept: Remembered, intake: Intake, folder: Path
 ) -> tuple[Connection, Wire]:
     """Connect a client to a worker's whole data port."""
-    versions, recent, away = Versions(), Recent(), NoDatabase()
+    versions, away = Versions(), NoDatabase()
     versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
-    relay = CallHandler(
+    parts = CallParts(
         Upstreams([Member("one", (), True, server)]),
         versions,
         kept,  # type: ignore[arg-type]
         away,  # type: ignore[arg-type]
-        intake=intake,
-        max_reply=MOST,
-        eval_tasks=EVAL_TASKS,
+        intake,
+        CallMemory(),
+        RecentTargets(),
+        MOST,
+        EVAL_TASKS,
     )
-    keys = IdempotencyStore(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
-    desk = FeedbackEndpoint(kept, recent, away, intake, keys)  # type: ignore[arg-type]
+    keys = IdempotencyStore(KeyFiles(folder), away)  # type: ignore[arg-type]
+    feedback = FeedbackEndpoint(kept, parts.targets, away, intake, keys)  # type: ignore[arg-type]
     gate = Gate("anyone")
     gate.take(NO_KEYS)
-    handler = data_handler(relay, desk, gate, Owners(None), may_delete_models=False)
+    handler = data_handler(parts, feedback, gate, may_delete_models=False)
     connection, wire = Connection(Server(handler)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)

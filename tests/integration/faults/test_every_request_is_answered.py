@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.calls import answering, asking, recording, routing
+from proxy.calls import answer, recording
 from proxy.calls import call as steps
 from proxy.http.exchange import Exchange
 from proxy.metrics import UNFORESEEN
@@ -39,14 +39,12 @@ async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes
     return head, body
 
 
-STEPS = {
-    "read_request": asking,
-    "lowered": Exchange,
-    "identify": asking,
-    "for_upstream": routing,
-    "rewritten": steps,
-    "answer_of": steps,
-}
+# The step that fails, by the name of what it calls; `lowered` is a method.
+STEPS = ("read_request", "lowered", "identify", "for_upstream", "rewritten", "comes_in_events")
+
+
+def fail(patched: pytest.MonkeyPatch, step: str) -> None:
+    patched.setattr(Exchange if step == "lowered" else steps, step, fails)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -55,7 +53,7 @@ async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
 ) -> None:
     before = UNFORESEEN._value.get()
-    monkeypatch.setattr(STEPS[step], step, fails)
+    fail(monkeypatch, step)
     head, body = await ask(proxy, post(path, BODY))
     assert head.startswith(b"HTTP/1.1 500 ")
     assert b"x-pawl-fault: proxy" in head
@@ -70,23 +68,23 @@ async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     assert str(call.id) in said["error"]["message"]
 
 
-@pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "answer_of"])
+@pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "comes_in_events"])
 async def test_a_failing_step_leaves_what_the_steps_before_it_found(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr({**STEPS, "parse_tool_status": asking}[step], step, fails)
+    fail(monkeypatch, step)
     headers = {"x-pawl-episode": "named", "x-pawl-agent": "writer", "x-pawl-tool-status": "ok"}
     assert (await proxy.chat(headers=headers)).status == 500
     [episode] = await proxy.episodes(1)
     [call] = episode.calls
     assert (episode.key, call.agent) == ("named", "writer")
-    assert call.http_status == (200 if step == "answer_of" else None)
+    assert call.http_status == (200 if step == "comes_in_events" else None)
 
 
 async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering.ReplyBuffer, "add", fails)
+    monkeypatch.setattr(answer.ReplyBuffer, "add", fails)
     _, body = await ask(proxy, post(CHAT, BODY[:-1] + b',"stream":true}'))
     assert b'data: {"error":{"message":"The proxy failed' in body
     assert not body.endswith(b"0\r\n\r\n")

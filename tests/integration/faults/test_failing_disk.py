@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.recent import Recent
 from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder
@@ -192,7 +191,7 @@ async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_af
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(tmp_path, segment_bytes=2**20)
     assert await recorder.take(captured("e", total_ms=1.0), "c1", None)
     mend = failing("write", "ftruncate")
     assert not await recorder.take(captured("e"), "c2", None)
@@ -219,7 +218,7 @@ async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_af
 
 async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
     before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(tmp_path, segment_bytes=2**20)
     assert not await recorder.take(captured("\ud800"), "c", None)
     assert await recorder.take(captured("e"), "c", None)
     assert ledger()["pawl_records_dropped_total"] == before + 1

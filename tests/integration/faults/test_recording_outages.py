@@ -14,7 +14,6 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.recent import Recent
 from proxy.ingester import outages
 from proxy.ingester.drain import Drainer
 from proxy.ingester.outages import RecordingOutages
@@ -36,7 +35,6 @@ RESERVE = 8192
 WORKER = """
 import asyncio, sys, time
 from pathlib import Path
-from proxy.calls.recent import Recent
 from proxy.spool import writer as segment_writer
 from proxy.spool.recorder import Recorder
 from tests.support.records import captured
@@ -44,7 +42,7 @@ from tests.support.records import captured
 segment_writer.RESERVE_BYTES = int(sys.argv[2])
 
 async def main() -> None:
-    recorder = Recorder(Path(sys.argv[1]), segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(Path(sys.argv[1]), segment_bytes=2**20)
     while episode := (await asyncio.to_thread(sys.stdin.readline)).strip():
         print(await recorder.take(captured(episode, started_at=time.time()), "c", None), flush=True)
     await recorder.close()
@@ -158,7 +156,7 @@ async def recorder(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder
 
 
 def recorder_on(disk: Path) -> Recorder:
-    return Recorder(disk, segment_bytes=2**20, recent=Recent())
+    return Recorder(disk, segment_bytes=2**20)
 
 
 async def take(recorder: Recorder, episode: str) -> bool:

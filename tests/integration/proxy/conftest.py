@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.calls import routing
+from proxy.calls import call
 from proxy.feedback import endpoint
 from proxy.feedback import idempotency as desk
 
@@ -10,5 +10,5 @@ from proxy.feedback import idempotency as desk
 @pytest.fixture
 def _patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The database has the time to answer a call that it takes on a slow machine."""
-    for module, name in ((routing, "PIN_S"), (endpoint, "LOOK_UP_S"), (desk, "LOOK_UP_S")):
+    for module, name in ((call, "PIN_S"), (endpoint, "LOOK_UP_S"), (desk, "LOOK_UP_S")):
         monkeypatch.setattr(module, name, 60.0)

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
-from proxy.calls.answering import ReplyBuffer
+from proxy.calls.answer import ReplyBuffer
 from proxy.ingester import batch_writer, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import HEAD_BYTES, encode_frame

@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.values import MutexValue
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.recent import Recent
 from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder
@@ -65,7 +64,7 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
     engine: AsyncEngine, full_disk: Path, frames: int
 ) -> None:
     before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(full_disk, segment_bytes=2**20)
     assert await recorder.take(captured("whole"), "c0", None)
     fill(full_disk)
     # The last page of the segment has room for a few.
@@ -97,7 +96,7 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
 
 
 async def test_a_reserve_that_somebody_removed_takes_no_mark(full_disk: Path) -> None:
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(full_disk, segment_bytes=2**20)
     assert await recorder.take(captured("whole"), "c0", None)
     fill(full_disk)
     for reserve in full_disk.glob("0/*.open"):
@@ -116,7 +115,7 @@ async def test_marks_beyond_the_reserve_wait_in_memory(
     engine: AsyncEngine, full_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(full_disk, segment_bytes=2**20)
     assert await recorder.take(captured("whole"), "c0", None)
     fill(full_disk)
     long = "e" * 600_000
@@ -142,7 +141,7 @@ async def test_at_every_step_of_a_refusal_the_counts_add_up(
         count(self, amount)
         steps.append(ledger())
 
-    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(tmp_path, segment_bytes=2**20)
     failing("write", "ftruncate")
     before = ledger()
     monkeypatch.setattr(MutexValue, "inc", counted)
@@ -163,7 +162,7 @@ async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
     fillers = [small_disk / name for name in ("w", "x", "y", "z")]
     for filler in fillers:
         filler.write_bytes(b"")
-    recorder = Recorder(small_disk, segment_bytes=2**20, recent=Recent())
+    recorder = Recorder(small_disk, segment_bytes=2**20)
     assert not await recorder.take(captured("e"), "c", None)
     for filler in fillers:
         filler.unlink()

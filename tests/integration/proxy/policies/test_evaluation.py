@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy import text
 
-from proxy.calls import asking
+from proxy.calls import call as steps
 from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
 from tests.support.waiting import eventually
@@ -57,7 +57,7 @@ async def test_a_call_whose_body_cannot_be_read_is_evaluation_too(
         monkeypatch.undo()
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(asking, "read_request", failing)
+    monkeypatch.setattr(steps, "read_request", failing)
     assert (await proxy.chat("/split/eval")).status == 500
     assert {split for _, split in await splits(proxy, 1)} == {"eval"}
 

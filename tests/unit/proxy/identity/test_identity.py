@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest, ReplySummary
 from proxy.formats.chat import CHAT
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
-from proxy.identity.identify import Identity, identify, retry_count
+from proxy.identity.identify import CallIdentity, identify, retry_count
 from proxy.routing import Kind, Route
 from store.records import ToolCall
 from store.tenants import DEFAULT, own_digests, scoped, tenant_of
@@ -39,7 +39,7 @@ def who(
     route: Route = PLAIN,
     fields: dict[str, Any] | None = None,
     stitches: CallMemory | None = None,
-) -> Identity:
+) -> CallIdentity:
     fields = FIRST if fields is None else fields
     body = json.dumps(fields).encode()
     request = ModelRequest(body, fields=fields)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest
 from proxy.formats.chat import CHAT
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.identify import Identity, identify, split_outside
+from proxy.identity.identify import CallIdentity, identify, split_outside
 from proxy.identity.names import EVAL_TASKS
 from proxy.routing import Kind, Route, find_route
 
@@ -22,7 +22,7 @@ def who(
     prefix: str = "",
     metadata: Any = None,
     stitches: CallMemory | None = None,
-) -> Identity:
+) -> CallIdentity:
     fields: dict[str, Any] = {"messages": []} | ({} if metadata is None else {"metadata": metadata})
     route = find_route("POST", prefix + PATH)
     request = ModelRequest(b"{}", fields=fields)
