@@ -26,7 +26,7 @@ from rich.table import Table
 from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
 from proxy.formats.registry import FORMATS
 from proxy.identity.call_memory import RESPONSE, CallMemory, provided_fingerprints
-from proxy.identity.identify import Identity, identify, retry_count
+from proxy.identity.identify import CallIdentity, identify, retry_count
 from proxy.routing import Kind, Route
 from store.ids import new_id
 
@@ -57,7 +57,7 @@ class Seen(msgspec.Struct):
 
     run: int
     id: UUID
-    who: Identity
+    who: CallIdentity
     seconds: float
     provides: tuple[bytes, ...] = ()
 
