@@ -16,10 +16,9 @@ from pawl.commands.episodes import credit, export
 from pawl.commands.judging import judge
 from pawl.commands.keys import app as keys
 from pawl.commands.local import demo, example, up
-from pawl.commands.moving import freeze, promote, rollback
+from pawl.commands.moving import freeze, promote, retrain, rollback
 from pawl.commands.policies import app as policies
 from pawl.commands.processes import proxy, steward, trainer
-from pawl.commands.rebuilding import rebuild
 from pawl.commands.records import migrate, spool
 from pawl.commands.rollout import rollout
 from pawl.logs import configure_logging
@@ -57,7 +56,7 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
-for verb in (promote, rollback, freeze, rebuild):
+for verb in (promote, rollback, retrain, freeze):
     policies.command()(verb)
 
 

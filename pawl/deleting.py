@@ -10,10 +10,10 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.ingester.removing import letters_of, remove_letters, waiting
-from store.deleting.choosing import Chosen, Selection, named, selected
 from store.deleting.delete import delete_episode, deleted_before, mark_deleted
 from store.deleting.receipts import Receipt
 from store.errors import StoreError
+from store.selecting import Chosen, Selection, named, selected
 from store.tenants import bare
 
 LOOK_S: Final = 0.5
@@ -121,7 +121,7 @@ def as_text(receipt: Receipt, *, dry: bool) -> str:
     if receipt.trained:
         carried = receipt.carried_by
         line += f"; trained on by {', '.join(receipt.trained)}, carried by {len(carried)} versions"
-        line += " (`pawl policies rebuild` trains them again without it)"
+        line += " (`pawl policies retrain` starts again before them)"
     if receipt.linked:
         line += f"; linked with {', '.join(receipt.linked[:TOLD])}, not deleted"
     return line

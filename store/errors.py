@@ -29,10 +29,9 @@ class ClaimLost(StoreError):
 
 
 class ClaimSpoilt(StoreError):
-    """Report that an update holds an episode that must not be trained on, as is known since.
+    """Report that an update cannot be recorded, for what happened since its claim.
 
-    Such an update cannot be recorded. It still runs; once it is released, that episode is not
-    claimed again.
+    It still runs: release it, and claim again.
     """
 
 
@@ -42,6 +41,10 @@ class TurnedEvaluation(ClaimSpoilt):
 
 class HoldsRolledBack(ClaimSpoilt):
     """Report that an update holds an episode of a version that was rolled back since its claim."""
+
+
+class LineEnded(ClaimSpoilt):
+    """Report that an update was trained from a version that a retraining has ended since."""
 
 
 class BadPolicies(StoreError):
@@ -66,6 +69,10 @@ class NotGated(StoreError):
 
 class UnknownUpdate(StoreError):
     """Report that no finished update, or more than one, has that version or id."""
+
+
+class UnknownNames(StoreError):
+    """Report names of episodes or keys that the ledger does not have; nothing was changed."""
 
 
 class BadKey(StoreError):

@@ -22,10 +22,11 @@ DESCENDANTS: Final = """
         SELECT u.version FROM updates u JOIN built ON u.parent_version = built.version
         WHERE u.policy = :name AND u.version IS NOT NULL)
 """
-# A version that failed: it was rolled back, or rejected by its replay. One that made way for a
-# newer one did not fail.
+# A version that failed: it was rolled back, ended by a retraining, or rejected by its replay. One
+# that made way for a newer one did not fail.
 _FAILED: Final = """
-    (policies.rolled_back_at IS NOT NULL OR policies.state = 'rejected' AND EXISTS (
+    (policies.rolled_back_at IS NOT NULL OR policies.ended_at IS NOT NULL
+        OR policies.state = 'rejected' AND EXISTS (
         SELECT FROM policy_events v WHERE v.name = policies.name AND v.version = policies.version
             AND v.to_state = 'rejected' AND jsonb_exists(v.evidence, 'replay')))
 """
@@ -60,7 +61,7 @@ _HEAD: Final = text(
 _FAILED_ANCESTOR: Final = text(
     f"""
     WITH RECURSIVE chain AS (
-        SELECT parent_version AS version FROM updates WHERE policy = :name AND version = :version
+        SELECT CAST(:version AS integer) AS version
         UNION
         SELECT u.parent_version FROM chain JOIN updates u
             ON u.policy = :name AND u.version = chain.version)
@@ -110,7 +111,7 @@ async def lock_descendants(
 async def failed_ancestor(
     connection: AsyncConnection, name: str, version: int
 ) -> PolicyVersion | None:
-    """Return the oldest ancestor of a version that failed, or None if none did."""
+    """Return the oldest that failed of a version and its ancestors, or None if none did."""
     values = {"name": name, "version": version}
     row = (await connection.execute(_FAILED_ANCESTOR, values)).first()
     return None if row is None else version_of(row)

@@ -24,7 +24,6 @@ from store.schema.trained import (
     MANIFEST_SHA256,
     ONCE_SERVED,
     PROBE_TOLERANCE,
-    REBUILT,
     policies,
     updates,
 )
@@ -37,12 +36,11 @@ def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
     return query.scalar_subquery().label(label)
 
 
-# A version with the hash of its manifest, the update that was trained again for it, its KL to the
-# base model (figures of its own update), and the probe's tolerance (in that update's recipe).
+# A version with the hash of its manifest, its KL to the base model (figures of its own update), and
+# the probe's tolerance (in that update's recipe).
 _VERSIONS: Final = select(
     policies,
     _of_own_update(MANIFEST_SHA256, updates.c.metrics[MANIFEST_SHA256].astext),
-    _of_own_update(REBUILT, updates.c.metrics[REBUILT]["source"].astext),
     _of_own_update(KL_TO_BASE, updates.c.metrics[KL_TO_BASE].as_float()),
     _of_own_update(PROBE_TOLERANCE, updates.c.recipe["publish"]["tolerance"].as_float()),
 ).order_by(policies.c.name, policies.c.version)
@@ -94,10 +92,10 @@ _PINNED_VERSION: Final = text(
 # The one that had the traffic before it, as far as that can be loaded again; or the base model.
 # That is told by times: an operator may have given it back to an older one in between. The base
 # model's beginning has no time. What was trained on from one that was rolled back may have what
-# that was rolled back for.
+# that was rolled back for, and an ended one is in doubt.
 _BEFORE: Final = text(
     f"""
-    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
+    {DESCENDANTS.format(of="(rolled_back_at IS NOT NULL OR ended_at IS NOT NULL)")}
     SELECT version FROM policies
     WHERE name = :name AND version < :version AND version NOT IN (SELECT version FROM built)
         AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
@@ -133,7 +131,7 @@ _WAITED_FOR: Final = text(
 # the traffic, whether its files are there or not.
 _ONCE_SERVED: Final = text(
     f"""
-    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")},
+    {DESCENDANTS.format(of="(rolled_back_at IS NOT NULL OR ended_at IS NOT NULL)")},
     served AS (
         SELECT version, rank() OVER (ORDER BY max(at) DESC, version DESC) AS place
         FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0

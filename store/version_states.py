@@ -32,7 +32,7 @@ from store.version_queries import numbered_version, version_before
 from store.versions import Actor, PolicyState, PolicyVersion, policy_name
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
-# end, `serving`; a part of a rebuilt line begins `rejected`, until the line is whole.
+# end, `serving`.
 ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "written": frozenset({"ready", "candidate", "rejected"}),
     "ready": frozenset({"serving", "retired", "rejected"}),
@@ -45,11 +45,11 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "rolled_back": frozenset({"retired"}),
     # It is called back to serve again.
     "retired": frozenset({"published"}),
-    "rejected": frozenset({"serving"}),
+    "rejected": frozenset(),
 }
 # States of versions that never had traffic, and of those that have it only to be tried.
-_WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
-_NOT_LIVE: Final[tuple[PolicyState, ...]] = (*_WITHOUT_TRAFFIC, "canary")
+WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
+_NOT_LIVE: Final[tuple[PolicyState, ...]] = (*WITHOUT_TRAFFIC, "canary")
 # After so many rejections in a row the trainer holds and tries the servers, on an adapter that it
 # made up (`trainer.updates.holding`): what fails after that is not the servers' fault.
 SERVER_TRIED: Final = 2
@@ -133,6 +133,12 @@ async def change_state(
     """
     if to == version.state:
         return
+    if version.ended and to not in ("rolled_back", "retired"):
+        raise RolledBack(
+            f"{version.name}@{version.version} ended when the policy's line started again, so it"
+            f" cannot become {to!r}: nothing brings it back; import its adapter as a version of its"
+            " own"
+        )
     if version.rolled_back and to not in ("rolled_back", "retired"):
         raise RolledBack(
             f"{version.name}@{version.version} was rolled back, so it cannot become {to!r}: "
@@ -271,14 +277,12 @@ async def add_version(
     version: int,
     adapter_path: str,
     update_id: UUID,
-    state: PolicyState = "written",
     *,
     imported_from: str | None = None,
 ) -> None:
-    """Record a version whose adapter is complete on disk, in `state`.
+    """Record a version whose adapter is complete on disk.
 
-    `imported_from` is where the adapter came from, if no update trained it. A version of a rebuild
-    is `rejected` until its line is whole.
+    `imported_from` is where the adapter came from, if no update trained it.
     """
     base = policies.alias("base")
     tenant = select(base.c.tenant).where(base.c.name == name, base.c.version == 0)
@@ -286,7 +290,7 @@ async def add_version(
         insert(policies).values(
             name=name,
             version=version,
-            state=state,
+            state="written",
             served_name=policy_name(name, version, name),
             tenant=func.coalesce(tenant.scalar_subquery(), DEFAULT),
             adapter_path=adapter_path,
@@ -294,10 +298,8 @@ async def add_version(
         )
     )
     why = "its update is done" if imported_from is None else f"imported from {imported_from}"
-    if state == "rejected":
-        why = "it is a part of a rebuild, which serves once the line is whole"
     actor: Actor = "trainer" if imported_from is None else "import"
-    await add_event(connection, name, version, state, reason=why, actor=actor)
+    await add_event(connection, name, version, "written", reason=why, actor=actor)
 
 
 # It gets the traffic at once, or together with versions of other policies
@@ -605,7 +607,7 @@ async def reject_with_chain(
 
 
 async def reject_orphan(connection: AsyncConnection, name: str, version: int) -> str | None:
-    """Reject a version without traffic if one of its ancestors failed meanwhile.
+    """Reject a version without traffic if it ended meanwhile, or one of its ancestors failed.
 
     Return why it was, or None. Until the transaction ends nothing of the policy fails.
 
@@ -727,11 +729,13 @@ async def _reject_descendants(
     """Reject the descendants of a version that never had traffic; roll a canary among them back."""
     why = _trained_on_from(version)
     for descendant in await lock_descendants(connection, version, _NOT_LIVE):
-        to: PolicyState = "rejected" if descendant.state in _WITHOUT_TRAFFIC else "rolled_back"
+        to: PolicyState = "rejected" if descendant.state in WITHOUT_TRAFFIC else "rolled_back"
         await change_state(connection, descendant, to, reason=why, actor=actor)
 
 
 def _trained_on_from(ancestor: PolicyVersion) -> str:
+    if ancestor.ended:
+        return f"{ancestor.name}@{ancestor.version} ended when the policy's line started again"
     failed = (
         "failed its replay" if ancestor.state in ("candidate", "rejected") else "was rolled back"
     )

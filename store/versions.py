@@ -38,7 +38,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
 
     `files_deleted` says that its files are gone, as nothing could ask for them any more. The policy
     is the `tenant`'s. `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None
-    if it was not recorded. `rebuilt_from` is the past update that was trained again for it.
+    if it was not recorded.
     `kl_to_base` is how far it is from the base model, in nats a token on what it was trained on;
     None if that was not measured.
     """
@@ -52,7 +52,6 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     files_deleted: bool = False
     tenant: str = DEFAULT
     manifest_sha256: str | None = None
-    rebuilt_from: UUID | None = None
     kl_to_base: float | None = None
     # How far what is served of it may be from what was trained, by the recipe that made it.
     probe_tolerance: float | None = None
@@ -60,6 +59,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     share: float | None = None
     # It lost the gate, or fell behind later: nothing is trained from it, or on its episodes.
     rolled_back: bool = False
+    # A retraining started the policy's line again at an older version.
+    ended: bool = False
 
 
 class PolicyEvent(Record, frozen=True, kw_only=True):

@@ -38,7 +38,6 @@ SLOW: Final = (
     "tests/integration/trainer/learners/test_processes.py",
     "tests/integration/trainer/learners/test_sharing.py",
     "tests/integration/trainer/publishing/test_files_by_state.py",
-    "tests/integration/trainer/rebuilding",
     "tests/integration/trainer/recovery/test_misconfigured.py",
 )
 

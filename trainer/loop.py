@@ -216,6 +216,7 @@ class Loop:
                 await self._weigh(error, claim)
             except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
+                parent = await self._parent()
             else:
                 return True
         return False

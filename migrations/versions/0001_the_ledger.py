@@ -424,6 +424,19 @@ def upgrade() -> None:
     )
     op.create_index("ix_feedback_request_id", "feedback", ["request_id"])
     op.create_table(
+        "freed_consumptions",
+        sa.Column("episode_id", sa.Uuid(), nullable=False),
+        sa.Column("policy", sa.Text(), nullable=False),
+        sa.Column("update_id", sa.Uuid(), nullable=False),
+        sa.Column("trained", sa.Boolean(), nullable=False),
+        sa.Column("reason", sa.Text()),
+        sa.Column("at", TIME, nullable=False),
+        sa.ForeignKeyConstraint(
+            ["update_id"], ["updates.id"], name="fk_freed_consumptions_update_id"
+        ),
+        sa.PrimaryKeyConstraint("episode_id", "policy", "update_id", name="pk_freed_consumptions"),
+    )
+    op.create_table(
         "judgements",
         sa.Column("episode_id", sa.Uuid(), nullable=False),
         sa.Column("judge", sa.Text(), nullable=False),
@@ -455,10 +468,15 @@ def upgrade() -> None:
         sa.Column("share", sa.Double()),
         sa.Column("gate", postgresql.JSONB()),
         sa.Column("rolled_back_at", TIME),
+        sa.Column("ended_at", TIME),
         sa.Column("frozen_at", TIME),
         sa.CheckConstraint(
             "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back' ELSE state IN ('rolled_back', 'retired') END",
             name=op.f("ck_policies_rolled_back_for_good"),
+        ),
+        sa.CheckConstraint(
+            "ended_at IS NULL OR state IN ('published', 'rolled_back', 'retired', 'rejected')",
+            name=op.f("ck_policies_ended_for_good"),
         ),
         sa.CheckConstraint(
             "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
@@ -641,6 +659,7 @@ def downgrade() -> None:
         "tool_events",
         "policies",
         "judgements",
+        "freed_consumptions",
         "feedback",
         "episode_policies",
         "updates",

@@ -15,7 +15,7 @@ from store.records import Record
 from store.tenants import DEFAULT, scoped
 
 if TYPE_CHECKING:
-    from store.deleting.choosing import Selection
+    from store.selecting import Selection
 
 app = typer.Typer(no_args_is_help=True, help="Delete recorded episodes from everywhere.")
 
@@ -104,7 +104,7 @@ def delete(flags: DeleteFlags) -> None:
 
 def _selection(flags: DeleteFlags) -> "Selection | None":
     """Return which episodes are selected, or None if nothing selects any."""
-    from store.deleting.choosing import Selection
+    from store.selecting import Selection
 
     selection = Selection(
         tenant=flags.tenant,

@@ -1,4 +1,4 @@
-"""Define `pawl policies promote`, `rollback` and `freeze`: move a policy's traffic by hand."""
+"""Define `pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pawl.steward.rollback import Loaded
+    from store.retraining import Retrained
     from store.versions import PolicyVersion
 
 VersionName = Annotated[
@@ -73,6 +74,55 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
         print(f"{serves.served_name} serves")
     if serves is not None and loaded is not None and loaded.why_not is not None:
         print(f"{loaded.version.served_name} could not be loaded: {loaded.why_not}")
+
+
+def retrain(
+    name: PolicyName,
+    start: Annotated[
+        int, typer.Option("--from", min=0, help="Version to start at; 0: the base model.")
+    ],
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="QUERY",
+            help="Leave out an episode, by key or id, or those that meet all of FIELD=VALUE,...:"
+            " task, prefix, agent, key, since, before, scored-since, scored-before. May be given"
+            " several times.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+    ] = False,
+    reason: Reason = BY_HAND,
+    tenant: OfTenant = None,
+) -> None:
+    """Start a policy's line of versions again at an older version, without some episodes.
+
+    For the day on which rewards turn out to be wrong. The version gets the traffic, and all after
+    it end: nothing is trained from them, and they never serve again. The episodes that these
+    consumed are free, and the policy's trainer trains the version on them, but for those left out,
+    which no update claims any more. Episodes under way keep their version. A trainer may run
+    meanwhile: an update under way is given up.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). A version that was
+    retired is loaded first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS)
+    and the adapters' files can be reached.
+
+    Status 2: there is no such version, episode or key, or the line cannot start at the version.
+    """
+    from pawl.policies.retraining import as_text, read_without, retrain_by_hand
+    from trainer.publishing.model_server import Replicas
+
+    left_out = read_without(without or ())
+
+    async def work(engine: "AsyncEngine") -> "Retrained":
+        settings = read_settings(StewardSettings)
+        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
+            return await retrain_by_hand(
+                engine, replicas, (name, start), left_out, reason, tenant, dry_run=dry_run
+            )
+
+    print(as_text(with_engine(work)))
 
 
 def freeze(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Show policies and versions; export, import, promote, roll back or rebuild them.",
+    help="Show policies and versions; export, import, promote, roll back or retrain them.",
 )
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]

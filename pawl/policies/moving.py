@@ -57,10 +57,7 @@ async def promote_by_hand(
         versions = await policy_versions(connection, name, tenant)
         chosen = _chosen(versions, number)
         _refuse_what_cannot_serve(chosen)
-        called_back = await was_called_back(connection, chosen)
-    if called_back:
-        await make_room(engine, replicas, chosen, OPERATOR)
-        await _load_first(replicas, RollbackTarget(version=chosen, base=_numbered(versions, 0)))
+    await load_if_called_back(engine, replicas, chosen, numbered(versions, 0))
     async with engine.begin() as connection:
         evidence = await _trial_so_far(connection, chosen)
         await lock_policies(connection, [name])
@@ -74,7 +71,7 @@ async def promote_by_hand(
 def _chosen(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
     name = versions[0].name
     if number is not None:
-        return _numbered(versions, number)
+        return numbered(versions, number)
     for state in NEXT:
         for version in versions:
             if version.state == state:
@@ -84,7 +81,12 @@ def _chosen(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
     )
 
 
-def _numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
+def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
+    """Return the version of a policy with this number.
+
+    Raises:
+        UnknownPolicy: there is none; the message names those that there are.
+    """
     for version in versions:
         if version.version == number:
             return version
@@ -103,16 +105,22 @@ def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
         )
 
 
-async def _load_first(replicas: Replicas, before: RollbackTarget) -> None:
-    """Load a version that was called back on every replica that answers.
+async def load_if_called_back(
+    engine: AsyncEngine, replicas: Replicas, version: PolicyVersion, base: PolicyVersion
+) -> None:
+    """Load a version that was retired and called back on every replica that answers.
 
     Raises:
         NotGated: it is not there afterwards.
     """
-    loaded = await load_again(replicas, before)
+    async with engine.connect() as connection:
+        if not await was_called_back(connection, version):
+            return
+    await make_room(engine, replicas, version, OPERATOR)
+    loaded = await load_again(replicas, RollbackTarget(version=version, base=base))
     if loaded.why_not is not None:
         raise NotGated(
-            f"{before.version.served_name} had been retired, and could not be loaded again, so it"
+            f"{version.served_name} had been retired, and could not be loaded again, so it"
             f" was not promoted: {loaded.why_not}; run this again where the model servers"
             " (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files are within reach"
         )
@@ -162,7 +170,7 @@ async def roll_back_by_hand(
         if number is None:
             [chosen] = [one for one in versions if one.state == "serving"]
         else:
-            chosen = _numbered(versions, number)
+            chosen = numbered(versions, number)
         if chosen.state != "serving" or not chosen.version:
             await roll_back(connection, chosen, reason=reason, actor=OPERATOR)
             return chosen, None, None

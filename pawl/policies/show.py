@@ -1,8 +1,7 @@
 """Show the versions of a policy with their evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from uuid import UUID
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -29,9 +28,9 @@ class VersionLine(Record, frozen=True, kw_only=True):
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
     lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
     as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
-    are not those that were written, and `unread` that they cannot be read for now. `rebuilt_from`
-    is the version, or the update that made none, that was trained again for it; `kl_to_base` how
-    far it is from the base model, in nats a token on what it was trained on. `explore` is there
+    are not those that were written, and `unread` that they cannot be read for now. `ended` says
+    that the policy's line started again before it (`pawl policies retrain`); `kl_to_base` how far
+    it is from the base model, in nats a token on what it was trained on. `explore` is there
     only on the version that serves, if the policy explores; `trial` only on the one that is tried:
     what a gate would decide about it by now, and by what. `waits` is on a candidate whose replay
     could ask nothing: why, and what to do. `unwatched` is on a trained version that
@@ -45,10 +44,10 @@ class VersionLine(Record, frozen=True, kw_only=True):
     mean: float | None = None
     low: float | None = None
     high: float | None = None
+    ended: bool = False
     files_deleted: bool = False
     altered: bool = False
     unread: bool = False
-    rebuilt_from: str | UnsetType = UNSET
     kl_to_base: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
     trial: Decision | UnsetType = UNSET
@@ -77,7 +76,6 @@ async def versions_of(
         unwatched = await unwatched_of(connection, name)
     spec = None if policies is None else policies.named(name)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
-    made_by = {one.update_id: f"{name}@{one.version}" for one in versions}
     lines = []
     for version in versions:
         line = VersionLine(
@@ -88,7 +86,7 @@ async def versions_of(
             trial=tried[1] if tried and tried[0] == version.version else UNSET,
             waits=waits[1] if waits and waits[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
-            rebuilt_from=_source(version, made_by),
+            ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
             **_of_files(version),
         )
@@ -104,12 +102,6 @@ async def versions_of(
             )
         lines.append(line)
     return lines
-
-
-def _source(version: PolicyVersion, made_by: Mapping[UUID | None, str]) -> str | UnsetType:
-    """Return what was trained again for a version, if it was rebuilt."""
-    source = version.rebuilt_from
-    return UNSET if source is None else made_by.get(source, str(source))
 
 
 def _trial(trial: Decision) -> str:
@@ -154,10 +146,13 @@ def table(lines: Sequence[VersionLine]) -> Table:
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
-        more = {"deleted": line.files_deleted, "altered": line.altered, "unread": line.unread}
+        more = {
+            "ended": line.ended,
+            "deleted": line.files_deleted,
+            "altered": line.altered,
+            "unread": line.unread,
+        }
         words = [word for word, is_so in more.items() if is_so]
-        if line.rebuilt_from is not UNSET:
-            words.append(f"rebuilt from {line.rebuilt_from}")
         state = ", ".join([line.state, *words])
         reward = (line.eval_episodes, line.scored, line.mean, interval)
         shown = [line.version, state, *reward]

@@ -5,7 +5,6 @@ from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
 from store.records import Record
-from store.schema.trained import REBUILT
 
 # `marked`: nothing was recorded under that name, and nothing will be any more.
 DeletionState = Literal["deleted", "deleted_before", "marked"]
@@ -22,7 +21,7 @@ class Receipt(Record, frozen=True, kw_only=True):
         rewritten_calls: calls of other episodes that were stored as additions to one of its calls,
             and are stored whole now.
         abandoned_updates: updates that were running and held it; their other episodes are free.
-        trained: policy versions whose update was trained on it, rebuilt ones among them.
+        trained: policy versions whose update was trained on it, ended ones among them.
         carried_by: all versions that come from these, themselves included, up to an import.
         linked: other episodes that repeat some of it, or that it repeats; they are not deleted.
     """
@@ -39,14 +38,11 @@ class Receipt(Record, frozen=True, kw_only=True):
     linked: tuple[str, ...] = ()
 
 
-# A version that was rebuilt from the update that consumed it has its reasons among its figures.
-_TRAINED: Final = f"""
-    SELECT c.policy, u.version FROM consumptions c JOIN updates u ON u.id = c.update_id
+_TRAINED: Final = """
+    SELECT c.policy, u.version
+    FROM (TABLE consumptions UNION ALL TABLE freed_consumptions) c
+    JOIN updates u ON u.id = c.update_id
     WHERE c.episode_id = ANY($1) AND c.trained AND u.version IS NOT NULL
-    UNION SELECT c.policy, u.version FROM consumptions c JOIN updates u
-        ON u.policy = c.policy AND u.metrics -> '{REBUILT}' ->> 'source' = c.update_id::text
-    WHERE c.episode_id = ANY($1) AND u.version IS NOT NULL
-        AND NOT u.metrics -> '{REBUILT}' -> 'untrained' ? c.episode_id::text
     ORDER BY 1, 2
 """
 # The weights of an import come from elsewhere, whatever version it follows.

@@ -26,7 +26,6 @@ from store.schema.trained import (
     KL_TO_BASE,
     MANIFEST_SHA256,
     PROBE_TOLERANCE,
-    REBUILT,
     consumptions,
     policies,
     updates,
@@ -50,7 +49,7 @@ class PolicyClaim(Record, frozen=True, kw_only=True):
 
     `version` is the policy's version in the episode. `update_id` is the update that claimed it for
     the policy, if one did. Once that update has consumed it, `trained` says whether it was trained,
-    and `reason` why not, or that a rebuild has left it out since. `late_feedback` counts what was
+    and `reason` why not. `late_feedback` counts what was
     stated after the claim of an update that trained on it.
     """
 
@@ -247,7 +246,6 @@ def _summary_of(row: Row[Any]) -> EpisodeSummary:
 
 def version_of(row: Row[Any]) -> PolicyVersion:
     """Return a row of `policies` as a record; what its update tells of it may not be in the row."""
-    source = getattr(row, REBUILT, None)
     return PolicyVersion(
         name=row.name,
         version=row.version,
@@ -257,12 +255,12 @@ def version_of(row: Row[Any]) -> PolicyVersion:
         update_id=row.update_id,
         files_deleted=row.files_deleted_at is not None,
         manifest_sha256=getattr(row, MANIFEST_SHA256, None),
-        rebuilt_from=None if source is None else UUID(source),
         kl_to_base=getattr(row, KL_TO_BASE, None),
         probe_tolerance=getattr(row, PROBE_TOLERANCE, None),
         tenant=row.tenant,
         share=row.share,
         rolled_back=row.rolled_back_at is not None,
+        ended=row.ended_at is not None,
     )
 
 

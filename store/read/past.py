@@ -13,7 +13,7 @@ from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
 from store.schema.recorded import episodes
-from store.schema.trained import REBUILT, consumptions, policies, updates
+from store.schema.trained import consumptions, policies, updates
 from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
@@ -40,23 +40,22 @@ async def past_update(
 
     Raises:
         UnknownUpdate: there is no such update, or several, or it is not finished, or it imported
-            its version or was rebuilt, or an episode that it consumed was deleted.
+            its version, or an episode that it consumed was deleted.
         Damaged: a call cannot be read back.
     """
     row = await _find(connection, which, policy, tenant)
     await _refuse_deleted(connection, row.id)
-    claim = await load_claim(connection, row.id, as_it_was=True)
+    claim = await load_claim(connection, row.id)
     spent = await connection.execute(select(consumptions).where(consumptions.c.update_id == row.id))
     return PastUpdate(
         claim=claim_at(claim, row.claimed_at, baselines=claim.baselines),
         recipe=row.recipe,
         metrics=row.metrics,
-        # What was trained, and left out of a rebuild since, was trained all the same.
         outcomes=tuple(
             Outcome(
                 episode_id=one.episode_id,
                 trained=one.trained,
-                reason=None if one.trained else one.reason,
+                reason=one.reason,
             )
             for one in spent
         ),
@@ -92,11 +91,6 @@ async def _find(
     if IMPORTED_FROM in rows[0].metrics:
         source = rows[0].metrics[IMPORTED_FROM]
         raise UnknownUpdate(f"{name} was imported from {source}: no episodes were trained for it")
-    if REBUILT in rows[0].metrics:
-        source = rows[0].metrics[REBUILT]["source"]
-        raise UnknownUpdate(
-            f"{name} was rebuilt from update {source}, which claimed its episodes: ask for that"
-        )
     return rows[0]
 
 

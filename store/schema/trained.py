@@ -33,10 +33,6 @@ KL_TO_BASE: Final = "kl_to_base"
 MOST_KL_TO_BASE: Final = "most_kl_to_base"
 # How far what is served of a version may be from what was trained: a key of its update's recipe.
 PROBE_TOLERANCE: Final = "probe_tolerance"
-# Among the figures of an update that trained a past one again (`store.rebuilding.line`).
-REBUILT: Final = "rebuilt"
-# The reason of episodes that were left out of a rebuild: no later update is compared with them.
-LEFT_OUT: Final = "left_out"
 # The condition for a version that is loaded, or that will be: of all that there ever were few are.
 LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
 # The condition for a published version that had the traffic: a canary which made way for another
@@ -73,6 +69,9 @@ policies = Table(
     Column("gate", JSONB),
     # It was rolled back, which stays so: nothing is trained from it, or on its episodes.
     Column("rolled_back_at", When),
+    # The policy's line started again before it (`store.retraining`): it never serves again, nothing
+    # is trained from it, and it makes no episode older.
+    Column("ended_at", When),
     # Of version 0: nothing but an operator changes which of the policy's versions has traffic.
     Column("frozen_at", When),
     one_of("state", POLICY_STATES),
@@ -81,6 +80,10 @@ policies = Table(
         "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back'"
         " ELSE state IN ('rolled_back', 'retired') END",
         name="rolled_back_for_good",
+    ),
+    CheckConstraint(
+        "ended_at IS NULL OR state IN ('published', 'rolled_back', 'retired', 'rejected')",
+        name="ended_for_good",
     ),
     CheckConstraint(
         "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
@@ -145,7 +148,8 @@ updates = Table(
     # The version that training starts from, and the one that it made.
     Column("parent_version", Integer, nullable=False),
     Column("version", Integer),
-    # `expired`: the update only spent episodes that could not be trained any more.
+    # `expired`: the update only consumed episodes that could not be trained any more. `abandoned`:
+    # its episodes are free again; one that has a version was of a line that a retraining ended.
     Column("state", Text, nullable=False),
     # The whole recipe, so that an update can be repeated.
     Column("recipe", JSONB, nullable=False),
@@ -181,7 +185,8 @@ consumptions = Table(
     Column("policy", Text, primary_key=True),
     Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
     Column("trained", Boolean, nullable=False),
-    # Why it was not trained, such as `stale`, `aged`, `alone`, `too_long` or `rolled_back`.
+    # Why it was not trained, such as `stale`, `aged`, `alone`, `too_long`, `rolled_back` or
+    # `left_out`.
     Column("reason", Text),
     Column("at", When, nullable=False, server_default=text("now()")),
     ForeignKeyConstraint(
@@ -189,4 +194,16 @@ consumptions = Table(
     ),
     CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
     Index("ix_consumptions_update_id", "update_id"),
+)
+
+# Consumptions of updates that a retraining ended, which freed the episodes (`store.retraining`).
+freed_consumptions = Table(
+    "freed_consumptions",
+    metadata,
+    Column("episode_id", Uuid, primary_key=True),
+    Column("policy", Text, primary_key=True),
+    Column("update_id", Uuid, ForeignKey("updates.id"), primary_key=True),
+    Column("trained", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("at", When, nullable=False),
 )

@@ -9,30 +9,29 @@ query of `store.updates.ready`.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import TextClause, func, null, or_, select, text, update
+from sqlalchemy import func, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.errors import ClaimLost
+from store.errors import ClaimLost, LineEnded
 from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.read.pages import update_of
 from store.records import Episode, Group, Record, UpdateRow
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
-from store.schema.trained import REBUILT, updates
+from store.schema.trained import policies, updates
 from store.updates.choice import find_ready
 from store.updates.consuming import consume_episodes, end_update
 from store.updates.expiry import oldest_version
 from store.updates.late_evaluation import refuse_evaluation
-from store.updates.ready import ALL_EARLIER_MEMBERS, EARLIER_MEMBERS, ClaimRule, lock
+from store.updates.ready import EARLIER_MEMBERS, ClaimRule, lock
 from store.updates.rolled_back import refuse_rolled_back
 from store.version_states import add_version, lock_policies
-from store.versions import PolicyState
 
 # The metric that tells an imported version's update: where the adapter came from.
 IMPORTED_FROM: Final = "imported_from"
@@ -127,26 +126,17 @@ async def begin_update(
     return update_id
 
 
-async def load_claim(
-    connection: AsyncConnection,
-    update_id: UUID,
-    *,
-    without: Collection[UUID] = (),
-    as_it_was: bool = False,
-) -> Claim:
-    """Read the groups that an update holds or held, but for episodes `without`, in a stable order.
+async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
+    """Read the groups that an update holds or held, in a stable order.
 
-    Groups that are short are filled up with members that earlier updates consumed; `as_it_was`:
-    also with those that were left out of a rebuild since.
+    Groups that are short are filled up with members that earlier updates consumed.
 
     Raises:
         Damaged: a call cannot be read back.
     """
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
-    held = await _held(connection, update_id)
-    task_of = {one: task for one, task in held.items() if one not in without}
-    members = ALL_EARLIER_MEMBERS if as_it_was else EARLIER_MEMBERS
-    earlier_of = await _earlier(connection, head, Counter(task_of.values()), members)
+    task_of = await _held(connection, update_id)
+    earlier_of = await _earlier(connection, head, Counter(task_of.values()))
     ids = [*task_of, *(one for earlier in earlier_of.values() for one in earlier)]
     read = {episode.id: episode for episode in await read_episodes(connection, ids)}
     by_task: dict[str, list[Episode]] = {}
@@ -183,7 +173,7 @@ async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]
 
 
 async def _earlier(
-    connection: AsyncConnection, head: Any, sizes: Mapping[str, int], query: TextClause
+    connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
 ) -> dict[str, list[UUID]]:
     """Return the newest consumed episodes of each task that is short of members, to fill it up."""
     full = head.group_size
@@ -192,7 +182,7 @@ async def _earlier(
         return {}
     values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
     earlier: dict[str, list[UUID]] = {}
-    for row in await connection.execute(query, values | {"tasks": list(short)}):
+    for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
         members = earlier.setdefault(row.task, [])
         if len(members) < short[row.task]:
             members.append(row.id)
@@ -200,20 +190,7 @@ async def _earlier(
 
 
 async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
-    """Return what the policy's last update left, of those that `head` builds on.
-
-    What was trained again for nothing, or for a line that does not serve, has left nothing to it.
-    """
-    is_rebuilt = updates.c.metrics.has_key(REBUILT)
-    made_parent = select(is_rebuilt).where(
-        updates.c.policy == head.policy, updates.c.version == head.parent_version
-    )
-    parent = head.parent_version
-    of_line = (
-        or_(updates.c.version == parent, updates.c.parent_version == parent)
-        if await connection.scalar(made_parent)
-        else ~is_rebuilt
-    )
+    """Return the moving baselines that the policy's last update before `head` left."""
     query = (
         select(updates.c.baselines)
         .where(
@@ -221,7 +198,6 @@ async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[s
             updates.c.state == "done",
             updates.c.baselines.is_not(None),
             updates.c.claimed_at < head.claimed_at,
-            of_line,
         )
         .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
         .limit(1)
@@ -284,20 +260,35 @@ async def consume(
             nothing was written.
         HoldsRolledBack: a version that sampled one of them was rolled back since; nothing was
             written.
+        LineEnded: the version that it was trained from has ended since; nothing was written.
     """
     await refuse_evaluation(connection, update_id)
     await lock_policies(connection, [policy])
     await refuse_rolled_back(connection, policy, update_id)
+    await _refuse_ended(connection, update_id)
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
     consumed = [(one.episode_id, one.trained, one.reason) for one in outcomes]
     await consume_episodes(connection, update_id, consumed)
     if version is not None and adapter_path is not None:
-        # Nobody may publish a part of a rebuild: its last version is written once all is done.
-        state: PolicyState = "rejected" if REBUILT in metrics else "written"
         source = metrics.get(IMPORTED_FROM)
         await add_version(
-            connection, policy, version, adapter_path, update_id, state, imported_from=source
+            connection, policy, version, adapter_path, update_id, imported_from=source
+        )
+
+
+async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
+    """Check that the version which an update was trained from is still of the policy's line."""
+    query = select(policies.c.served_name).where(
+        policies.c.name == updates.c.policy,
+        policies.c.version == updates.c.parent_version,
+        updates.c.id == update_id,
+        policies.c.ended_at.is_not(None),
+    )
+    if (parent := await connection.scalar(query)) is not None:
+        raise LineEnded(
+            f"update {update_id} was trained from {parent}, which has ended since, as the policy's"
+            " line started again: release the update, and claim again"
         )
 
 

@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import insert, text, update
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, new_id
-from store.schema.claimable import FREE, episode_policies
+from store.schema.claimable import FREE
 from store.schema.trained import updates
 from store.updates.consuming import consume_episodes
 from store.updates.ready import ClaimRule, lock_free
@@ -27,7 +27,7 @@ MOST: Final = 1000
 _OLDEST = text(
     """
     SELECT version FROM policies
-    WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL
+    WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL AND ended_at IS NULL
         AND state IN ('serving', 'canary', 'published', 'retired')
     ORDER BY version DESC OFFSET :staleness LIMIT 1
     """
@@ -52,6 +52,13 @@ _AGED = text(
     LIMIT :most
     """
 )
+# One array: a statement has no room for as many parameters as one retraining may leave out.
+_CLAIM = text(
+    """
+    UPDATE episode_policies SET claimed_by = :update_id
+    WHERE policy = :policy AND episode_id = ANY(CAST(:ids AS uuid[]))
+    """
+)
 
 
 async def oldest_version(
@@ -59,8 +66,7 @@ async def oldest_version(
 ) -> int:
     """Return the first version whose episodes an update of version `parent` may train on.
 
-    Only versions that had traffic count: one that was rejected does not make episodes older, nor
-    does one that was rolled back.
+    Only versions that had traffic count, but for those that were rolled back or ended.
     """
     if max_staleness is None:
         return 0
@@ -79,14 +85,30 @@ async def expire(
     past_limits = await _past_limits(connection, rule, parent, oldest)
     free = await lock_free(connection, rule.policy, list(past_limits))
     reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
-    if not reasons:
-        return {}
+    return await consume_unclaimed(connection, rule.policy, parent, recipe, reasons, oldest=oldest)
+
+
+async def consume_unclaimed(
+    connection: AsyncConnection,
+    policy: str,
+    parent: int,
+    recipe: Mapping[str, Any],
+    reasons: Mapping[UUID, str],
+    *,
+    oldest: int = 0,
+) -> dict[str, int]:
+    """Consume free episodes, which the caller has locked, untrained; return their number by reason.
+
+    An update in state `expired` does so, of version `parent`.
+    """
     counted = dict(Counter(reasons.values()))
+    if not counted:
+        return {}
     update_id = new_id()
     await connection.execute(
         insert(updates).values(
             id=update_id,
-            policy=rule.policy,
+            policy=policy,
             parent_version=parent,
             oldest_version=oldest,
             state="expired",
@@ -96,9 +118,7 @@ async def expire(
         )
     )
     await connection.execute(
-        update(episode_policies)
-        .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(reasons))
-        .values(claimed_by=update_id)
+        _CLAIM, {"update_id": update_id, "policy": policy, "ids": list(reasons)}
     )
     consumed = [(one, False, reason) for one, reason in reasons.items()]
     await consume_episodes(connection, update_id, consumed)

@@ -15,7 +15,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
 from store.schema.claimable import FREE, minute_of
-from store.schema.trained import LEFT_OUT, REBUILT
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -87,25 +86,21 @@ _FAILED = f"""
         AND version >= :oldest
 """
 # Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
-# the planner look each update up: it would rather read all that was ever consumed. An update that
-# was trained again consumes nothing; what it was trained on is the past one's.
-_ALL_EARLIER = f"""
-    SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed, c.reason
+# the planner look each update up: it would rather read all that was ever consumed.
+_EARLIER = f"""
+    SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed
     FROM (SELECT id, claimed_at FROM updates
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
-              AND NOT metrics ? '{REBUILT}'
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
     CROSS JOIN LATERAL (
-        SELECT episode_id, policy, reason FROM consumptions WHERE update_id = u.id OFFSET 0) c
+        SELECT episode_id, policy FROM consumptions WHERE update_id = u.id OFFSET 0) c
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
     WHERE p.task IS NOT NULL AND p.version >= :oldest AND p.claimable
         AND (p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL OR p.failed)
 """
-_EARLIER = f"{_ALL_EARLIER} AND c.reason IS DISTINCT FROM '{LEFT_OUT}'"
-_MEMBERS_OF = "SELECT id, task FROM ({}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
-EARLIER_MEMBERS = text(_MEMBERS_OF.format(_EARLIER))
-# As they were before some of them were left out of a rebuild.
-ALL_EARLIER_MEMBERS = text(_MEMBERS_OF.format(_ALL_EARLIER))
+EARLIER_MEMBERS = text(
+    f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
+)
 _GROUPS = f"""
     WITH ready AS ({{ready}}),
     consumed AS (

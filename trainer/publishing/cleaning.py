@@ -56,24 +56,24 @@ def spaced(served: Sequence[OnceServed]) -> set[int]:
 def kept_files(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the versions whose files stay whatever else is known.
 
-    They are in use, or a roll-back may give them the traffic, or a rebuild goes on from them. While
-    the base model has a share of the episodes, a fall may be found long after it began, and so the
-    traffic may go back a long way.
+    They are in use, or a roll-back may give them the traffic. While the base model has a share of
+    the episodes, a fall may be found long after it began, and so the traffic may go back a long
+    way.
     """
     in_use = _numbers(one for one in versions if one.state in IN_USE)
     is_watched = any(one.version == 0 and one.share for one in versions)
     far = spaced(back.served) if is_watched else set()
-    return in_use | _last_good(versions, back) | far | _under_way(versions)
+    return in_use | _last_good(versions, back) | far
 
 
 def kept_states(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the versions that training may go on from, whose optimiser states stay.
 
-    That is the one with the traffic, the one before it, those that may still get it, and the one
-    that a rebuild has come to. What has the traffic again after a longer way back starts anew.
+    That is the one with the traffic, the one before it, and those that may still get it. What has
+    the traffic again after a longer way back starts anew.
     """
     heads = _numbers(one for one in versions if one.state in HEADS)
-    return heads | _last_good(versions, back) | _under_way(versions)
+    return heads | _last_good(versions, back)
 
 
 def old_states(
@@ -101,13 +101,6 @@ def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list
 def _last_good(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
     """Return the version that would serve if what serves were rolled back, if it has files."""
     return {back.before} & _numbers(versions)
-
-
-def _under_way(versions: Sequence[PolicyVersion]) -> set[int]:
-    """Return the version that a rebuild which is not at its end goes on from, if there is one."""
-    rebuilt = [one for one in versions if one.rebuilt_from is not None]
-    newest = max(rebuilt, key=lambda one: one.version, default=None)
-    return set() if newest is None or newest.state != "rejected" else {newest.version}
 
 
 def _numbers(versions: Iterable[PolicyVersion]) -> set[int]:

@@ -82,7 +82,7 @@ class Publisher:
         """Load `version` and probe it on the replicas that answer, and promote it.
 
         It is promoted once all are ready that must go live together; with a gate it becomes a
-        candidate instead, unless it is of a rebuild, which an operator asked for.
+        candidate instead.
 
         `before` is the served name of the version that has the traffic now.
 
@@ -118,7 +118,7 @@ class Publisher:
             # All at once: the trainer of another of them may let them go live at this moment.
             await lock_policies(connection, self.together)
             lost = await version_states.reject_orphan(connection, self._policy, version.version)
-            if lost is None and self._is_tried(version):
+            if lost is None and self.gate.is_gated:
                 await self._make_candidate(connection, version)
             elif lost is None:
                 await self._let_watch(connection, version)
@@ -130,25 +130,15 @@ class Publisher:
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=lost)
             raise PublishError(lost)
-        if self._is_tried(version):
+        if self.gate.is_gated:
             log.info("version_is_candidate", version=version.served_name)
         elif not promoted:
             log.info("version_ready", version=version.served_name, goes_with=self.together)
         self._tell(promoted)
 
-    def _is_tried(self, version: PolicyVersion) -> bool:
-        """Return whether live rewards decide about a version.
-
-        They would compare one that was rebuilt with what is in doubt.
-        """
-        return self.gate.is_gated and version.rebuilt_from is None
-
     async def _let_watch(self, connection: AsyncConnection, version: PolicyVersion) -> None:
-        """Let the steward watch over a version that serves untried, if the recipe says so.
-
-        What was rebuilt is what an operator asked for.
-        """
-        if self.gate.is_watched and version.rebuilt_from is None:
+        """Let the steward watch over a version that serves untried, if the recipe says so."""
+        if self.gate.is_watched:
             rule = self.gate.model_dump(mode="json")
             share = self.gate.base_share
             await version_states.watch(connection, self._policy, version.version, rule, share)

@@ -52,20 +52,6 @@ class Recording:
         self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
-    async def rebuilt(
-        self,
-        update_id: UUID,
-        metrics: Mapping[str, Any],
-        baselines: Mapping[str, Any] | None,
-        made: tuple[int, Path] | None,
-    ) -> None:
-        """Record an update that was trained again; `made` is its version's number and folder.
-
-        Its episodes stay consumed by the update that claimed them.
-        """
-        await self._consume(update_id, (), metrics, baselines, made)
-        log.info("update_rebuilt", update=str(update_id), version=made and made[0], **metrics)
-
     async def imported_version(self, new: NewVersion, folder: Path) -> None:
         """Record the version `new`, whose adapter comes from elsewhere and lies in `folder` now."""
         made = (new.version, folder)

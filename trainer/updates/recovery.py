@@ -14,7 +14,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.availability import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
-from store.schema.trained import REBUILT
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
@@ -109,7 +108,7 @@ class Recovery:
     ) -> str | None:
         """Publish a version that was written, as `publish` says; its manifest has the probe.
 
-        What was imported or rebuilt is due.
+        What was imported is due.
 
         Raises:
             AdapterError: the version's files are missing or differ from its manifest.
@@ -119,7 +118,7 @@ class Recovery:
         manifest = adapters.read_manifest(Path(version.adapter_path or ""))
         if manifest is None:
             raise AdapterError(f"the files of {version.served_name} are gone")
-        is_due = is_due or not manifest.metrics.keys().isdisjoint((IMPORTED_FROM, REBUILT))
+        is_due = is_due or IMPORTED_FROM in manifest.metrics
         return await self.publish(publisher, version, manifest.probe, is_due=is_due)
 
     async def publish(
@@ -148,7 +147,7 @@ class Recovery:
             return None
         serving = await self._versions.serving()
         why = await publisher.try_to_publish(version, serving.served_name, probe)
-        # What is due was rebuilt or imported: what waits to be published is of another line.
+        # What is due was imported: what waits to be published is of another line.
         if why is not None and not is_due and is_too_far(version, publisher.gate):
             await self._publish_what_is_left(publisher)
         return why

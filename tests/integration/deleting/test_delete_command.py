@@ -17,10 +17,10 @@ from pawl.deleting import UnknownEpisodes, as_text, choose, delete, drained
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import Frame, Gap, decode_payload, encode_frame, encode_payload
-from store.deleting.choosing import Selection
 from store.deleting.receipts import Receipt
 from store.ids import new_id
 from store.records import FeedbackRecord
+from store.selecting import Selection
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
 from tests.support.ledger.deleting import exported, places_with

@@ -10,13 +10,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.identity.names import what_is_wrong
-from store.deleting.choosing import Selection, named, selected
 from store.deleting.delete import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.judge.judgements import Judgement, note
 from store.read.stats import totals
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
+from store.selecting import Selection, named, selected
 from store.updates import claims
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL

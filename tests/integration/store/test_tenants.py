@@ -12,11 +12,11 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.feedback.statements import parse_feedback
-from store.deleting.choosing import Selection, named, selected
 from store.deleting.delete import delete_episode
 from store.ids import new_id
 from store.link.settle import known_targets
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
+from store.selecting import Selection, named, selected
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
 from store.updates import claims
 from store.updates.ready import ClaimRule

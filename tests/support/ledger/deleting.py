@@ -8,9 +8,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
-from store.deleting.choosing import named
 from store.deleting.delete import delete_episode
 from store.deleting.receipts import Receipt
+from store.selecting import named
 
 _COLUMNS = """
     SELECT table_name, column_name FROM information_schema.columns

@@ -54,6 +54,7 @@ async def promote(
     connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor, **more: Any
 ) -> None:
     """Give a version the traffic; one that no server has loaded yet is ready first."""
+    await version_states.lock_policies(connection, [name])
     current = await lock_version(connection, name, version)
     if current.state == "written":
         await version_states.make_ready(connection, name, version, reason=reason, actor=actor)

@@ -119,7 +119,7 @@ class FakeLearner:
 
     def logprobs(self, rows: Any) -> list[list[float]]:
         """Give every token −1 − N by version N, here and on the server."""
-        version = 1 + len(list(self._versions.glob("[0-9]*")))
+        version = 1 + max((int(one.name) for one in self._versions.glob("[0-9]*")), default=0)
         value = -1.0 - version
         self._server.logprobs.setdefault(f"m@{version}", value)
         return [[value] * len(row.sampled_ids) for row in rows]

@@ -21,7 +21,7 @@ def test_no_paragraph_of_a_commands_help_is_broken_into_lines() -> None:
     command = typer.main.get_command(app)
     assert isinstance(command, TyperGroup)
     texts = helps(command, "pawl")
-    assert {"pawl up", "pawl policies rebuild", "pawl keys create"} <= texts.keys()
+    assert {"pawl up", "pawl policies retrain", "pawl keys create"} <= texts.keys()
     assert all(texts.values())
     broken = [name for name, text in texts.items() if "\n" in text.replace("\n\n", "")]
     assert broken == []

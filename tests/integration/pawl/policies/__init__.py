@@ -1,1 +1,1 @@
-"""`pawl policies`: what is listed, shown, brought in, taken out and rebuilt."""
+"""`pawl policies`: what is listed, shown, brought in, taken out and retrained."""

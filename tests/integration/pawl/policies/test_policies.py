@@ -65,7 +65,7 @@ async def test_the_command_writes_lines_of_json(
     [line] = [json.loads(text) for text in found.stdout.splitlines()]
     assert list(line) == [
         *("version", "state", "eval_episodes", "scored"),
-        *("mean", "low", "high", "files_deleted", "altered", "unread"),
+        *("mean", "low", "high", "ended", "files_deleted", "altered", "unread"),
     ]
     missing = await asyncio.to_thread(CliRunner().invoke, app, ["policies", "show", "n"])
     assert isinstance(missing.exception, UnknownPolicy)

@@ -1,7 +1,6 @@
 """Which files and optimiser states stay: by the versions' states, never by their numbers."""
 
 from itertools import pairwise
-from uuid import UUID
 
 import msgspec
 from hypothesis import given
@@ -21,9 +20,7 @@ from trainer.publishing.cleaning import (
 NOTHING = RollbackTargets(before=0, served=())
 
 
-def version(
-    number: int, state: PolicyState, *, deleted: bool = False, rebuilt: bool = False
-) -> PolicyVersion:
+def version(number: int, state: PolicyState, *, deleted: bool = False) -> PolicyVersion:
     return PolicyVersion(
         name="m",
         version=number,
@@ -32,7 +29,6 @@ def version(
         adapter_path=f"/a/{number}",
         update_id=None,
         files_deleted=deleted,
-        rebuilt_from=UUID(int=number) if rebuilt else None,
     )
 
 
@@ -57,17 +53,6 @@ def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
     assert kept_states(versions, to) == {3, 4}
     assert kept_files(versions, to) == {0, 3, 4}
     assert old_states(versions, to, range(1, 15)) == [1, 2, *range(5, 15)]
-
-
-def test_a_rebuild_that_was_stopped_keeps_what_it_goes_on_from() -> None:
-    versions = [
-        version(3, "serving"),
-        *(version(number, "rejected", rebuilt=True) for number in (4, 5, 6)),
-        version(7, "rejected"),
-    ]
-    assert kept_states(versions, NOTHING) == kept_files(versions, NOTHING) == {3, 6}
-    ended = [*versions, version(8, "serving", rebuilt=True)]
-    assert 6 not in kept_states(ended, NOTHING) | kept_files(ended, NOTHING)
 
 
 def test_what_a_roll_back_would_go_to_stays_whatever_its_number() -> None:

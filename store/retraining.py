@@ -1,0 +1,162 @@
+"""Start a policy's line of versions again at an older version, and leave episodes out of it.
+
+The trainer claims the episodes that are freed as any others (docs/decisions/079-retraining.md). An
+ended version stays loaded for the episodes that began with it, but it never serves again, nothing
+is trained from it, and it makes no episode older. Its update counts as abandoned; what it had
+trained on is kept in `freed_consumptions`, for the receipts of deletions.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import NotGated
+from store.records import Record
+from store.updates.claims import release, running_update
+from store.updates.expiry import consume_unclaimed
+from store.updates.ready import lock
+from store.version_queries import list_live
+from store.version_states import (
+    WITHOUT_TRAFFIC,
+    add_event,
+    change_state,
+    lock_policies,
+    lock_version,
+    promote,
+)
+from store.versions import Actor, PolicyState
+
+LEFT_OUT: Final = "left_out"
+
+_AFTER: Final = """
+    SELECT id FROM updates WHERE policy = :policy AND claimed_at > COALESCE((
+        SELECT claimed_at FROM updates WHERE policy = :policy AND version = :version),
+        to_timestamp(0))
+"""
+# What the updates after the version trained on, or found nothing in, and what had become stale.
+# What was set aside for other reasons stays consumed.
+_TO_FREE: Final = f"""
+    SELECT c.episode_id FROM consumptions c JOIN updates u ON u.id = c.update_id
+    JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
+    WHERE u.id IN ({_AFTER}) AND (u.state = 'done' OR c.reason = 'stale') AND p.claimable
+"""
+_TO_LOCK: Final = f"""
+    {_TO_FREE} UNION SELECT unnest(CAST(:ids AS uuid[]))
+    UNION SELECT p.episode_id FROM episode_policies p JOIN updates u ON u.id = p.claimed_by
+        WHERE u.policy = :policy AND u.state = 'running'
+"""
+_FREE: Final = f"""
+    WITH freed AS (
+        DELETE FROM consumptions WHERE policy = :policy AND episode_id IN ({_TO_FREE}) RETURNING *),
+    kept AS (INSERT INTO freed_consumptions SELECT * FROM freed)
+    UPDATE episode_policies p SET claimed_by = NULL FROM freed
+    WHERE (p.episode_id, p.policy) = (freed.episode_id, freed.policy)
+    RETURNING COALESCE(freed.reason, 'trained')
+"""
+_ABANDON: Final = f"""
+    UPDATE updates SET state = 'abandoned',
+        metrics = metrics || jsonb_build_object('abandoned', CAST(:why AS text))
+    WHERE id IN ({_AFTER}) AND state = 'done'
+"""
+_LEARNED: Final = f"""
+    SELECT count(*) FROM consumptions WHERE policy = :policy AND trained
+        AND episode_id = ANY(CAST(:ids AS uuid[])) AND update_id NOT IN ({_AFTER})
+"""
+_UNCLAIMED: Final = """
+    SELECT episode_id FROM episode_policies WHERE policy = :policy AND claimed_by IS NULL
+        AND episode_id = ANY(CAST(:ids AS uuid[])) ORDER BY episode_id
+"""
+_END: Final = """
+    UPDATE policies SET ended_at = now()
+    WHERE name = :policy AND version > :version AND ended_at IS NULL RETURNING version
+"""
+_LAST_RECIPE: Final = (
+    "SELECT recipe FROM updates WHERE policy = :policy ORDER BY claimed_at DESC, id DESC LIMIT 1"
+)
+
+
+class Retrained(Record, frozen=True, kw_only=True):
+    """Say what became of a policy whose line starts again.
+
+    Attributes:
+        serves: the version that the new line starts at; `served` had the traffic before.
+        freed: episodes that may be claimed again, by `trained`, or why they had not been.
+        left_out: episodes that were left out, of those freed and of those that waited.
+        learned: episodes to leave out that `serves`, or a version before it, was trained on.
+        ended: how many versions ended.
+        max_staleness: the limit of the last recipe: once the new line has so many versions, what
+            still waits of the old one expires.
+    """
+
+    serves: str
+    served: str
+    freed: Mapping[str, int]
+    left_out: int
+    learned: int
+    ended: int = 0
+    max_staleness: int | None = None
+
+
+async def retrain(
+    connection: AsyncConnection,
+    policy: str,
+    version: int,
+    left_out: Collection[UUID],
+    *,
+    reason: str,
+    actor: Actor,
+) -> Retrained:
+    """Start the line of `policy` again at `version`, which every server must have loaded.
+
+    A running update is abandoned: whoever runs it finds that it lost its claim.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+        NotGated: nothing was trained for the policy yet.
+        StateChanged, RolledBack: `version` cannot serve.
+    """
+    values: dict[str, Any] = {"policy": policy, "version": version, "ids": list(left_out)}
+
+    async def run(query: str, **more: Any) -> list[Any]:
+        return list((await connection.execute(text(query), values | more)).scalars())
+
+    await lock_policies(connection, [policy])
+    start = await lock_version(connection, policy, version)
+    if not (recipes := await run(_LAST_RECIPE)):
+        raise NotGated(f"nothing was trained for policy {policy!r} yet: there is no line to end")
+    why = f"the line starts again at {policy}@{version}: {reason}"
+    await lock(connection, await run(_TO_LOCK))
+    if (running := await running_update(connection, policy)) is not None:
+        await release(connection, running, why)
+    freed = Counter(await run(_FREE))
+    await connection.execute(text(_ABANDON), values | {"why": why})
+    reasons = dict.fromkeys(await run(_UNCLAIMED), LEFT_OUT)
+    await consume_unclaimed(connection, policy, version, recipes[0], reasons)
+    live = await list_live(connection, policy)
+    retrained = Retrained(
+        serves=start.served_name,
+        served=next(one.served_name for one in live if one.state == "serving"),
+        freed=dict(freed),
+        left_out=len(reasons),
+        learned=(await run(_LEARNED))[0],
+        max_staleness=recipes[0].get("claim", {}).get("max_staleness"),
+    )
+    moves: dict[str, Any] = {
+        "reason": why,
+        "actor": actor,
+        "evidence": {"retrain": msgspec.to_builtins(retrained)},
+    }
+    if start.state == "serving":
+        await add_event(connection, policy, version, "serving", before="serving", **moves)
+    else:
+        await promote(connection, policy, version, **moves)
+    for one in live:
+        if one.version > version and one.state in (*WITHOUT_TRAFFIC, "canary"):
+            to: PolicyState = "published" if one.state == "canary" else "rejected"
+            await change_state(connection, one, to, reason=why, actor=actor)
+    return msgspec.structs.replace(retrained, ended=len(await run(_END)))

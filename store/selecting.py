@@ -1,0 +1,184 @@
+"""Select whole episodes: by key or id, or by conditions such as a task, a time or an API key."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, and_, exists, func, literal, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.deleting.names import key_once_deleted
+from store.errors import UnknownNames
+from store.ids import lowest_id_at
+from store.read.episodes import is_of
+from store.records import Record
+from store.schema.keys import api_keys
+from store.schema.recorded import episodes, transitions
+from store.schema.stated import feedback, feedback_requests
+from store.tenants import DEFAULT, bare, scoped, tenant_of
+
+
+class Chosen(Record, frozen=True, kw_only=True):
+    """Hold the episodes that names stand for, rows of deleted ones by name, and unknown names.
+
+    Names are as they are stored (`store.tenants`).
+    """
+
+    wholes: tuple[UUID, ...] = ()
+    deleted_before: Mapping[str, UUID] = {}
+    unknown: tuple[str, ...] = ()
+
+
+class Selection(Record, frozen=True, kw_only=True):
+    """Select whole episodes of a tenant that meet all conditions; a field of None selects all.
+
+    Attributes:
+        tenant: whose episodes; task, prefix and key are names of this tenant.
+        task: the episode's task is this one.
+        prefix: the key of the episode, or of a part of it, begins with this text.
+        agent: a call of the episode is by this agent.
+        key: a call or feedback of the episode came with the API key of this name or id.
+        since: the episode's last call was at or after this time.
+        before: the episode's last call was before this time.
+        begun_before: the episode's first call was before this time.
+        scored_since: the episode has feedback from this time or later.
+        scored_before: the episode has feedback from before this time; with `scored_since` one
+            statement has to be within both.
+    """
+
+    tenant: str = DEFAULT
+    task: str | None = None
+    prefix: str | None = None
+    agent: str | None = None
+    key: str | None = None
+    since: datetime | None = None
+    before: datetime | None = None
+    begun_before: datetime | None = None
+    scored_since: datetime | None = None
+    scored_before: datetime | None = None
+
+
+class _Row(NamedTuple):
+    whole: UUID
+    deleted: bool
+
+
+_WHOLE = func.coalesce(episodes.c.root, episodes.c.id)
+_PART = episodes.alias("part")
+
+
+async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
+    """Look names up: each is an episode's key, or its id as a name of its tenant."""
+    wholes: dict[UUID, None] = {}
+    before: dict[str, UUID] = {}
+    unknown: list[str] = []
+    for name in names:
+        row = await _row_named(connection, name)
+        if row is None:
+            unknown.append(name)
+        elif row.deleted:
+            before[name] = row.whole
+        else:
+            wholes[row.whole] = None
+    return Chosen(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
+
+
+async def _row_named(connection: AsyncConnection, name: str) -> _Row | None:
+    # Nobody knows any more whose a deleted episode was.
+    by_id = and_(
+        episodes.c.id == _id_of(bare(name)),
+        or_(is_of(tenant_of(name)), episodes.c.deleted_at.is_not(None)),
+    )
+    query = select(_WHOLE.label("whole"), episodes.c.deleted_at).where(
+        or_(episodes.c.key.in_([name, key_once_deleted(name)]), by_id)
+    )
+    # A key counts before the id that equals it.
+    row = (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
+    return None if row is None else _Row(row.whole, row.deleted_at is not None)
+
+
+def _id_of(name: str) -> UUID | None:
+    try:
+        return UUID(name)
+    except ValueError:
+        return None
+
+
+async def selected(connection: AsyncConnection, selection: Selection) -> list[UUID]:
+    """Return the episodes of a selection, oldest first.
+
+    Raises:
+        UnknownNames: no API key of the tenant has, or had, the name or id of the selection.
+    """
+    keys = await _key_ids(connection, selection)
+    query = select(episodes.c.id).where(
+        episodes.c.root.is_(None),
+        episodes.c.deleted_at.is_(None),
+        is_of(selection.tenant),
+        *_of_episode(selection),
+        *_of_feedback(selection),
+    )
+    if selection.key is not None:
+        called = (transitions.c.episode_id == _PART.c.id, transitions.c.api_key.in_(keys))
+        stated = (
+            feedback.c.episode_id == _PART.c.id,
+            feedback.c.request_id == feedback_requests.c.id,
+            feedback_requests.c.api_key.in_(keys),
+        )
+        query = query.where(or_(_any_part(*called), _any_part(*stated)))
+    return list((await connection.execute(query.order_by(episodes.c.first_call_id))).scalars())
+
+
+def _of_episode(selection: Selection) -> list[ColumnElement[bool]]:
+    last_of_parts = select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id)
+    last_call = func.greatest(episodes.c.last_call_at, last_of_parts.scalar_subquery())
+    conditions: list[ColumnElement[bool]] = []
+    if selection.task is not None:
+        task = func.coalesce(episodes.c.joined_task, episodes.c.task)
+        conditions.append(task == scoped(selection.tenant, selection.task))
+    if selection.prefix is not None:
+        kept = scoped(selection.tenant, selection.prefix)
+        conditions.append(_any_part(_PART.c.key.startswith(kept, autoescape=True)))
+    if selection.agent is not None:
+        own = (transitions.c.episode_id == _PART.c.id, transitions.c.agent == selection.agent)
+        conditions.append(_any_part(*own))
+    if selection.since is not None:
+        conditions.append(last_call >= selection.since)
+    if selection.before is not None:
+        conditions.append(last_call < selection.before)
+    if selection.begun_before is not None:
+        begun = _PART.c.first_call_id < lowest_id_at(selection.begun_before)
+        conditions.append(_any_part(begun))
+    return conditions
+
+
+def _of_feedback(selection: Selection) -> list[ColumnElement[bool]]:
+    within: list[ColumnElement[bool]] = []
+    if selection.scored_since is not None:
+        within.append(feedback.c.at >= selection.scored_since)
+    if selection.scored_before is not None:
+        within.append(feedback.c.at < selection.scored_before)
+    return [_any_part(feedback.c.episode_id == _PART.c.id, *within)] if within else []
+
+
+def _any_part(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the condition that the episode itself, or a part of it, meets all conditions."""
+    is_part = or_(_PART.c.id == episodes.c.id, _PART.c.root == episodes.c.id)
+    return exists().where(is_part, *conditions)
+
+
+async def _key_ids(connection: AsyncConnection, selection: Selection) -> list[str]:
+    if selection.key is None:
+        return []
+    query = select(api_keys.c.id).where(
+        api_keys.c.tenant == selection.tenant,
+        or_(api_keys.c.name == selection.key, api_keys.c.id == selection.key),
+    )
+    ids = list((await connection.execute(query)).scalars())
+    if not ids:
+        raise UnknownNames(
+            f"no API key is or was named {selection.key!r:.80}, or has that id, and nothing was"
+            " changed: `pawl keys list` shows them"
+        )
+    return ids

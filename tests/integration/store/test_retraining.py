@@ -1,0 +1,346 @@
+"""A policy's line starts again at an older version: what ends, what is free, what is left out."""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store import version_states
+from store.deleting.delete import delete_episode
+from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
+from store.lineage import head_of
+from store.records import SpoolRecord
+from store.retraining import Retrained, retrain
+from store.updates import claims
+from store.updates.claims import Claim
+from store.updates.expiry import expire, oldest_version
+from store.updates.ready import ClaimRule
+from store.version_queries import numbered_version, rollback_targets
+from store.version_states import begin_canary, ensure_base, make_candidate, reject_orphan
+from store.write.ingest import ingest
+from tests.support.ledger.lineage import promote
+from tests.support.ledger.updates import claimed, consume_all
+from tests.support.records import call, reward
+
+RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RECIPE = {"claim": {"max_staleness": 64}}
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await ingest(connection, records)
+
+
+async def wave(engine: AsyncEngine, number: int, sampled_by: int) -> None:
+    """Store four scored episodes of two tasks, `w<number>/e<i>`, for one update."""
+    records: list[SpoolRecord] = []
+    for place in range(4):
+        key = f"w{number}/e{place}"
+        records.append(call(key, task=f"t{number}{place % 2}", policy_version=sampled_by))
+        records.append(reward(place / 2, at=number, episode=key))
+    await store(engine, *records)
+
+
+async def claim_from(engine: AsyncEngine, parent: int) -> Claim:
+    claim = await claimed(engine, RULE, parent, RECIPE)
+    assert claim is not None
+    return claim
+
+
+async def line(engine: AsyncEngine, versions: int) -> None:
+    """Train and promote versions, one after the other, each on the wave that it is named after."""
+    for number in range(1, versions + 1):
+        await wave(engine, number, number - 1)
+        claim = await claim_from(engine, number - 1)
+        await consume_all(engine, claim, version=number, baselines={"after": number})
+        async with engine.begin() as connection:
+            await promote(connection, "m", number, reason="better", actor="trainer")
+
+
+async def again(engine: AsyncEngine, version: int, *without: str) -> Retrained:
+    async with engine.begin() as connection:
+        return await started(connection, version, *without)
+
+
+async def started(connection: AsyncConnection, version: int, *without: str) -> Retrained:
+    out = await ids(connection, *without)
+    return await retrain(connection, "m", version, out, reason="wrong rewards", actor="operator")
+
+
+async def ids(connection: AsyncConnection, *keys: str) -> list[UUID]:
+    query = text("SELECT id FROM episodes WHERE key = ANY(:keys)")
+    return list((await connection.execute(query, {"keys": list(keys)})).scalars())
+
+
+async def rows(engine: AsyncEngine, query: str) -> Sequence[Any]:
+    async with engine.connect() as connection:
+        return (await connection.execute(text(query))).all()
+
+
+async def states(engine: AsyncEngine) -> dict[int, tuple[str, bool]]:
+    """Return each version's state, and whether it ended."""
+    query = "SELECT version, state, ended_at IS NOT NULL FROM policies ORDER BY version"
+    return {row[0]: (row[1], row[2]) for row in await rows(engine, query)}
+
+
+async def consumed(engine: AsyncEngine) -> dict[str, str | None]:
+    query = "SELECT key, reason FROM consumptions JOIN episodes ON id = episode_id"
+    return {row.key: row.reason for row in await rows(engine, query)}
+
+
+def members(claim: Claim) -> set[str]:
+    return {episode.key for group in claim.groups for episode in group.episodes}
+
+
+async def test_versions_after_it_end_and_what_they_consumed_is_claimed_again(
+    engine: AsyncEngine,
+) -> None:
+    await line(engine, 3)
+    retrained = await again(engine, 1)
+    assert (retrained.serves, retrained.served, retrained.ended) == ("m@1", "m@3", 2)
+    assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 0)
+    assert retrained.max_staleness == 64
+    assert await states(engine) == {
+        0: ("published", False),
+        1: ("serving", False),
+        2: ("published", True),
+        3: ("published", True),
+    }
+    assert set(await consumed(engine)) == {f"w1/e{place}" for place in range(4)}
+    # What the old line had trained on is trained again, once.
+    for number in (4, 5):
+        claim = await claim_from(engine, 1 if number == 4 else 4)
+        await consume_all(engine, claim, version=number)
+    assert len(await consumed(engine)) == 12
+    assert await claimed(engine, RULE, 5) is None
+    by_state = "SELECT state, count(*) FROM updates GROUP BY state"
+    assert dict(await rows(engine, by_state)) == {"done": 3, "abandoned": 2}
+
+
+async def test_event_has_the_reason_and_the_figures(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await again(engine, 1, "w2/e0")
+    newest = "SELECT version, from_state, to_state, reason, actor, evidence FROM policy_events"
+    event = (await rows(engine, f"{newest} WHERE evidence IS NOT NULL"))[0]
+    assert tuple(event)[:5] == (
+        *(1, "published", "serving"),
+        *("the line starts again at m@1: wrong rewards", "operator"),
+    )
+    assert event.evidence["retrain"]["freed"] == {"trained": 4}
+    assert event.evidence["retrain"]["left_out"] == 1
+
+
+async def test_what_is_left_out_is_never_claimed_or_compared_with(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await store(engine, call("late", task="t", policy_version=2), reward(1, episode="late"))
+    retrained = await again(engine, 1, "w2/e0", "w2/e2", "late")
+    assert (retrained.left_out, retrained.learned) == (3, 0)
+    assert await consumed(engine) == dict.fromkeys([f"w1/e{place}" for place in range(4)]) | (
+        dict.fromkeys(["w2/e0", "w2/e2", "late"], "left_out")
+    )
+    # Two of the task's four members are left, and no earlier member joins them.
+    await store(engine, call("new", task="t20", policy_version=1), reward(0, episode="new"))
+    alone = ClaimRule(policy="m", group_size=3, groups=1, smallest_group=1, max_age_s=0)
+    claim = await claimed(engine, alone, 1, RECIPE)
+    assert claim is not None
+    [group] = [group for group in claim.groups if group.task == "t20"]
+    assert ([one.key for one in group.episodes], group.earlier) == (["new"], ())
+
+
+async def test_second_retraining_leaves_the_same_out(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await again(engine, 1, "w2/e0")
+    retrained = await again(engine, 0)
+    assert retrained.freed == {"trained": 4}
+    assert (await consumed(engine)) == {"w2/e0": "left_out"}
+
+
+async def test_repeated_at_once_it_changes_nothing_more(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await again(engine, 1, "w2/e0")
+    before = await states(engine), await consumed(engine)
+    retrained = await again(engine, 1, "w2/e0")
+    assert (retrained.ended, retrained.freed, retrained.left_out) == (0, {}, 0)
+    assert (await states(engine), await consumed(engine)) == before
+
+
+async def test_episodes_that_the_start_has_learned_from_are_counted(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    retrained = await again(engine, 1, "w1/e0", "w2/e0")
+    assert (retrained.learned, retrained.left_out) == (1, 1)
+    assert (await consumed(engine))["w1/e0"] is None
+
+
+async def test_set_aside_stale_and_deleted_episodes(engine: AsyncEngine) -> None:
+    """Stale ones are free again; what was set aside, or deleted since, stays consumed."""
+    await line(engine, 2)
+    await store(engine, call("old", task="o", policy_version=0))
+    async with engine.begin() as connection:
+        strict = msgspec.structs.replace(RULE, max_staleness=0)
+        assert await expire(connection, strict, 2, RECIPE) == {"stale": 1}
+        [gone] = await ids(connection, "w2/e1")
+        receipt = await delete_episode(connection, gone)
+        assert receipt is not None
+        aside = "UPDATE consumptions SET trained = false, reason = 'damaged' WHERE episode_id = :id"
+        [damaged] = await ids(connection, "w2/e2")
+        await connection.execute(text(aside), {"id": damaged})
+        quarantined = "UPDATE episode_policies SET claimable = false WHERE episode_id = :id"
+        await connection.execute(text(quarantined), {"id": damaged})
+    retrained = await again(engine, 1)
+    assert retrained.freed == {"trained": 2, "stale": 1}
+
+
+async def test_running_update_is_abandoned_and_loses_its_claim(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await wave(engine, 3, 2)
+    under_way = await claim_from(engine, 2)
+    retrained = await again(engine, 1, "w3/e0")
+    assert retrained.left_out == 1
+    with pytest.raises(LineEnded):
+        await consume_all(engine, under_way, version=3)
+    async with engine.begin() as connection:
+        assert await claims.release(connection, under_way.update_id, "given up") == 0
+    assert (await consumed(engine))["w3/e0"] == "left_out"
+    assert (await states(engine)).keys() == {0, 1, 2}
+    assert len(members(await claim_from(engine, 1))) == 4
+
+
+async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> None:
+    """A trainer may have looked up its parent just before, and claim just after."""
+    await line(engine, 2)
+    await again(engine, 1)
+    late = await claim_from(engine, 2)
+    with pytest.raises(LineEnded, match="trained from m@2, which has ended since"):
+        await consume_all(engine, late, version=3)
+    async with engine.begin() as connection:
+        assert await claims.release(connection, late.update_id, "it came too late") == 4
+    assert members(await claim_from(engine, 1)) == members(late)
+
+
+async def test_versions_without_traffic_are_rejected_and_a_canary_keeps_its_episodes(
+    engine: AsyncEngine,
+) -> None:
+    await line(engine, 2)
+    for number in (3, 4, 5):
+        await wave(engine, number, 2)
+        await consume_all(engine, await claim_from(engine, number - 1), version=number)
+        if number < 5:
+            async with engine.begin() as connection:
+                await make_candidate(connection, "m", number, {}, reason="probed")
+        if number == 3:
+            async with engine.begin() as connection:
+                tried = await numbered_version(connection, "m", 3)
+                assert tried is not None
+                await begin_canary(connection, tried, 0.1, 0.0, reason="tried", actor="steward")
+    await again(engine, 1)
+    assert await states(engine) == {
+        0: ("published", False),
+        1: ("serving", False),
+        2: ("published", True),
+        3: ("published", True),
+        4: ("rejected", True),
+        5: ("rejected", True),
+    }
+    async with engine.begin() as connection:
+        assert (await head_of(connection, "m")).version == 1
+        # A trainer that is about to publish it finds that it has ended.
+        why = await reject_orphan(connection, "m", 5)
+        assert why is not None
+        assert "ended when the policy's line started again" in why
+
+
+async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:
+    await line(engine, 3)
+    await again(engine, 1)
+    async with engine.begin() as connection:
+        with pytest.raises(RolledBack, match="ended when the policy's line started again"):
+            await version_states.promote(connection, "m", 3, reason="back", actor="operator")
+    await consume_all(engine, await claim_from(engine, 1), version=4)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 4, reason="better", actor="trainer")
+        targets = await rollback_targets(connection, "m")
+        assert (targets.before, {one.version for one in targets.served}) == (1, {1})
+        serving = await numbered_version(connection, "m", 1)
+        assert serving is not None
+    async with engine.begin() as connection:
+        with pytest.raises(DBAPIError, match="ended_for_good"):
+            await connection.execute(
+                text("UPDATE policies SET state = 'serving' WHERE version = 3")
+            )
+
+
+async def test_ended_versions_make_no_episode_older(engine: AsyncEngine) -> None:
+    await line(engine, 4)
+    async with engine.connect() as connection:
+        assert await oldest_version(connection, "m", 4, 1) == 3
+    await again(engine, 1)
+    async with engine.connect() as connection:
+        assert await oldest_version(connection, "m", 1, 1) == 0
+    await consume_all(engine, await claim_from(engine, 1), version=5)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 5, reason="better", actor="trainer")
+        # Version 1 is one version before the fifth, so all that the ended ones sampled is fresh.
+        assert await oldest_version(connection, "m", 5, 1) == 1
+
+
+async def test_moving_baselines_are_those_of_the_start(engine: AsyncEngine) -> None:
+    await line(engine, 3)
+    await again(engine, 1)
+    assert (await claim_from(engine, 1)).baselines == {"after": 1}
+
+
+async def test_receipt_of_a_deletion_names_ended_versions(engine: AsyncEngine) -> None:
+    await line(engine, 2)
+    await again(engine, 1, "w2/e0")
+    async with engine.begin() as connection:
+        for key in ("w2/e0", "w2/e1"):
+            [whole] = await ids(connection, key)
+            receipt = await delete_episode(connection, whole)
+            assert receipt is not None
+            assert receipt.trained == ("m@2",)
+
+
+async def test_start_that_cannot_serve_is_refused_and_changes_nothing(engine: AsyncEngine) -> None:
+    await store(engine, call("e"))
+    with pytest.raises(NotGated, match="nothing was trained for policy 'm' yet"):
+        await again(engine, 0)
+    await line(engine, 2)
+    await wave(engine, 3, 2)
+    await consume_all(engine, await claim_from(engine, 2), version=3)
+    before = await states(engine), await consumed(engine)
+    with pytest.raises(UnknownPolicy):
+        await again(engine, 7)
+    with pytest.raises(StateChanged, match=r"m@3 is 'written', and cannot become 'serving'"):
+        await again(engine, 3)
+    async with engine.begin() as connection:
+        await version_states.promote(connection, "m", 1, reason="back", actor="operator")
+        serving = await numbered_version(connection, "m", 1)
+        assert serving is not None
+        await version_states.roll_back(connection, serving, reason="worse", actor="operator")
+    with pytest.raises(RolledBack):
+        await again(engine, 1)
+    assert (await consumed(engine)) == before[1]
+
+
+async def test_killed_before_it_commits_it_changed_nothing(engine: AsyncEngine) -> None:
+    await line(engine, 3)
+    before = await states(engine), await consumed(engine)
+
+    async def killed() -> None:
+        async with engine.begin() as connection:
+            await started(connection, 1, "w2/e0")
+            own = await connection.scalar(text("SELECT pg_backend_pid()"))
+            async with engine.connect() as other:
+                await other.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": own})
+            await connection.execute(text("SELECT 1"))
+
+    with pytest.raises(DBAPIError):
+        await killed()
+    assert (await states(engine), await consumed(engine)) == before
+    assert (await again(engine, 1)).freed == {"trained": 8}

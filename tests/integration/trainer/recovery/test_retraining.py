@@ -1,0 +1,149 @@
+"""A policy's line starts again beside a trainer: nothing of the old line serves, or is lost."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from pawl.policies.retraining import Without, read_without, retrain_by_hand
+from store.retraining import Retrained
+from store.updates import claims
+from tests.support.faults.killing import Killed
+from tests.support.ledger.lineage import set_state
+from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, bench, run_once
+from trainer.publishing import adapters
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
+
+__all__ = ["bench"]
+
+# Where in an update from version 2 the line starts again at version 1.
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "before the claim": (claims, "claim"),
+    "in training": (FakeLearner, "update"),
+    "while saving": (FakeLearner, "save"),
+    "before the record": (claims, "consume"),
+    "before publishing": (Publisher, "publish"),
+    "after loading": (Publisher, "_probe"),
+}
+
+
+async def trained(bench: Bench, *waves: str) -> None:
+    """Make a version of what the bench has, and another of each wave."""
+    assert await run_once(bench)
+    for wave in waves:
+        await bench.fill(wave)
+        assert await run_once(bench)
+
+
+async def again(bench: Bench, start: int, *without: str, dry_run: bool = False) -> Retrained:
+    async with Replicas([bench.fake.url]) as replicas:
+        return await retrain_by_hand(
+            bench.engine,
+            replicas,
+            ("m", start),
+            read_without(without) if without else Without(),
+            "wrong rewards",
+            dry_run=dry_run,
+        )
+
+
+async def trained_from(bench: Bench) -> dict[int, int]:
+    """Return the parent of each version whose update counts."""
+    query = "SELECT version, parent_version FROM updates WHERE state = 'done' AND version > 0"
+    async with bench.engine.connect() as connection:
+        return {row[0]: row[1] for row in await connection.execute(text(query))}
+
+
+async def test_trainer_trains_the_start_on_the_freed_episodes(bench: Bench) -> None:
+    await trained(bench, "u", "v")
+    retrained = await again(bench, 1, "episode=u0-0", "task=v1")
+    assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 3)
+    # One task is left whole; a new one joins it.
+    await bench.fill("w")
+    assert await run_once(bench)
+    assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
+    states = await bench.states()
+    assert [number for number, state in states.items() if state == "serving"] == [4]
+    assert (await trained_from(bench)) == {1: 0, 4: 1}
+
+
+async def test_dry_run_says_the_same_and_changes_nothing(bench: Bench) -> None:
+    await trained(bench, "u")
+    before = await bench.states()
+    expected = await again(bench, 1, "u0-0", dry_run=True)
+    assert await bench.states() == before
+    await bench.assert_spent_once(8)
+    assert await again(bench, 1, "u0-0") == expected
+
+
+async def test_base_model_is_a_start(bench: Bench) -> None:
+    await trained(bench, "u")
+    retrained = await again(bench, 0)
+    assert (retrained.serves, retrained.freed) == ("m", {"trained": 8})
+    assert await bench.states() == {0: "serving", 1: "published", 2: "published"}
+    assert await run_once(bench)
+    assert bench.learner.restored is None
+
+
+async def test_retired_start_is_loaded_first(bench: Bench) -> None:
+    await trained(bench, "u", "v")
+    async with bench.engine.begin() as connection:
+        await set_state(connection, "m", 1, "retired", reason="idle", actor="trainer")
+    bench.fake.loaded.pop("m@1")
+    await again(bench, 1)
+    assert bench.fake.loads[-1] == "m@1"
+    assert (await bench.states())[1] == "serving"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_line_that_starts_again_in_the_middle_of_an_update(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    await trained(bench, "u")
+    await bench.fill("v")
+    owner, name = MOMENTS[moment]
+    real, loop = getattr(owner, name), asyncio.get_running_loop()
+
+    async def first(*args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        await again(bench, 1)
+        return await real(*args, **more)
+
+    def first_in_a_thread(*args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        asyncio.run_coroutine_threadsafe(again(bench, 1), loop).result(20)
+        return real(*args, **more)
+
+    is_async = asyncio.iscoroutinefunction(real)
+    monkeypatch.setattr(owner, name, first if is_async else first_in_a_thread)
+    await run_once(bench)
+    while await run_once(bench):
+        pass
+    parents = await trained_from(bench)
+    states = await bench.states()
+    serving = next(number for number, state in states.items() if state == "serving")
+    assert serving == max(parents)
+    # Each version that counts was trained from the start, or from another that counts.
+    assert parents.pop(1) == 0
+    assert all(parent == 1 or parent in parents for parent in parents.values())
+    await bench.assert_spent_once(12)
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_update_that_was_killed_before_the_line_starts_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    await trained(bench, "u")
+    await bench.fill("v")
+    STEPS[step](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    await again(bench, 1)
+    while await run_once(bench):
+        pass
+    parents = await trained_from(bench)
+    assert parents.pop(1) == 0
+    assert all(parent == 1 or parent in parents for parent in parents.values())
+    await bench.assert_spent_once(12)

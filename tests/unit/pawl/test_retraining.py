@@ -1,0 +1,105 @@
+"""What `pawl policies retrain --without` understands, and what the command says."""
+
+from datetime import UTC, datetime
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.core import TyperGroup
+
+from pawl.cli import app
+from pawl.policies.retraining import FIELDS, BadQuery, Without, as_text, read_without
+from store.retraining import Retrained
+from store.selecting import Selection
+
+
+@pytest.mark.parametrize(
+    ("query", "without"),
+    [
+        ("e7", Without(names=("e7",))),
+        ("a=b,c", Without(names=("a=b,c",))),
+        ("episode=task=x", Without(names=("task=x",))),
+        ("task=a,b", Without(selections=(Selection(task="a,b"),))),
+        ("task=a,b,agent=c", Without(selections=(Selection(task="a,b", agent="c"),))),
+        ("prefix=user-42/", Without(selections=(Selection(prefix="user-42/"),))),
+        (
+            "since=2026-11-20T10:00+00:00,before=2026-11-21T00:00Z",
+            Without(
+                selections=(
+                    Selection(
+                        since=datetime(2026, 11, 20, 10, tzinfo=UTC),
+                        begun_before=datetime(2026, 11, 21, tzinfo=UTC),
+                    ),
+                )
+            ),
+        ),
+        (
+            "scored-since=2026-11-20",
+            Without(selections=(Selection(scored_since=datetime(2026, 11, 20).astimezone()),)),
+        ),
+    ],
+)
+def test_query_is_a_name_or_conditions(query: str, without: Without) -> None:
+    assert read_without([query]) == without
+    both = read_without(["e1", query])
+    assert both == Without(names=("e1", *without.names), selections=without.selections)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("", "episode: write episode=VALUE, with a value"),
+        ("task=", "task: write task=VALUE"),
+        ("task=a,task=b", "task: it comes twice"),
+        ("episode=e1,task=a", "episode: a name selects one episode"),
+        ("since=noon", "since: 'noon' is no time: write it as 2026-11-22"),
+        ("scored-before=2026-13-01", "scored-before: '2026-13-01' is no time"),
+    ],
+)
+def test_bad_query_is_refused_with_the_field_and_the_remedy(query: str, message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        read_without([query])
+
+
+@given(st.text())
+def test_any_text_is_a_query_or_is_refused(query: str) -> None:
+    try:
+        read = read_without([query])
+    except BadQuery:
+        return
+    assert len(read.names) + len(read.selections) == 1
+    assert Selection() not in read.selections
+
+
+def test_help_names_all_conditions() -> None:
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    policies = command.commands["policies"]
+    assert isinstance(policies, TyperGroup)
+    [option] = [one for one in policies.commands["retrain"].params if one.name == "without"]
+    _, _, conditions = str(getattr(option, "help", "")).partition("FIELD=VALUE,...: ")
+    assert conditions.partition(".")[0].split(", ") == [one for one in FIELDS if one != "episode"]
+
+
+def test_result_says_what_serves_and_what_is_trained_again() -> None:
+    retrained = Retrained(
+        serves="m@5",
+        served="m@12",
+        freed={"trained": 40, "stale": 2},
+        left_out=3,
+        learned=1,
+        ended=7,
+        max_staleness=4,
+    )
+    assert as_text(retrained).splitlines() == [
+        "m@5 serves in place of m@12; versions ended: 7; episodes freed: 2 stale, 40 trained;"
+        " episodes left out: 3",
+        "m@5 learned from 1 of the episodes to leave out: start at an earlier version",
+        "claim.max_staleness is 4: once the new line has so many versions, freed episodes that"
+        " still wait expire; raise it until they are trained",
+    ]
+    none = Retrained(serves="m@5", served="m@5", freed={}, left_out=0, learned=0)
+    assert as_text(none) == (
+        "m@5 serves; versions ended: 0; episodes freed: none; episodes left out: 0"
+    )

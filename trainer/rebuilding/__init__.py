@@ -1,1 +1,0 @@
-"""Train a policy's line again without some episodes (`pawl policies rebuild`)."""
