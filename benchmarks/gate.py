@@ -208,18 +208,11 @@ def mistakes(pool: Executor, runs: int, episodes: int) -> tuple[Rows, list[Bar]]
         lines.append([WORLDS[world].name, f"{runs:,}", *own])
     heads = ["rewards", "runs", "equal: **retired**", "worse: **promoted**"]
     heads += ["equal: promoted", "worse: retired"]
-    note = (
-        f"Each run is looked at after each of its {episodes:,} episodes, until its verdict; *worse*"
-        " is by the margin, 0.02. In bold what is a mistake. *Wrong in each way*: this share of the"
-        " episodes fails, is slow, or has no reward, and of those that call tools this share has a"
-        " malformed call, or a tool that failed; *0.05 more*: so many more of the canary's, in each"
-        " way, which is the most that guards let pass."
-    )
     bars = [
         Bar("retired by mistake, in the worst world", max(one for one, _ in shares), MISTAKES),
         Bar("promoted by mistake, in the worst world", max(one for _, one in shares), MISTAKES),
     ]
-    return Rows("Mistakes", heads, lines, [note]), bars
+    return Rows("Mistakes", heads, lines), bars
 
 
 def speed(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
@@ -237,12 +230,7 @@ def speed(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
         )
     heads = ["effect", "runs", "promoted", "retired", "episodes, median", "nine of ten"]
     heads += ["fixed horizon", "median in times of it"]
-    note = (
-        "Right or wrong, 0.5 for what serves; episodes of all arms, a tenth of them the canary's."
-        f" *Fixed horizon*: a test with one look, at its end, that finds it in {POWER:.0%} of runs;"
-        " it must know the effect beforehand."
-    )
-    return Rows("Episodes to a verdict", heads, lines, [note]), []
+    return Rows("Episodes to a verdict", heads, lines), []
 
 
 def fixed_horizon(effect: float) -> float:
@@ -272,12 +260,8 @@ def hidden(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
             ]
         )
     heads = ["unscored", "runs", "**promoted**", "retired", "episodes, median", "nine of ten"]
-    note = (
-        "Right or wrong, 0.5 for what serves and 0.4 for the canary; of its wrong episodes this"
-        " share has no reward, of the others all have one. In bold what is a mistake."
-    )
     bar = Bar("promoted though it is worse, as that goes unscored", worst, MISTAKES)
-    return Rows("Wrong answers that nobody scores", heads, lines, [note]), [bar]
+    return Rows("Wrong answers that nobody scores", heads, lines), [bar]
 
 
 def swinging(number_: int, count: int) -> float:
@@ -333,14 +317,8 @@ def rolled_back(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
         )
     heads = ["base share", "canary for", "fall", "runs", "by mistake", "found"]
     heads += ["episodes after it, median", "nine of ten"]
-    note = (
-        "Each version is watched for 20,000 episodes, in a world whose mean swings by ±0.15 for"
-        " all; it is 0.2 above the base, and falls after 5,000 where it does. Of the episodes that"
-        " it had been a canary for, those after the + had begun by its promotion, and counted"
-        " later."
-    )
     bar = Bar("rolled back by mistake", max(healthy), MISTAKES)
-    return Rows("Roll-back", heads, lines, [note]), [bar]
+    return Rows("Roll-back", heads, lines), [bar]
 
 
 def line(what: tuple[float, float, int], run: int) -> tuple[int, int] | None:
@@ -389,14 +367,8 @@ def untried(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
         )
     heads = ["base share", "episodes a version", "fall", "runs", "by mistake", "found"]
     heads += ["episodes after it, median", "nine of ten", "good versions lost, median"]
-    note = (
-        "Versions serve one after the other, each 0.01 better than the one before, up to 0.2 above"
-        " the base, in a world whose mean swings by ±0.15 for all; from the middle on all are worse"
-        " by the fall. *By mistake*: before that, in any of all the versions of a run. *Not far"
-        " enough*: what serves again is from after the fall."
-    )
     bar = Bar("untried versions rolled back by mistake", max(early_shares), MISTAKES)
-    return Rows("Roll-back without trials", [*heads, "not far enough"], lines, [note]), [bar]
+    return Rows("Roll-back without trials", [*heads, "not far enough"], lines), [bar]
 
 
 def draw() -> None:

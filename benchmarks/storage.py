@@ -1,15 +1,14 @@
-"""Measure what a call costs to keep, in bytes and in time.
+"""Measure how many bytes a call costs to keep.
 
-Bytes: an agent with tools makes 40 calls, each repeating all before; what its rows take in
-PostgreSQL (table and TOAST; the indexes apart) against its plain JSON: the request and reply
-bodies as they were sent, without token ids. Time: batches of calls with 4 KB prompts and
-2.9 KB replies, every call an episode of its own, on one core with PostgreSQL.
+An agent with tools makes 40 calls, each repeating all before; what its rows take in PostgreSQL
+(table and TOAST; the indexes apart) against its plain JSON: the request and reply bodies as they
+were sent, without token ids. And calls with 4 KB prompts and 2.9 KB replies, each an episode of its
+own.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import tempfile
 import time
@@ -18,7 +17,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import text
@@ -50,12 +48,10 @@ _SIZES: Final = text("""
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--calls", type=int, default=20_000, help="of the drain's measurement")
-    parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--runs", type=int, default=20, help="of the agent")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
-    figures = asyncio.run(measure(options.calls, options.batch, options.runs))
+    figures = asyncio.run(measure(options.runs))
     table = Table("", "figure", "")
     for name, own in figures.items():
         for figure, value in own.items():
@@ -65,20 +61,16 @@ def main() -> None:
         print(json.dumps(figures))
 
 
-async def measure(calls: int, batch: int, runs: int) -> dict[str, dict[str, float]]:
-    """Measure all figures, on one core."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+async def measure(runs: int) -> dict[str, dict[str, float]]:
     dice = random.Random(7)
+    agents = [agent_calls(dice) for _ in range(runs)]
+    singles = [record_of(single_call(dice)) for _ in range(runs * TURNS)]
     with tempfile.TemporaryDirectory() as folder:
         postgres = EmbeddedPostgres(Path(folder))
         url = postgres.ensure_running()
         try:
             await upgrade(url)
             engine = make_engine(url)
-            assert postgres.pid is not None
-            drain = await speed(engine, postgres.pid, calls, batch, dice)
-            agents = [agent_calls(dice) for _ in range(runs)]
-            singles = [record_of(single_call(dice)) for _ in range(runs * TURNS)]
             sizes = {
                 f"agent_{TURNS}_turns": await size(engine, agents),
                 "single_calls": await size(
@@ -88,39 +80,7 @@ async def measure(calls: int, batch: int, runs: int) -> dict[str, dict[str, floa
             await engine.dispose()
         finally:
             postgres.stop()
-    return {"drain": drain} | sizes
-
-
-async def speed(
-    engine: AsyncEngine, pid: int, calls: int, batch: int, dice: random.Random
-) -> dict[str, float]:
-    """Read and store what was spooled of `calls`, in batches; what a call costs."""
-    ingester = Ingester(question_of=question_of)
-
-    async def drain(count: int) -> list[float]:
-        payloads = [single_call(dice) for _ in range(count)]
-        before = time.perf_counter(), time.process_time(), server_seconds(pid)
-        for start in range(0, count, batch):
-            records = [record_of(payload) for payload in payloads[start : start + batch]]
-            await ingester.store(engine, records)
-        after = time.perf_counter(), time.process_time(), server_seconds(pid)
-        return [b - a for a, b in zip(before, after, strict=True)]
-
-    await drain(4 * batch)
-    wall, python, server = await drain(calls)
-    return {
-        "calls_per_s": round(calls / wall),
-        "python_us": round(python / calls * 1e6, 1),
-        "postgresql_us": round(server / calls * 1e6, 1),
-        "cpu_us": round((python + server) / calls * 1e6, 1),
-    }
-
-
-def server_seconds(pid: int) -> float:
-    """Return the processor time of all of the server's processes."""
-    postmaster = psutil.Process(pid)
-    tree = (postmaster, *postmaster.children(recursive=True))
-    return sum(sum(process.cpu_times()[:2]) for process in tree)
+    return sizes
 
 
 async def size(engine: AsyncEngine, episodes: Sequence[list[CallRecord]]) -> dict[str, float]:

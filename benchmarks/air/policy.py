@@ -12,22 +12,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from uuid import UUID
 
 import torch
+from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as Words
 from transformers.utils import logging
 
 from benchmarks.air.task import (
@@ -46,29 +41,13 @@ from benchmarks.air.task import (
     take,
 )
 from store.ids import new_id
-from store.records import (
-    REWARD,
-    Episode,
-    Feedback,
-    Group,
-    Tokens,
-    ToolCall,
-    ToolEvent,
-    TransitionRow,
-)
+from store.records import Group, Tokens, ToolCall, ToolEvent, TransitionRow
 from store.values.tokens import pack_ids, pack_logprobs
-from tests.support.records import START
+from tests.support.stored import episode, transition
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import assign_credit
 from trainer.learners.learner import Learner
-from trainer.recipes.recipe import (
-    BatchOptions,
-    ClaimOptions,
-    CreditOptions,
-    LoraOptions,
-    OptimizerOptions,
-    Recipe,
-)
+from trainer.recipes.recipe import CreditOptions, Recipe
 
 POLICY: Final = "toy"
 ID: Final = {word: number for number, word in enumerate(WORDS)}
@@ -134,7 +113,7 @@ def write_base(folder: Path, world: World, steps: int) -> str:
         schedule.step()
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel(ID, unk_token=WORDS[0]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END, pad_token=WORDS[0])
+    tokenizer = Words(tokenizer_object=words, eos_token=END, pad_token=WORDS[0])
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -277,50 +256,27 @@ def _answer(episode: Played, said: list[tuple[int, float]]) -> list[int]:
 
 def as_groups(played: Sequence[Played], rewards: Sequence[float]) -> list[Group]:
     """Group neighbours with the same task, as the ledger would give them to the trainer."""
-    episodes = [_episode(*pair) for pair in zip(played, rewards, strict=True)]
+    episodes = [
+        replace(episode(reward, task=one.task.name), calls=tuple(map(_call, one.turns)))
+        for one, reward in zip(played, rewards, strict=True)
+    ]
     return [
         Group(task=task or "", episodes=tuple(members))
         for task, members in groupby(episodes, key=lambda episode: episode.task)
     ]
 
 
-def _episode(played: Played, reward: float) -> Episode:
-    identifier = new_id()
-    return Episode(
-        id=identifier,
-        key=str(identifier),
-        task=played.task.name,
-        method="header",
-        last_call_at=START,
-        calls=tuple(_call(turn, identifier) for turn in played.turns),
-        feedback=(Feedback(metric=REWARD, value=reward, at=START),),
-    )
-
-
-def _call(turn: Turn, episode: UUID) -> TransitionRow:
-    outcome, tool_id = turn.outcome, f"call_{turn.outcome.state.turn}"
-    return TransitionRow(
-        id=new_id(),
-        episode_id=episode,
-        agent="default",
+def _call(turn: Turn) -> TransitionRow:
+    tool, tool_id = turn.outcome, f"call_{turn.outcome.state.turn}"
+    return transition(
         policy=POLICY,
-        policy_version=0,
-        status="complete",
-        http_status=200,
-        request=None,
-        reply=None,
         tokens=Tokens(
             prompt_ids=pack_ids(turn.prompt_ids),
             sampled_ids=pack_ids(turn.sampled_ids),
             sampled_logprobs=pack_logprobs(turn.sampled_logprobs),
         ),
-        sampling={"temperature": 1.0},
-        trainable=True,
-        reason=None,
-        tool_calls=(ToolCall(id=tool_id, name=outcome.tool, arguments=outcome.arguments),),
-        tool_events=(
-            ToolEvent(id=new_id(), tool_id=tool_id, name=outcome.tool, status=outcome.status),
-        ),
+        tool_calls=(ToolCall(id=tool_id, name=tool.tool, arguments=tool.arguments),),
+        tool_events=(ToolEvent(id=new_id(), tool_id=tool_id, name=tool.tool, status=tool.status),),
     )
 
 
@@ -350,13 +306,15 @@ def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
 
 def recipe_of(world: World, arm: Arm) -> Recipe:
     """Return a recipe with the default's credit, and else of a size that suits a tiny model."""
-    return Recipe(
-        dtype="float32",
-        claim=ClaimOptions(group_size=GROUP_SIZE, groups=world.groups),
-        credit=CreditOptions(air_lambda=0.0 if arm.unbounded else arm.air_lambda),
-        optimizer=OptimizerOptions(learning_rate=3e-3),
-        batch=BatchOptions(micro_batch_tokens=512),
-        lora=LoraOptions(rank=8, alpha=16.0),
+    return Recipe.model_validate(
+        {
+            "dtype": "float32",
+            "claim": {"group_size": GROUP_SIZE, "groups": world.groups},
+            "credit": {"air_lambda": 0.0 if arm.unbounded else arm.air_lambda},
+            "optimizer": {"learning_rate": 3e-3},
+            "batch": {"micro_batch_tokens": 512},
+            "lora": {"rank": 8, "alpha": 16.0},
+        }
     )
 
 

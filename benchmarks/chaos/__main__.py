@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos.calls import kills, outage
-from benchmarks.chaos.canaries import canary_kills
 from benchmarks.chaos.feedback import feedback
 from benchmarks.chaos.trainer import trainer_kills
 from tests.support.faults.stand import CannotInjectFaults, standing
+from tests.support.steward.canary_kills import canary_kills
 from tests.support.trainer.scored_episodes import CASTS
 
 # What a run counts of these must be nothing.

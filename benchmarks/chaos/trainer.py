@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -88,7 +88,7 @@ _OUTCOMES: Final = """
     LEFT JOIN updates u ON (u.id, u.policy) = (c.update_id, c.policy)
 """
 _STATES: Final = "SELECT version, state FROM policies WHERE name = $1 ORDER BY version"
-_UPDATES: Final = "SELECT state, count(*) FROM updates WHERE policy = $1 GROUP BY 1"
+_ABANDONED: Final = "SELECT count(*) FROM updates WHERE policy = $1 AND state = 'abandoned'"
 # Whatever a trainer could have made or held, by the name of its policy.
 _OF_OTHERS: Final = """
     SELECT 'version of ' || name FROM policies WHERE name <> ALL($1)
@@ -159,42 +159,33 @@ def compared(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, d
     `disturb` also gets the seconds that an undisturbed update takes. What became of each policy is
     under its name; under `ledger`, what it was trained on; under `beside`, what became of the rest.
     """
+    names = trained(task.policies)
+    alone: list[tuple[str, ...]] = [(name,) for name in names]
     postgres = EmbeddedPostgres(task.folder)
     postgres.ensure_running()
     try:
         with zygote(task.folder / "zygote.log") as forks:
-            return _compared(forks, Database(postgres), task, disturb)
+            database = Database(postgres)
+            calm_places = _places(task, "calm", database, alone)
+            places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
+            _stage(forks, task, [calm_places[0].database_url, places[0].database_url])
+            with Beside(forks, database, calm_places[0], names, None) as beside:
+                runs = [Run(forks, database, place, beside) for place in calm_places]
+                calm = _to_their_ends(runs, lambda _: None)
+
+            def disturbed(run: Run) -> None:
+                disturb(run, max(calm[name].update_s for name in run.place.names))
+
+            with Beside(forks, database, places[0], names, task.kills_beside) as beside:
+                runs = [Run(forks, database, place, beside) for place in places]
+                killed = _to_their_ends(runs, disturbed)
+                beside.kill_in_the_end(random.Random(task.seed))
+            ledger = asyncio.run(_ledger_report(places[0], names))
     finally:
         postgres.stop()
-
-
-def _compared(
-    forks: Zygote, database: "Database", task: Task, disturb: Callable[["Run", float], None]
-) -> dict[str, dict[str, Any]]:
-    names = trained(task.policies)
-    alone: list[tuple[str, ...]] = [(name,) for name in names]
-    calm_places = _places(task, "calm", database, alone)
-    places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
-    _stage(forks, task, [calm_places[0].database_url, places[0].database_url])
-    with Beside(forks, database, calm_places[0], names, 0, has_steward=False) as beside:
-        calm = _to_their_ends(forks, database, calm_places, beside, lambda _: None)
-    update_s = {name: result.update_s for name, result in calm.items()}
-    has_steward = task.kills_beside is not None
-    with Beside(
-        forks, database, places[0], names, task.kills_beside or 0, has_steward=has_steward
-    ) as beside:
-        killed = _to_their_ends(
-            forks,
-            database,
-            places,
-            beside,
-            lambda run: disturb(run, max(update_s[name] for name in run.place.names)),
-        )
-        if has_steward:
-            beside.kill_in_the_end(random.Random(task.seed))
-    ledger = asyncio.run(_ledger_report(places[0].database_url, places[0].adapters, names))
     reports = {name: _policy_report(task.updates, calm[name], killed[name]) for name in names}
-    return reports | {"ledger": ledger} | ({"beside": beside.report()} if has_steward else {})
+    rest = {} if task.kills_beside is None else {"beside": beside.report()}
+    return reports | {"ledger": ledger} | rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,40 +301,29 @@ async def _rows(url: str, query: str, *arguments: Any) -> list[Any]:
         await connection.close()
 
 
-@dataclass(slots=True)
-class Lives:
-    """Count how a run went.
+class Run:
+    """Run a trainer over the ledger of `place`, in lives that end as they are told.
 
     Attributes:
         killed: kills by how.
         idle: kills after the last episode was spent: they find a trainer without work.
         by_themselves: lives that ended with another status than they were to.
         stopped_after: seconds from SIGTERM to the end, of those that were asked.
-        seconds: what all took.
     """
 
-    killed: Counter[str] = field(default_factory=Counter)
-    idle: int = 0
-    by_themselves: list[str] = field(default_factory=list)
-    stopped_after: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-class Run:
-    """Run a trainer over the ledger of `place`, in lives that end as they are told."""
-
     def __init__(self, forks: Zygote, database: Database, place: Place, beside: "Beside") -> None:
-        self.place, self.lives = place, Lives()
+        self.place, self.idle = place, 0
+        self.killed: Counter[str] = Counter()
+        self.by_themselves: list[str] = []
+        self.stopped_after: list[float] = []
         self._forks, self._database, self._beside = forks, database, beside
         self._start_s = FIRST_START_S
         self._settings = place.settings(beside.server.port)
 
     def to_its_end(self, disturb: Callable[["Run"], None]) -> None:
         """Be disturbed, and then left alone until every episode is spent."""
-        started = time.monotonic()
         disturb(self)
         self._finish()
-        self.lives.seconds = time.monotonic() - started
 
     def kill_at_each_boundary(self) -> None:
         """Start a life for each of the boundaries, which it dies at.
@@ -353,9 +333,9 @@ class Run:
         """
         for name in self._forks.boundaries:
             for boundary in [CLAIMED, name] if name in OF_A_RELEASE else [name]:
-                before = self.lives.killed[boundary]
+                before = self.killed[boundary]
                 self._life(boundary, LONGEST_S)
-                if self.lives.killed[boundary] == before:
+                if self.killed[boundary] == before:
                     raise NotComeBy(f"no trainer died '{boundary}': mend the boundaries")
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
@@ -370,7 +350,7 @@ class Run:
             progress = self.place.progress()
             is_ahead = progress > number / times
             if progress >= 1.0 and self._all_spent():
-                self.lives.idle += 1
+                self.idle += 1
             if number % ASKED_EVERY == 0:
                 with self._database.up():
                     self._asked(dice.uniform(0.0, update_s))
@@ -417,7 +397,7 @@ class Run:
         self._count(f"some time after {' and '.join(victims)}", status)
 
     def _count(self, by: str, status: int | None) -> None:
-        self.lives.killed[by] += 1
+        self.killed[by] += 1
         if status != -signal.SIGKILL:
             self._note(f"status {status}, to be killed: {by}")
 
@@ -430,7 +410,7 @@ class Run:
         asked = time.monotonic()
         if status is None:
             status = self._forks.end(pid, signal.SIGTERM)
-        self.lives.stopped_after.append(time.monotonic() - asked)
+        self.stopped_after.append(time.monotonic() - asked)
         if status != 0:
             self._note(f"status {status}, asked to stop")
         # What the life before it left may still be there: it had no time to look.
@@ -479,7 +459,7 @@ class Run:
 
     def _note(self, event: str) -> None:
         """Note something that is not to be, with the end of the log."""
-        self.lives.by_themselves.append(f"{event}: {self.place.logged()[-1500:].decode()}")
+        self.by_themselves.append(f"{event}: {self.place.logged()[-1500:].decode()}")
 
 
 class Computing:
@@ -523,7 +503,8 @@ class Computing:
 class Beside:
     """Keep a model server and a steward beside a run's trainers, and kill them.
 
-    `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both.
+    `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both,
+    None if no steward stands there and nothing is killed.
     """
 
     def __init__(
@@ -532,14 +513,12 @@ class Beside:
         database: Database,
         place: Place,
         policies: Sequence[str],
-        kills: int,
-        *,
-        has_steward: bool,
+        kills: int | None,
     ) -> None:
         self.server = Computing(forks, place.folder, place.model)
         self._forks, self._database, self._place = forks, database, place
-        self._policies, self._has_steward = list(policies), has_steward
-        self._meanwhile = max(0, kills - sum(map(len, IN_THE_END)))
+        self._policies, self._has_steward = list(policies), kills is not None
+        self._meanwhile = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
         self._one_at_a_time = threading.RLock()
         self._killed: Counter[str] = Counter()
         self._back_after: list[float] = []
@@ -595,7 +574,7 @@ class Beside:
 
     def kill_in_the_end(self, dice: random.Random) -> None:
         """Kill with the trainers down: what is loaded then, the steward has loaded."""
-        for victims in IN_THE_END:
+        for victims in IN_THE_END if self._has_steward else ():
             self.kill(victims, dice)
             self._see_loaded(self._loaded_without_trainer)
 
@@ -629,44 +608,31 @@ class Beside:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Describe a policy's end in a run.
 
     Attributes:
         outcomes: by episode, the version it was spent on, and how; None where it was not.
         twice: episodes that more than one version says it was trained on.
         states: of its versions.
-        updates: number of updates by state.
+        abandoned: number of updates that were abandoned.
         files: hashes, by version and file.
         update_s: from one claim to the next, in the middle.
         finished_late: updates that a trainer recorded after the life before it had ended.
-        lives: of its trainer.
+        run: of its trainer.
     """
 
     outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
     twice: list[str]
     states: Mapping[int, str]
-    updates: Mapping[str, int]
+    abandoned: int
     files: Mapping[str, str]
     update_s: float
     finished_late: int
-    lives: Lives
-
-    @property
-    def lost(self) -> list[str]:
-        """Return the episodes that no update that is done has spent."""
-        return [key for key, outcome in self.outcomes.items() if outcome is None]
+    run: Run
 
 
-def _to_their_ends(
-    forks: Zygote,
-    database: Database,
-    places: Sequence[Place],
-    beside: Beside,
-    disturb: Callable[[Run], None],
-) -> dict[str, Result]:
-    runs = [Run(forks, database, place, beside) for place in places]
+def _to_their_ends(runs: Sequence[Run], disturb: Callable[[Run], None]) -> dict[str, Result]:
     kills = TextColumn("updates, {task.fields[kills]} kills of the trainer")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), kills)
     with (
@@ -682,8 +648,8 @@ def _to_their_ends(
             time.sleep(LOOK_S)
             for bar, run in bars.items():
                 total = run.place.updates * len(run.place.names)
-                done, killed = round(run.place.progress() * total), run.lives.killed.total()
-                progress.update(bar, total=total, completed=done, kills=killed)
+                made = round(run.place.progress() * total)
+                progress.update(bar, total=total, completed=made, kills=run.killed.total())
         for end in ends:
             end.result()
     return {name: asyncio.run(_result(run, name)) for run in runs for name in run.place.names}
@@ -708,7 +674,7 @@ async def _result(run: Run, policy: str) -> Result:
         },
         twice=[episode for episode, count in trained_on.items() if count > 1],
         states=dict(map(tuple, await _rows(url, _STATES, policy))),
-        updates=dict(map(tuple, await _rows(url, _UPDATES, policy))),
+        abandoned=int((await _rows(url, _ABANDONED, policy))[0][0]),
         files={
             f"{folder.name}/{path.relative_to(folder)}": sha256(path.read_bytes()).hexdigest()
             for folder in folders
@@ -717,39 +683,35 @@ async def _result(run: Run, policy: str) -> Result:
         },
         update_s=float((await _rows(url, _UPDATE_S, policy))[0][0]),
         finished_late=sum(own.search(line) is not None for line in late),
-        lives=run.lives,
+        run=run,
     )
 
 
 def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]:
     """Report what became of one policy: in a run left undisturbed, and in one with kills."""
-    lives = killed.lives
-    adapter = f"{max(calm.states)}/adapter_model.safetensors"
+    run, adapter = killed.run, f"{max(calm.states)}/adapter_model.safetensors"
+    both = {"undisturbed": calm, "killed": killed}
     return {
         "updates": updates,
         "episodes": len(calm.outcomes),
-        "kills": lives.killed.total(),
-        "killed": dict(lives.killed.most_common()),
-        "kills_without_work": lives.idle,
-        "asked_to_stop": len(lives.stopped_after),
-        "slowest_stop_s": round(max(lives.stopped_after, default=0.0), 2),
-        "by_themselves": [*calm.lives.by_themselves, *lives.by_themselves],
-        "updates_abandoned": killed.updates.get("abandoned", 0),
+        "kills": run.killed.total(),
+        "killed": dict(run.killed.most_common()),
+        "kills_without_work": run.idle,
+        "asked_to_stop": len(run.stopped_after),
+        "slowest_stop_s": round(max(run.stopped_after, default=0.0), 2),
+        "by_themselves": [*calm.run.by_themselves, *run.by_themselves],
+        "updates_abandoned": killed.abandoned,
         "updates_finished_late": killed.finished_late,
-        "lost": [*calm.lost, *killed.lost],
+        # Episodes that no update that is done has spent.
+        "lost": [key for one in both.values() for key, out in one.outcomes.items() if out is None],
         "twice": [*calm.twice, *killed.twice],
         "spent_otherwise": _differing(calm.outcomes, killed.outcomes),
-        "versions": {"undisturbed": max(calm.states), "killed": max(killed.states)},
+        "versions": {name: max(one.states) for name, one in both.items()},
         "states_differ": _differing(calm.states, killed.states),
         "files": len(calm.files),
         "files_differ": _differing(calm.files, killed.files),
-        "final_adapter": {
-            "undisturbed": calm.files.get(adapter, "none")[:16],
-            "killed": killed.files.get(adapter, "none")[:16],
-        },
+        "final_adapter": {name: one.files.get(adapter, "")[:16] for name, one in both.items()},
         "an_update_s": round(calm.update_s, 2),
-        "undisturbed_s": round(calm.lives.seconds, 1),
-        "killed_s": round(lives.seconds, 1),
     }
 
 
@@ -758,12 +720,12 @@ def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
     return [str(key) for key in keys if one.get(key) != other.get(key)]
 
 
-async def _ledger_report(url: str, adapters: Path, policies: list[str]) -> dict[str, Any]:
+async def _ledger_report(place: Place, policies: list[str]) -> dict[str, Any]:
     """Report who called in a run's ledger, and what it has of policies that no trainer is for."""
-    strange = {path.name for path in adapters.glob("[!.]*")} - set(policies)
+    url, strange = place.database_url, {one.name for one in place.adapters.glob("[!.]*")}
     others = [row[0] for row in await _rows(url, _OF_OTHERS, policies)]
     return {
         "episodes_begun_by": dict(map(tuple, await _rows(url, _FIRST))),
         "calls_answered_by": dict(map(tuple, await _rows(url, _CALLS))),
-        "of_untrained": [*others, *(f"folder {name}" for name in sorted(strange))],
+        "of_untrained": [*others, *(f"folder {name}" for name in sorted(strange - set(policies)))],
     }

@@ -13,9 +13,7 @@ Needs nginx and wrk (Debian: nginx-light, wrk).
 
 import argparse
 import asyncio
-import http.client
 import json
-import math
 import os
 import re
 import shutil
@@ -30,7 +28,9 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 from uuid import uuid4
 
 import asyncpg
@@ -38,19 +38,8 @@ import psutil
 from rich.console import Console
 
 from benchmarks import wire
-from benchmarks.proxy.peers import (
-    CONTENDERS,
-    LARGE_TOKENS,
-    LOAD_CORE,
-    MEASURED_CORE,
-    TOKENS,
-    CannotInstall,
-    Contender,
-    Running,
-    install,
-    model_server,
-    of_checkout,
-)
+from benchmarks.proxy import peers as places
+from benchmarks.proxy.peers import CONTENDERS, LOAD_CORE, MEASURED_CORE, Contender, Running
 from benchmarks.proxy.streams import Plan
 from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
 from benchmarks.stack import ROOT, NotUp, answers, free_port, on_core, running, wait_for
@@ -62,7 +51,13 @@ ALONE, MANY, LARGE_AT_ONCE = 1, 64, 8
 STREAMS: Final = (1, 256, 1000)
 INTERVAL_S, CHUNKS = 0.1, 50
 SAMPLE, WARM_S, STORED_S = 20, 2, 600.0
+# A small body gets the large reply.
 LARGE_CHARS: Final = 10
+LOADS: Final = {
+    ALONE: wire.PROMPT_CHARS,
+    MANY: wire.PROMPT_CHARS,
+    LARGE_AT_ONCE: LARGE_CHARS,
+}
 QUIET_SHARE: Final = 0.1
 # The group of processes whose CPU it is, as `--against` names it.
 CPU: Final = {"serving": "worker", "beside": "ingester", "postgres": "PostgreSQL"}
@@ -104,12 +99,15 @@ class Peer:
 
     contender: Contender
     missing: str = ""
+    # By calls at once; peers take turns, round by round.
+    rounds: dict[int, list[Calls]] = field(default_factory=dict)
     calls: dict[int, Calls] = field(default_factory=dict)
-    # Calls a second, `MANY` at once, round by round: peers take turns.
-    rounds_per_s: list[float] = field(default_factory=list)
-    large: Calls | None = None
     streams: dict[int, dict[str, Any]] = field(default_factory=dict)
     memory_mib: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.contender.name
 
 
 def main() -> None:
@@ -145,8 +143,8 @@ def main() -> None:
         draw(peers.values())
     if options.json:
         judged = {bar.name: bar._asdict() | {"holds": bar.holds} for bar in promises}
-        found = {name: asdict(peer) | {"contender": name} for name, peer in peers.items()}
-        print(json.dumps(finite({"bars": judged, "peers": found, "busy_before": busy})))
+        rows = {table.title: [table.heads, *table.lines] for table in tables}
+        print(json.dumps({"bars": judged, "tables": rows, "busy_before": busy}))
 
 
 def parse() -> argparse.Namespace:
@@ -182,29 +180,19 @@ def whole_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Conso
         up: list[tuple[Peer, Running, Path]] = []
         for peer in peers:
             with missing_unless_ours(peer, console):
-                install(peer.contender, console)
+                places.install(peer.contender, console)
                 up.append((peer, *brought_up(peer.contender, stack)))
-        for at_once, chars in (
-            *((ALONE, wire.PROMPT_CHARS), (MANY, wire.PROMPT_CHARS), (LARGE_AT_ONCE, LARGE_CHARS)),
-        ):
+        for at_once, chars in LOADS.items():
             console.print(f"{at_once} at once, prompts of {chars} characters, {rounds} rounds")
-            taken: dict[str, list[Calls]] = {peer.contender.name: [] for peer in peers}
             for _ in range(rounds):
                 for peer, started, folder in up:
                     if not peer.missing:
                         with missing_unless_ours(peer, console):
                             calls = load_calls(started, folder, round_s, at_once, chars)
-                            taken[peer.contender.name].append(calls)
+                            peer.rounds.setdefault(at_once, []).append(calls)
             for peer, started, _ in up:
-                own = taken[peer.contender.name]
-                if peer.missing:
-                    continue
-                if at_once == LARGE_AT_ONCE:
-                    peer.large = combined(own)
-                    continue
-                peer.calls[at_once] = combined(own)
-                if at_once == MANY:
-                    peer.rounds_per_s = [one.calls_per_s for one in own]
+                if not peer.missing:
+                    peer.calls[at_once] = combined(peer.rounds[at_once])
                     note_memory(peer, started)
 
 
@@ -213,11 +201,11 @@ def missing_unless_ours(peer: Peer, console: Console) -> Iterator[None]:
     """Note an installed peer that fails as missing from the table; raise for the others."""
     try:
         yield
-    except (CannotInstall, NotUp, WrongAnswer) as error:
+    except (places.CannotInstall, NotUp, WrongAnswer) as error:
         if not peer.contender.packages:
             raise
         peer.missing = str(error).splitlines()[-1]
-        console.print(f"{peer.contender.name} is missing: {error}", markup=False)
+        console.print(f"{peer.name} is missing: {error}", markup=False)
 
 
 @contextmanager
@@ -233,7 +221,7 @@ def brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
     upstream = free_port()
     with ExitStack() as own:
         folder = own.enter_context(work_folder())
-        own.enter_context(model_server(folder, upstream))
+        own.enter_context(places.model_server(folder, upstream))
         started = own.enter_context(contender.start(folder, upstream))
         check_answers(started)
         load_calls(started, folder, WARM_S, MANY, wire.PROMPT_CHARS)
@@ -251,7 +239,7 @@ def check_answers(up: Running) -> None:
     for number_, length in enumerate(chars):
         headers, reply = one_call(up, wire.prompt(f"sample {number_} ", length))
         choice = reply["choices"][0]
-        tokens = LARGE_TOKENS if length == LARGE_CHARS else TOKENS
+        tokens = places.LARGE_TOKENS if length == LARGE_CHARS else places.TOKENS
         if choice["message"]["content"] != "word " * (3 * tokens):
             raise WrongAnswer(f"another text: {choice['message']['content'][:80]!r}")
         shown = [choice.get("token_ids"), choice.get("logprobs"), reply.get("prompt_token_ids")]
@@ -261,17 +249,12 @@ def check_answers(up: Running) -> None:
 
 def one_call(up: Running, body: str) -> tuple[set[str], Any]:
     """Return the names of the headers, and the reply, of one call."""
-    connection = http.client.HTTPConnection("127.0.0.1", up.port, timeout=30)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
     try:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
-        connection.request("POST", up.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        if response.status != 200:
-            raise WrongAnswer(f"{up.url} answers {response.status}: {content[:200]!r}")
-        return {name.lower() for name, _ in response.getheaders()}, json.loads(content)
-    finally:
-        connection.close()
+        with urlopen(Request(up.url, body.encode(), headers), timeout=30) as response:
+            return {name.lower() for name in response.headers}, json.load(response)
+    except HTTPError as error:
+        raise WrongAnswer(f"{up.url} answers {error.code}: {error.read()[:200]!r}") from error
 
 
 def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int) -> Calls:
@@ -361,7 +344,7 @@ def streams(peer: Peer, counts: Sequence[int], seconds: int, console: Console) -
             wait_for(lambda: answers(f"http://127.0.0.1:{upstream}/v1/models"), process, log)
             with peer.contender.start(folder, upstream) as up:
                 for at_once in counts:
-                    console.print(f"{peer.contender.name}: {at_once} streams at once")
+                    console.print(f"{peer.name}: {at_once} streams at once")
                     plan = Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds)
                     measured = load_streams(up, folder, plan)
                     if at_once == ALONE:
@@ -498,7 +481,7 @@ def in_turns(checkout: Path, rounds: int, round_s: int, console: Console) -> Rat
     """
     ratios: Ratios = {}
     with ExitStack() as stack:
-        sides = [brought_up(of_checkout(path), stack) for path in (checkout, ROOT)]
+        sides = [brought_up(places.of_checkout(path), stack) for path in (checkout, ROOT)]
         for at_once in (ALONE, MANY):
             ratios[at_once] = {}
             for turn in range(rounds):
@@ -541,7 +524,7 @@ def bars(peers: Mapping[str, Peer]) -> list[Bar]:
     added_ms = None
     if len(alone) == 2 and alone[0] is not None and alone[1] is not None:
         added_ms = alone[0].median_ms - alone[1].median_ms
-    large = sum(pawl.large.cpu_us.values()) if pawl.large else None
+    large = pawl.calls.get(LARGE_AT_ONCE)
     # Calls that the load broke off at its end are stored, too.
     unstored = None if many is None or many.stored is None else max(0, many.calls - many.stored)
     return [
@@ -551,7 +534,7 @@ def bars(peers: Mapping[str, Peer]) -> list[Bar]:
         Bar("calls_failed", many.failed if many else None, 0),
         Bar("calls_not_stored", unstored, 0),
         Bar("added_ms", added_ms, 0.8),
-        Bar("large_reply_cpu_us", large, 600),
+        Bar("large_reply_cpu_us", sum(large.cpu_us.values()) if large else None, 600),
         Bar("streams_failed", sum(most["failed"].values()) if most else None, 0),
         Bar("streams_batched", most["batched"] if most else None, 0),
         Bar("chunk_delay_p99_ms", most["delay_p99_ms"] if most else None, 10),
@@ -564,8 +547,9 @@ def ratio_to(peers: Mapping[str, Peer], other: str) -> float | None:
     """Return the median over the rounds: what disturbs the machine disturbs both of a round."""
     if "pawl" not in peers or other not in peers:
         return None
-    rounds = zip(peers["pawl"].rounds_per_s, peers[other].rounds_per_s, strict=False)
-    ratios = [ours / theirs for ours, theirs in rounds if theirs]
+    own, others = (peers[name].rounds.get(MANY, []) for name in ("pawl", other))
+    pairs = zip(own, others, strict=False)
+    ratios = [ours.calls_per_s / theirs.calls_per_s for ours, theirs in pairs]
     return median(ratios) if ratios else None
 
 
@@ -591,7 +575,7 @@ def calls_table(peers: Iterable[Peer]) -> Rows:
                 number(alone.median_ms, 3),
                 number(alone.p99_ms, 3),
                 parts(many.cpu_us),
-                parts(peer.large.cpu_us if peer.large else {}),
+                parts(peer.calls[LARGE_AT_ONCE].cpu_us if LARGE_AT_ONCE in peer.calls else {}),
                 parts(peer.memory_mib),
             ]
         )
@@ -643,34 +627,19 @@ def machine() -> str:
 
 def draw(peers: Iterable[Peer]) -> None:
     """Draw calls a second, latency and chunk delay as bars on logarithmic scales."""
-    pyplot = plotting()
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.4), dpi=150)
-    there = [peer for peer in peers if MANY in peer.calls]
-    most = STREAMS[-1]
-    for axes, title, values in (
-        (
-            panels[0],
-            f"calls/s, {MANY} at once",
-            {peer.contender.name: peer.calls[MANY].calls_per_s for peer in there},
-        ),
-        (
-            panels[1],
-            f"ms, p99, {MANY} at once",
-            {peer.contender.name: peer.calls[MANY].p99_ms for peer in there},
-        ),
-        (
-            panels[2],
-            f"ms, chunk p99, {most:,} streams",
-            {
-                peer.contender.name: peer.streams[most]["delay_p99_ms"]
-                for peer in there
-                if most in peer.streams
-            },
-        ),
-    ):
+    figure, panels = plotting().subplots(1, 3, figsize=(13, 3.4), dpi=150)
+    there, most = [peer for peer in peers if MANY in peer.calls], STREAMS[-1]
+    drawn = {
+        f"calls/s, {MANY} at once": {one.name: one.calls[MANY].calls_per_s for one in there},
+        f"ms, p99, {MANY} at once": {one.name: one.calls[MANY].p99_ms for one in there},
+        f"ms, chunk p99, {most:,} streams": {
+            one.name: one.streams[most]["delay_p99_ms"] for one in there if most in one.streams
+        },
+    }
+    for axes, (title, values) in zip(panels, drawn.items(), strict=True):
         colours = ["#0b7285" if name == "pawl" else "#adb5bd" for name in values]
-        drawn = axes.barh(list(values), list(values.values()), color=colours)
-        axes.bar_label(drawn, [number(one, 0 if one > 100 else 2) for one in values.values()])
+        bars_ = axes.barh(list(values), list(values.values()), color=colours)
+        axes.bar_label(bars_, [number(one, 0 if one > 100 else 2) for one in values.values()])
         axes.set_xscale("log")
         axes.margins(x=0.3)
         axes.invert_yaxis()
@@ -680,13 +649,6 @@ def draw(peers: Iterable[Peer]) -> None:
         axes.spines["bottom"].set_visible(False)
     figure.tight_layout()
     figure.savefig(PICTURE)
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN by None, as JSON has none."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "openai-penalties": ("openai: penalties", "openai", "penalties"),
     "openai-schema": ("openai: a JSON schema", "openai", "schema"),
 }
-PROGRAMS: Final = Path(__file__).with_name("programs.py")
+PROGRAMS: Final = ROOT / "tests" / "clients" / "frameworks.py"
 # The name under which the programs ask for the model, and how many questions each asks.
 MODEL: Final = "agent"
 QUESTIONS: Final = 20

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.__main__ import broken_promises
-from benchmarks.chaos.canaries import canary_kills
+from tests.support.steward.canary_kills import canary_kills
 
 KILLS = 8
 

@@ -1,4 +1,4 @@
-"""Run an agent made with a framework: `python programs.py FRAMEWORK NUMBER [ARGUMENT...]`.
+"""Run an agent made with a framework: `python frameworks.py FRAMEWORK NUMBER [ARGUMENT...]`.
 
 It runs in the clients' own environment and knows nothing of Pawl. Nothing is set but what a
 row of the benchmark is about, and the numbers of tokens and turns, because a small model rambles.

@@ -31,7 +31,7 @@ from store.version_queries import list_versions
 from store.versions import PolicyEvent, PolicyState, PolicyVersion
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.stand import PARTS, NotReady, Stand
-from tests.support.trainer.scored_episodes import BASE, write_model
+from tests.support.trainer.scored_episodes import BASE, MEMBERS, recipe_toml, write_model
 from tests.support.trainer.zygote import Zygote, zygote
 
 # Each as often as its place in the list.
@@ -43,7 +43,7 @@ QUIET_S, AWAY_S = (0.2, 1.5), (0.0, 0.5)
 # A trainer begins with an adapter on trial, and then waits for two groups.
 TRIED_WITHIN_S: Final = 300.0
 DRAIN_S: Final = 120.0
-AT_ONCE, GROUP = 6, 4
+AT_ONCE: Final = 6
 # Longer than a call waits for a version that is not loaded.
 PATIENCE_S: Final = 30.0
 BROKEN: Final = (aiohttp.ClientError, OSError, TimeoutError)
@@ -51,30 +51,12 @@ BROKEN: Final = (aiohttp.ClientError, OSError, TimeoutError)
 # versions one is bad, and one turns bad after so many episodes: it serves by then.
 REWARDS: Final = {"base": 0.5, "good": 0.9, "bad": 0.1}
 NOISE, CYCLE, BAD, TURNS, TURNS_AFTER = 0.1, 5, 2, 3, 250
-RECIPE: Final = f"""
-learner = "grpo"
-[claim]
-group_size = {GROUP}
-groups = 2
-smallest_group = 2
-max_age_s = 5.0
-max_staleness = 1000000
-[optimizer]
-learning_rate = 1e-3
-[batch]
-steps = 1
-micro_batch_tokens = 64
-[off_policy]
-sequence_min = 0.0
-sequence_max = 1e9
-max_drift = 1e9
-min_effective_sample = 0.0
-[lora]
-rank = 4
-alpha = 8
-[publish]
-tolerance = 1e-3
-retire_after_s = 5.0
+RECIPE: Final = (
+    recipe_toml()
+    .replace("max_age_s = 1e9", "smallest_group = 2\nmax_age_s = 5.0")
+    # Versions come and go.
+    .replace("retire_after_s = 1e9", "retire_after_s = 5.0")
+    + """
 [gate]
 mode = "gated"
 canary_share = 0.4
@@ -85,6 +67,7 @@ deadline_s = 40.0
 mistakes = 0.2
 fewest = 20
 """
+)
 _WITHOUT_ARM: Final = text(
     "SELECT count(*) FROM transitions t JOIN episodes e ON e.id = t.episode_id"
     " WHERE t.policy = :policy AND t.arm IS NULL AND COALESCE(e.joined_split, e.split) = 'train'"
@@ -176,19 +159,21 @@ async def _run(parts: Parts, kills: int, seed: int) -> dict[str, Any]:
     await stand.ready()
     for role in ("trainer", "steward"):
         parts.start(role)
-    clients = Clients(stand.port, seed)
-    clients.start()
+    clients, is_over = Clients(stand.port, seed), asyncio.Event()
+    working = asyncio.create_task(clients.run(is_over))
     engine, dice = make_engine(stand.url), random.Random(seed)
     try:
         with Progress(console=Console(stderr=True)) as progress:
             for _ in progress.track(range(kills), description="kills while a version is tried"):
                 await asyncio.sleep(dice.uniform(*QUIET_S))
-                clients.check()
+                if working.done():
+                    working.result()
                 await _until_tried(parts, engine)
                 await parts.kill(dice.choice(VICTIMS), dice.uniform(*AWAY_S), dice.randrange(2))
     except NotReady as error:
         stalled.append(str(error))
-    await clients.stop()
+    is_over.set()
+    await working
     await asyncio.to_thread(parts.stop)
     drain_s = await drained(stand.admin, Scrapes(), within_s=DRAIN_S)
     await asyncio.to_thread(stand.stop)
@@ -282,36 +267,25 @@ class Clients:
         self._url = f"http://127.0.0.1:{port}"
         self._dice, self._numbers = random.Random(seed), count()
         self._episodes: Counter[int] = Counter()
-        self._stopping = False
-        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._client()) for _ in range(AT_ONCE)]
-
-    async def stop(self) -> None:
-        """Let every client end its episode, and have its reward taken."""
-        self._stopping = True
-        await asyncio.gather(*self._tasks)
-
-    def check(self) -> None:
-        """Raise what ended a client, if anything did."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
-    async def _client(self) -> None:
+    async def run(self, is_over: asyncio.Event) -> None:
+        """Run episodes until it is over; each is ended then, and its reward taken."""
         limit = aiohttp.ClientTimeout(total=PATIENCE_S)
         # No connection is kept: whoever is started again gets new ones at once.
         connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
-            while not self._stopping:
+
+        async def client() -> None:
+            while not is_over.is_set():
                 await self._episode(session, next(self._numbers))
                 await asyncio.sleep(0.02)
+
+        async with aiohttp.ClientSession(timeout=limit, connector=connector) as session:
+            await asyncio.gather(*(client() for _ in range(AT_ONCE)))
 
     async def _episode(self, session: aiohttp.ClientSession, number: int) -> None:
         """Make the calls of an episode; one that was answered to its end gets its reward."""
         episode, version = f"canaries-{number}", 0
-        headers = {"x-pawl-episode": episode, "x-pawl-task": f"task-{number // GROUP}"}
+        headers = {"x-pawl-episode": episode, "x-pawl-task": f"task-{number // MEMBERS}"}
         body = {"model": BASE, "prompt": (5, 6, 7, 8), "max_tokens": 2, "temperature": 1.0}
         for _ in range(1 + number % 2):
             status, told = await self._post(session, "/v1/completions", body, headers)

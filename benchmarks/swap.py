@@ -1,0 +1,537 @@
+"""Measure whether a client notices that adapters are swapped.
+
+Clients stream multi-call episodes through a real proxy from a real vLLM, while version after
+version is published as the trainer does after its optimiser step: turns of a minute with loads, and
+turns without. Ends with status 1 where a call failed, streams paused, an episode changed its
+version, or loads were not made or exceeded the adapter slots. What a run writes, its logs among it,
+lies in `var/swap` until the next one.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count, pairwise
+from statistics import median
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+import aiohttp
+import msgspec
+import structlog
+from rich.console import Console
+from sqlalchemy import ARRAY, Text, bindparam, text
+
+from benchmarks.report import Bar, Rows, bars_table, number, percentile
+from benchmarks.stack import ROOT, small_plan
+from pawl.stack.model import unpacked_model
+from pawl.stack.stack import Stack, running_stack
+from store.connection.engine import make_engine
+from tests.support.shallow import write_shallow
+from trainer.importing import Import
+from trainer.learners.learner import Learner
+from trainer.learners.model import Base
+from trainer.policy_lock import lock_policy
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.publisher import Publisher
+from trainer.recipes.recipe import load_recipe
+from trainer.settings import USUAL_SLOTS, TrainerSettings
+from trainer.updates.versions import begin_policy
+
+FOLDER: Final = ROOT / "var" / "swap"
+POLICY: Final = "swap"
+RECIPE: Final = """
+learner = "grpo"
+dtype = "float32"
+[claim]
+max_staleness = 64
+[batch]
+micro_batch_tokens = 256
+[optimizer]
+learning_rate = 1e-3
+[publish]
+tolerance = 0.01
+retire_after_s = {retire_after_s}
+"""
+# Longer than two calls of an episode take: a call is known once it has ended, and counts from when
+# it began. A version keeps its slot for so long after its last call.
+RETIRE_AFTER_S: Final = 10.0
+# One after the other in turn: a version must answer otherwise than the one before it.
+ADAPTERS: Final = 2
+# The bar: so many times the p99 gap without loads may that with loads be.
+TIMES: Final = 2.0
+# The first turn begins once each client has had so many episodes answered by the first version: the
+# engine compiles what it meets for the first time.
+WARM_UP: Final = 2
+LOOK_S, UNLOADED_S, STORED_S, PATIENCE_S = 1.0, 120.0, 120.0, 600.0
+QUESTIONS: Final = ("Where does the river end?", "And where does it begin?", "Who has seen both?")
+# With as many tokens in each reply all clients would go on in step, and a version that serves for a
+# few seconds would meet no new episode.
+FEWEST_TOKENS, MOST_TOKENS = 16, 32
+# By their ids: calls from before the clients began are stored as well, and are not asked for.
+_COUNT: Final = text("SELECT count(*) FROM transitions WHERE id::text = ANY(:ids)").bindparams(
+    bindparam("ids", type_=ARRAY(Text))
+)
+_CALLS: Final = text(
+    "SELECT t.id::text AS id, e.key, coalesce(t.policy_version, 0) AS version, t.started_at"
+    " FROM transitions t JOIN episodes e ON e.id = t.episode_id ORDER BY t.started_at, t.id"
+)
+_RETIRED: Final = text(
+    "SELECT version, min(at) AS at FROM policy_events WHERE to_state = 'retired' GROUP BY version"
+)
+
+
+class Call(NamedTuple):
+    """Describe a call as its client saw it; times are of `time.monotonic`.
+
+    `id` and `version` are what the reply's headers say. `first` is when the first chunk with text
+    came. `why` says what was wrong with it; None: nothing.
+    """
+
+    began: float
+    ended: float
+    id: str
+    version: str
+    first: float | None
+    why: str | None
+
+
+class Load(NamedTuple):
+    """Say when a version's weights were ready, its files were recorded, and it got the traffic."""
+
+    version: str
+    step: float
+    recorded: float
+    promoted: float
+
+
+class Seen(NamedTuple):
+    """Say which adapters the model server had at a moment."""
+
+    at: float
+    loaded: frozenset[str]
+
+
+class Schedule(NamedTuple):
+    """Say when which turn is. Of `turns`, every second one has loads; `began` is the first one's.
+
+    Times are seconds of the clock of `time.monotonic`, which all processes of a machine share.
+    """
+
+    began: float
+    turns: int
+    turn_s: float
+    loads: int
+
+    @property
+    def ends(self) -> float:
+        return self.began + self.turns * self.turn_s
+
+    def due(self, at: float) -> int:
+        """Return how many loads should have begun at `at`: they come evenly, in turns with loads.
+
+        What was late in one turn with loads is due in the next.
+        """
+        turn, into_s = divmod(at - self.began, self.turn_s)
+        if not 0 <= turn < self.turns or turn % 2 == 0:
+            return 0
+        loading_s = turn // 2 * self.turn_s + into_s
+        return min(self.loads, int(loading_s * self.loads / (self.turns // 2 * self.turn_s)) + 1)
+
+    def has_loads(self, at: float, seen: Sequence[Seen]) -> bool | None:
+        """Return whether `at` is in a turn with loads; None: in neither kind.
+
+        A turn without loads counts from when all but one of the adapters were unloaded again that
+        the turn before had loaded.
+        """
+        turn = int((at - self.began) // self.turn_s)
+        if not 0 <= turn < self.turns or turn % 2:
+            return 0 <= turn < self.turns or None
+        begins = self.began + turn * self.turn_s
+        is_settled = any(begins <= one.at <= at and len(one.loaded) <= 1 for one in seen)
+        return False if is_settled else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.swap", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all turns (10)")
+    parser.add_argument("--loads", type=int, default=60, help="of all turns (60)")
+    parser.add_argument("--streams", type=int, default=32, help="at once (32)")
+    parser.add_argument("--layers", type=int, default=4, help="of the packaged model's 30 (4)")
+    parser.add_argument("--slots", type=int, default=USUAL_SLOTS, help="vLLM's --max-loras")
+    parser.add_argument("--retire-after", type=float, default=RETIRE_AFTER_S, help="in seconds")
+    parser.add_argument("--json", action="store_true", help="the bars as JSON on the last line")
+    options = parser.parse_args()
+    console = Console(stderr=options.json)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    (FOLDER / "model").mkdir(parents=True)
+    with console.status("starting") as status:
+        tables, bars = asyncio.run(measure(options, status.update))
+    for table in [*tables, bars_table(bars)]:
+        console.print(table.rich())
+    if options.json:
+        print(json.dumps([bar._asdict() | {"holds": bar.holds} for bar in bars]))
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+async def measure(
+    options: argparse.Namespace, tell: Callable[[str], None]
+) -> tuple[list[Rows], list[Bar]]:
+    """Run clients and publisher beside each other on a whole stack of their own."""
+    recipe = FOLDER / "swap.toml"
+    recipe.write_text(RECIPE.format(retire_after_s=options.retire_after))
+    whole = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
+    model = str(write_shallow(whole, FOLDER / "model", options.layers))
+    plan = small_plan(FOLDER / "data", model, POLICY, str(recipe))
+    vllm = msgspec.structs.replace(plan.vllm, adapter_slots=options.slots)
+    plan = msgspec.structs.replace(plan, vllm=vllm)
+    context = multiprocessing.get_context("spawn")
+    async with running_stack(plan, lambda names: tell(f"waiting for {names}")) as stack:
+        # What it does after an update is done by the publisher.
+        await stack.stop_training()
+        settings = TrainerSettings(
+            upstream_url=f"http://127.0.0.1:{plan.vllm.port}/v1",
+            adapter_dir=plan.adapter_dir,
+            recipe=str(recipe),
+            model=model,
+        )
+        with context.Manager() as manager:
+            events, plans = manager.list(), manager.Queue()
+            arguments = settings, stack.database_url, events, plans
+            publisher = context.Process(target=publish_all, args=arguments)
+            publisher.start()
+            try:
+                clients, schedule = await follow(stack, publisher, events, plans, options, tell)
+            finally:
+                publisher.terminate()
+                publisher.join()
+            told = list(events)
+        stored, retired = await read_ledger(stack.database_url, clients.calls)
+    return figures(options, schedule, clients, told, stored, retired)
+
+
+async def follow(
+    stack: Stack,
+    publisher: Any,
+    events: Any,
+    plans: Any,
+    options: argparse.Namespace,
+    tell: Callable[[str], None],
+) -> tuple["Clients", Schedule]:
+    """Warm up, give the publisher its schedule, and wait until it has ended."""
+
+    async def until(condition: Callable[[], object], what: str) -> None:
+        while not condition():
+            stack.check()
+            if publisher.exitcode:
+                raise RuntimeError(f"the publisher failed: see {FOLDER / 'publisher.log'}")
+            tell(f"{what}; {len(clients.calls)} calls, {len(events)} events")
+            await asyncio.sleep(LOOK_S)
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=PATIENCE_S)
+    ) as session:
+        clients = Clients(session, stack.base_url)
+        await until(lambda: len(events), "waiting for the first version")
+        await clients.until_served(f"{POLICY}@1")
+        clients.start(options.streams)
+        enough = WARM_UP * len(QUESTIONS) * options.streams
+        await until(lambda: len(clients.calls) >= enough, f"warming up: {enough} calls")
+        turns = max(2, 2 * int(options.minutes / 2))
+        turn_s = options.minutes * 60.0 / turns
+        schedule = Schedule(time.monotonic(), turns, turn_s, options.loads)
+        plans.put(schedule)
+        await until(lambda: time.monotonic() >= schedule.ends, f"{turns} turns of {turn_s:.0f} s")
+        await clients.stop()
+    await until(lambda: publisher.exitcode is not None, "unloading")
+    return clients, schedule
+
+
+def publish_all(settings: TrainerSettings, database_url: str, events: Any, plans: Any) -> None:
+    """Publish a first version, then as a schedule says that is received, until it ends.
+
+    The adapters are made beforehand: it is the swap that is measured.
+    """
+    with (FOLDER / "publisher.log").open("a") as log:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(log))
+        recipe = load_recipe(settings.recipe)
+        base = Base(str(settings.model), recipe)
+        for seed in range(ADAPTERS):
+            learner = Learner(base, recipe, seed, settings.scratch)
+            learner.rehearse()
+            (FOLDER / "prepared" / str(seed)).mkdir(parents=True)
+            learner.save(FOLDER / "prepared" / str(seed))
+        asyncio.run(_publish_all(settings, database_url, learner, events, plans))
+
+
+async def _publish_all(
+    settings: TrainerSettings, database_url: str, learner: Learner, events: Any, plans: Any
+) -> None:
+    engine, recipe = make_engine(database_url), load_recipe(settings.recipe)
+    async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
+        await lock_policy(guard, POLICY, "publish")
+        await begin_policy(engine, POLICY, None, None)
+        imports = Import(settings, recipe, engine, learner, POLICY)
+        publisher = Publisher(engine, servers, POLICY, recipe.publish)
+        made = count()
+
+        async def load() -> None:
+            prepared = FOLDER / "prepared" / str(next(made) % ADAPTERS)
+            await asyncio.to_thread(learner.adopt, prepared)
+            step = time.monotonic()
+            version = await imports.write(prepared)
+            recorded = time.monotonic()
+            await imports.publish(publisher, version)
+            events.append(Load(f"{POLICY}@{version}", step, recorded, time.monotonic()))
+
+        async def look() -> int:
+            """Bring the server up to date, as a trainer does; return how many adapters it has."""
+            began = time.monotonic()
+            await publisher.reconcile()
+            await publisher.retire_idle()
+            listed = await servers.models()
+            loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
+            events.append(Seen(time.monotonic(), loaded))
+            await publisher.clean(settings.adapter_dir)
+            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+            return len(loaded)
+
+        await load()
+        while plans.empty():
+            await look()
+        schedule: Schedule = plans.get()
+        loads = 0
+        while (now := time.monotonic()) < schedule.ends:
+            if loads < schedule.due(now):
+                await load()
+                loads += 1
+            await look()
+        deadline = time.monotonic() + UNLOADED_S
+        while await look() > 1 and time.monotonic() < deadline:
+            pass
+        await guard.invalidate()
+    await engine.dispose()
+
+
+class Clients:
+    """Run so many clients, each of which has one call under way at any time.
+
+    Attributes:
+        calls: those that have ended, by episode.
+        gaps: when a chunk came, and the seconds from the one before it, of all replies.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self.calls: list[Call] = []
+        self.gaps: list[tuple[float, float]] = []
+        self._session, self._url = session, f"{base_url}/chat/completions"
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def until_served(self, version: str) -> None:
+        """Ask until new episodes get `version`; these calls are not among `calls`.
+
+        An episode that began before the policy did has no version to keep.
+        """
+        for first in count():
+            question = [{"role": "user", "content": QUESTIONS[0]}]
+            if (await self._call(f"swap-first-{first}", question))[0].version == version:
+                self.gaps.clear()
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def start(self, streams: int) -> None:
+        self._tasks = [asyncio.create_task(self._client(own)) for own in range(streams)]
+
+    async def stop(self) -> None:
+        """Let every client finish the episode that it is at."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def _client(self, own: int) -> None:
+        for episode in count():
+            messages: list[dict[str, str]] = []
+            for question in QUESTIONS:
+                if self._stopping and not messages:
+                    return
+                messages.append({"role": "user", "content": question})
+                call, answer = await self._call(f"swap-{own}-{episode}", messages)
+                self.calls.append(call)
+                if call.why is not None:
+                    await asyncio.sleep(LOOK_S)
+                    break
+                messages.append({"role": "assistant", "content": answer})
+
+    async def _call(self, episode: str, messages: list[dict[str, str]]) -> tuple[Call, str]:
+        span = MOST_TOKENS - FEWEST_TOKENS + 1
+        tokens = FEWEST_TOKENS + crc32(f"{episode} {len(messages)}".encode()) % span
+        body = {
+            "model": POLICY,
+            "messages": messages,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began, first, why, id_, version = time.monotonic(), None, None, "", ""
+        said, before, counted, rest = "", None, 0, b""
+        headers = {"x-pawl-episode": episode}
+        try:
+            async with self._session.post(self._url, json=body, headers=headers) as response:
+                id_ = response.headers.get("x-pawl-call", "")
+                version = response.headers.get("x-pawl-policy", "")
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}: {(await response.text())[:300]}")
+                # Pieces that come at once count as one chunk.
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    chunks = [json.loads(line[6:]) for line in lines if line[:7] == b"data: {"]
+                    for chunk in chunks:
+                        said += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
+                        counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
+                    if chunks:
+                        now = time.monotonic()
+                        self.gaps += [] if before is None else [(now, now - before)]
+                        before, first = now, first or (now if said else None)
+            if counted != tokens:
+                raise ValueError(f"{counted} of {tokens} tokens")
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            why = f"{type(error).__name__}: {error}"
+        return Call(began, time.monotonic(), id_, version, first, why), said
+
+
+async def read_ledger(url: str, calls: Iterable[Call]) -> tuple[list[Any], Mapping[int, Any]]:
+    """Return the stored calls, oldest first, and when each version was retired that was.
+
+    The calls that were answered are waited for, for two minutes.
+    """
+    ids = [call.id for call in calls if call.why is None]
+    engine, deadline = make_engine(url), time.monotonic() + STORED_S
+    async with engine.connect() as connection:
+        while (await connection.scalar(_COUNT, {"ids": ids}) or 0) < len(ids):
+            if time.monotonic() > deadline:
+                break
+            await connection.rollback()
+            await asyncio.sleep(LOOK_S)
+        stored = list(await connection.execute(_CALLS))
+        retired = {row.version: row.at for row in await connection.execute(_RETIRED)}
+    await engine.dispose()
+    return stored, retired
+
+
+def figures(
+    options: argparse.Namespace,
+    schedule: Schedule,
+    clients: Clients,
+    events: Sequence[Load | Seen],
+    stored: Sequence[Any],
+    retired: Mapping[int, Any],
+) -> tuple[list[Rows], list[Bar]]:
+    """Compute what a run comes to; its first load came before it, and is not counted."""
+    calls, seen = clients.calls, [event for event in events if isinstance(event, Seen)]
+    loads = [event for event in events if isinstance(event, Load)][1:]
+    unloads = [
+        (version, later.at)
+        for one, later in pairwise(seen)
+        for version in sorted(one.loaded - later.loaded)
+    ]
+    first, last = dict[str, float](), dict[str, float]()
+    for call in calls:
+        last[call.version] = max(call.ended, last.get(call.version, 0.0))
+        if call.first is not None:
+            first[call.version] = min(call.first, first.get(call.version, call.first))
+    gaps: dict[bool | None, list[float]] = {False: [], True: [], None: []}
+    for at, seconds in clients.gaps:
+        gaps[schedule.has_loads(at, seen)].append(seconds * 1000)
+    by_episode: dict[str, list[Any]] = {}
+    for row in stored:
+        by_episode.setdefault(row.key, []).append(row)
+    kinds = [kind(rows, retired) for rows in by_episode.values()]
+    good = [call for call in calls if call.why is None]
+    by_id = {row.id: f"{POLICY}@{row.version}" for row in stored}
+    times = {
+        "optimiser step → files recorded": [load.recorded - load.step for load in loads],
+        "optimiser step → promoted": [load.promoted - load.step for load in loads],
+        "optimiser step → first token at a client": [
+            first[load.version] - load.step for load in loads if load.version in first
+        ],
+        "longest gap while a version was published": longest_gaps(clients.gaps, loads),
+        "last call of a version → unloaded": [
+            at - last[version] for version, at in unloads if version in last
+        ],
+        "a call": [call.ended - call.began for call in calls],
+    }
+    shares = (0.5, 0.99, 0.999, 1)
+    tables = [
+        Rows(
+            f"{options.streams} streams, {options.layers} layers, {options.slots} adapter slots",
+            ["", "gaps", "median ms", "p99", "p99.9", "max"],
+            [
+                [name, number(len(own)), *(number(percentile(own, share), 1) for share in shares)]
+                for name, own in (("without loads", gaps[False]), ("with loads", gaps[True]))
+            ],
+            [f"failed: {call.why}" for call in calls if call.why is not None][:5],
+        ),
+        Rows(
+            f"Seconds, of {len(calls)} calls in {len(kinds)} episodes",
+            ["", "median", "max"],
+            [[name, number(median(t), 2), number(max(t), 2)] for name, t in times.items() if t],
+        ),
+    ]
+    ratio = percentile(gaps[True], 0.99) / percentile(gaps[False], 0.99)
+    misnamed = sum(by_id.get(call.id, call.version) != call.version for call in good)
+    return tables, [
+        Bar("loads", len(loads), options.loads, at_least=True),
+        Bar("calls failed", len(calls) - len(good), 0),
+        Bar("p99 gap, times that without loads", ratio, TIMES),
+        Bar("episodes that changed their version", kinds.count("changed"), 0),
+        Bar("episodes that had to leave a retired version", kinds.count("had to leave"), 0),
+        Bar("answered calls not in the ledger", sum(call.id not in by_id for call in good), 0),
+        Bar("answered calls of another version in the ledger", misnamed, 0),
+        Bar("adapters loaded, at most", max(len(one.loaded) for one in seen), options.slots),
+        Bar(
+            "adapters unloaded under a call",
+            sum(last.get(version, 0.0) > at for version, at in unloads),
+            0,
+        ),
+        Bar("adapters loaded in the end", len(seen[-1].loaded), 1),
+        Bar("versions that no client saw", sum(load.version not in first for load in loads), 0),
+    ]
+
+
+def kind(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
+    """Return whether an episode kept its version, had to leave it, or changed it without need."""
+    moves = [(one, other) for one, other in pairwise(rows) if one.version != other.version]
+    if not moves:
+        return "kept"
+    forced = (
+        one.version in retired and retired[one.version] <= other.started_at for one, other in moves
+    )
+    return "had to leave" if all(forced) else "changed"
+
+
+def longest_gaps(gaps: Iterable[tuple[float, float]], loads: Sequence[Load]) -> list[float]:
+    """Return the longest gap of any stream while each of the loads went on, in seconds.
+
+    A gap that had begun before a load, or ended after it, counts. There are too few of these for
+    the p99 of all gaps to tell of them.
+    """
+    longest, steps = [0.0] * len(loads), [load.step for load in loads]
+    for at, seconds in gaps:
+        # The last load that had begun when the gap ended; they go on one after the other.
+        place = bisect_right(steps, at) - 1
+        if place >= 0 and at - seconds < loads[place].promoted:
+            longest[place] = max(longest[place], seconds)
+    return longest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

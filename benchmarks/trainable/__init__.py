@@ -1,1 +1,0 @@
-"""Measure which share of real frameworks' calls can be trained, each at its own defaults."""
