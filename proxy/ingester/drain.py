@@ -31,7 +31,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
 from proxy.ingester.outages import RecordingOutages
-from proxy.ingester.removing import make_private
 from proxy.ingester.segment_reader import Segment, segment_files
 from proxy.ingester.transcribe import NO_READERS
 from proxy.metrics import (
@@ -141,7 +140,6 @@ class Drainer:
         # Whether the last turn left records behind that were on disk when it looked.
         self._is_behind = False
         self.progress = Progress()
-        make_private(root)
 
     def stop(self) -> None:
         """Let `run` return once the present batch is settled.

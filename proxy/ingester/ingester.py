@@ -1,15 +1,12 @@
-"""Delete idempotency keys that are a day old, on this machine and in the database.
-
-Export the mean reward of each policy version's evaluation episodes as metrics.
-
-Run the process beside the workers: drain their spool, migrate the database, serve metrics.
+"""Run the process beside the workers: drain their spool, migrate the database, serve metrics.
 
 Serving does not need it: while the ingester is away, records wait on disk.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Final
@@ -23,7 +20,7 @@ from proxy.feedback.idempotency import KeyFiles
 from proxy.ingester.admin import OwnersFile, admin_app, unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.ingester.removing import remove_deleted_letters, remove_outdated
+from proxy.ingester.removing import DeletedLetters, remove_outdated
 from proxy.keys.gate import Gate, KeyFile
 from proxy.metrics import EVAL_EPISODES, EVAL_REWARD
 from proxy.redaction import Redactor, open_redactor
@@ -31,67 +28,23 @@ from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_no_records_fault, is_unavailable
-from store.read.evaluations import Evaluation, evaluations
+from store.read.evaluations import evaluations
 from store.write.feedback_keys import forget_keys
 
 log = structlog.get_logger()
 
-CLEAN_S: Final = 600.0
-
-
-async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None]) -> None:
-    """Delete old keys every `CLEAN_S` seconds, until cancelled."""
-    files = KeyFiles(spool_dir)
-    while True:
-        await asyncio.sleep(CLEAN_S)
-        try:
-            forgotten = await asyncio.to_thread(files.clean)
-            engine = connect()
-            if engine is not None:
-                async with engine.connect() as connection:
-                    forgotten += await forget_keys(connection)
-            log.info("idempotency_keys_forgotten", keys=forgotten)
-        except Exception as error:
-            # This task must not end: old keys are looked for again in any case.
-            note = log.warning if is_unavailable(error) else log.exception
-            note("idempotency_keys_kept", reason=type(error).__name__)
-
-
+DRAIN_AT_EXIT_S: Final = 5.0
+LOOK_S: Final = 0.1
+# Seconds between two looks of each kind.
+KEYS_S: Final = 600.0
 EVALUATIONS_S: Final = 2.0
-# The pause after a look is at least this many times as long as the look, so that very many
-# episodes of evaluation do not keep the database busy.
+DELETED_S: Final = 10.0
+OUTDATED_S: Final = 600.0
+# What is outdated is removed so soon after the start.
+OUTDATED_FIRST_S: Final = 10.0
+# A pause is at least this many times as long as the look before it, so that what takes long (very
+# many episodes of evaluation) does not keep the database busy.
 LOOK_SHARE: Final = 20
-
-
-async def show_evaluations(connect: Callable[[], AsyncEngine | None]) -> None:
-    """Bring the metrics up to date every `EVALUATIONS_S` seconds, until cancelled."""
-    while True:
-        began = perf_counter()
-        try:
-            engine = connect()
-            if engine is not None:
-                async with engine.connect() as connection:
-                    show(await evaluations(connection))
-        except Exception as error:
-            # This task must not end: the metrics are brought up to date once the database answers.
-            note = log.warning if is_unavailable(error) else log.exception
-            note("evaluations_not_read", reason=type(error).__name__)
-        await asyncio.sleep(max(EVALUATIONS_S, LOOK_SHARE * (perf_counter() - began)))
-
-
-def show(curve: list[Evaluation]) -> None:
-    """Set the metrics to a curve."""
-    for point in curve:
-        names = point.policy, str(point.version)
-        EVAL_EPISODES.labels(*names).set(point.episodes)
-        figures = {"mean": point.mean, "low": point.low, "high": point.high}
-        for figure, value in figures.items():
-            if value is not None:
-                EVAL_REWARD.labels(*names, figure).set(value)
-
-
-DRAIN_AT_EXIT_S = 5.0
-LOOK_S = 0.1
 
 
 @asynccontextmanager
@@ -111,7 +64,7 @@ async def ingesting(
     Raises:
         SpoolInUse: another ingester holds the spool directory.
         OSError: the admin port is taken.
-        BadRedaction: the file of rules cannot be used.
+        BadRedaction: what redacts cannot be used.
     """
     redactor = open_redactor(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
@@ -125,6 +78,18 @@ async def ingesting(
         log.info("ingester_down")
 
 
+async def _hold_patiently(path: Path, patience_s: float) -> Lock:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return hold(path)
+        except SpoolInUse:
+            if loop.time() >= deadline:
+                raise
+        await asyncio.sleep(LOOK_S)
+
+
 @asynccontextmanager
 async def _working(
     settings: ProxySettings,
@@ -133,7 +98,15 @@ async def _working(
 ) -> AsyncIterator[None]:
     """Do an ingester's work in a spool directory that it holds."""
     database = Database(settings)
-    drainer = _drainer(settings, database, redactor)
+    drainer = Drainer(
+        settings.spool_dir,
+        database.engine,
+        batch=settings.drain_batch,
+        readers=settings.tool_results,
+        counted_before=unsettled(),
+        most_reply=settings.max_reply_mb * 2**20,
+        redactor=redactor,
+    )
     gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
@@ -161,43 +134,76 @@ async def _working(
 
 def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
     """Begin what an ingester does beside draining; each task runs until it is cancelled."""
-    root, connect = settings.spool_dir, database.engine
+    root, connect, periods = settings.spool_dir, database.engine, settings.keep_days
+    files, deleted = KeyFiles(root), DeletedLetters(root)
     work = {
-        "clean-keys": clean_keys(root, connect),
-        "evaluations": show_evaluations(connect),
-        "deleted": remove_deleted_letters(root, connect),
+        "clean-keys": repeat(partial(clean_keys, files), connect, KEYS_S),
+        "evaluations": repeat(show_evaluations, connect, EVALUATIONS_S, 0.0),
+        "deleted": repeat(deleted.remove, connect, DELETED_S),
     }
-    if settings.keep_days is not None:
-        work["outdated"] = remove_outdated(root, connect, settings.keep_days)
+    if periods is not None:
+        remove = partial(remove_outdated, root, periods)
+        work["outdated"] = repeat(remove, connect, OUTDATED_S, OUTDATED_FIRST_S)
     return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
 
 
-def _drainer(settings: ProxySettings, database: Database, redactor: Redactor | None) -> Drainer:
-    return Drainer(
-        settings.spool_dir,
-        database.engine,
-        batch=settings.drain_batch,
-        readers=settings.tool_results,
-        counted_before=unsettled(),
-        most_reply=settings.max_reply_mb * 2**20,
-        redactor=redactor,
-    )
+async def repeat(
+    work: Callable[[AsyncEngine | None], Awaitable[None]],
+    connect: Callable[[], AsyncEngine | None],
+    pause_s: float,
+    first_s: float | None = None,
+) -> None:
+    """Do work again and again, until cancelled; one that fails is logged and tried again.
 
-
-async def _hold_patiently(path: Path, patience_s: float) -> Lock:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_s
+    Args:
+        work: takes the database's engine, or None before the first connection.
+        connect: returns that.
+        pause_s: shortest pause between two times.
+        first_s: pause before the first time; None: `pause_s`.
+    """
+    await asyncio.sleep(pause_s if first_s is None else first_s)
     while True:
+        began = perf_counter()
         try:
-            return hold(path)
-        except SpoolInUse:
-            if loop.time() >= deadline:
-                raise
-        await asyncio.sleep(LOOK_S)
+            await work(connect())
+        except Exception as error:
+            # This task must not end.
+            note = log.warning if is_unavailable(error) else log.exception
+            note("work_put_off", task=_name_of_task(), reason=type(error).__name__)
+        await asyncio.sleep(max(pause_s, LOOK_SHARE * (perf_counter() - began)))
+
+
+def _name_of_task() -> str:
+    task = asyncio.current_task()
+    return "" if task is None else task.get_name()
+
+
+async def clean_keys(files: KeyFiles, engine: AsyncEngine | None) -> None:
+    """Delete idempotency keys that are a day old, on this machine and in the database."""
+    forgotten = await asyncio.to_thread(files.clean)
+    if engine is not None:
+        async with engine.connect() as connection:
+            forgotten += await forget_keys(connection)
+    log.info("idempotency_keys_forgotten", keys=forgotten)
+
+
+async def show_evaluations(engine: AsyncEngine | None) -> None:
+    """Set the metrics to the mean reward of each policy version's evaluation episodes."""
+    if engine is None:
+        return
+    async with engine.connect() as connection:
+        curve = await evaluations(connection)
+    for point in curve:
+        names = point.policy, str(point.version)
+        EVAL_EPISODES.labels(*names).set(point.episodes)
+        for figure in ("mean", "low", "high"):
+            value = getattr(point, figure)
+            if value is not None:
+                EVAL_REWARD.labels(*names, figure).set(value)
 
 
 async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: float) -> None:
-    """Drain for at most `within_s` seconds, with the batch under way; the next start goes on."""
+    """Drain for at most `within_s` seconds; the next start stores the rest."""
     drainer.stop()
     try:
         async with asyncio.timeout(within_s):

@@ -1,20 +1,15 @@
-"""Keep dead letters: records that cannot be stored, with the reason, until somebody looks.
+"""Dead letters, and what is removed from them and from the database: the deleted and the outdated.
 
-They hold prompts, and are the only copy of their records. So only the proxy's user may read them,
-and they are durable before their segment is deleted.
+A dead letter is a record that cannot be stored, with the reason, until somebody looks. It holds
+prompts, and is the only copy of its record: only the proxy's user may read it, and it is durable
+before its segment is deleted.
 
-
-Tell which records on this machine's disk are about deleted episodes, and remove their letters.
-
-The drain leaves such records out by itself, and deletes their segment once it is stored. Dead
-letters are not drained: every ingester looks through its own, whoever deleted the episode.
-
-
-Remove what is older than `PAWL_KEEP_DAYS` says: in the database, and this machine's letters.
+The drain leaves records of deleted episodes out by itself. Dead letters are not drained: every
+ingester looks through its own, whoever deleted the episode.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +31,6 @@ from proxy.spool.segments import (
     encode_payload,
     read_frames,
 )
-from store.connection.availability import is_unavailable
 from store.connection.engine import database_time
 from store.deleting.names import (
     Named,
@@ -85,20 +79,6 @@ def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
     sync(folder)
 
 
-def make_private(root: Path) -> None:
-    """Make dead letters of earlier versions of Pawl readable for the proxy's user only."""
-    folder = root / FOLDER
-    if not folder.exists():
-        return
-    try:
-        folder.chmod(PRIVATE)
-        for path in folder.iterdir():
-            path.chmod(0o600)
-    except OSError as error:
-        log.error("letters_not_private", folder=str(folder), reason=str(error))
-
-
-DELETED_S: Final = 10.0
 CHANGED: Final = b"refused; what was about deleted episodes was removed from it"
 
 
@@ -123,30 +103,26 @@ def _keys_in(frame: CapturedCall | CallRecord | Gap) -> tuple[str, ...]:
     return frame.episodes if isinstance(frame, Gap) else (frame.episode,)
 
 
-async def remove_deleted_letters(root: Path, connect: Callable[[], AsyncEngine | None]) -> None:
-    """Remove dead letters about deleted episodes, every `DELETED_S` seconds, until cancelled.
+class DeletedLetters:
+    """Remove this machine's dead letters about deleted episodes."""
 
-    Only letters that are new since the last deletion are read again.
-    """
-    seen: set[Path] = set()
-    deletion = 0
-    while True:
-        await asyncio.sleep(DELETED_S)
-        try:
-            engine = connect()
-            if engine is None:
-                continue
-            async with engine.connect() as connection:
-                newest = await last_deletion(connection)
-                seen = seen if newest == deletion else set()
-                there = set(await asyncio.to_thread(letters_of, root))
-                if newest:
-                    await remove_letters(connection, sorted(there - seen))
-                seen, deletion = there, newest
-        except Exception as error:
-            # This task must not end: the letters are looked through again in any case.
-            note = log.warning if is_unavailable(error) else log.exception
-            note("dead_letters_not_looked_through", reason=type(error).__name__)
+    def __init__(self, root: Path) -> None:
+        """Begin with no letter looked at; `root` is the spool's."""
+        self._root = root
+        self._seen: set[Path] = set()
+        self._deletion = 0
+
+    async def remove(self, engine: AsyncEngine | None) -> None:
+        """Look through the letters that are new since the last look or the last deletion."""
+        if engine is None:
+            return
+        async with engine.connect() as connection:
+            newest = await last_deletion(connection)
+            seen = self._seen if newest == self._deletion else set()
+            there = set(await asyncio.to_thread(letters_of, self._root))
+            if newest:
+                await remove_letters(connection, sorted(there - seen))
+            self._seen, self._deletion = there, newest
 
 
 def letters_of(root: Path) -> list[Path]:
@@ -169,11 +145,19 @@ async def remove_letters(
     # As a field of a record, its length before it: a word of that name in a prompt is another's.
     encoded = [msgspec.msgpack.encode(name) for name in names]
     for path in letters:
-        frame = await asyncio.to_thread(_frame_in, path, encoded)
-        if frame is None:
+        try:
+            payload = await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError:
+            # It was replayed meanwhile.
             continue
         left = None
-        if not isinstance(frame, str):
+        try:
+            frame = decode_payload(payload)
+        except Exception:
+            # A letter may hold any bytes.
+            if not any(name in payload for name in encoded):
+                continue
+        else:
             left = without_deleted(frame, await known(connection, digests(names_in(frame))))
             if left == frame:
                 continue
@@ -182,23 +166,6 @@ async def remove_letters(
     if removed:
         log.info("dead_letters_of_deleted_episodes", letters=removed)
     return removed
-
-
-# What is returned of a letter that is no record and holds the name of a deleted episode.
-_UNREADABLE: Final = "unreadable"
-
-
-def _frame_in(path: Path, names: Sequence[bytes]) -> Frame | str | None:
-    try:
-        payload = path.read_bytes()
-    except FileNotFoundError:
-        # It was replayed meanwhile.
-        return None
-    try:
-        return decode_payload(payload)
-    except Exception:
-        # A letter may hold any bytes.
-        return _UNREADABLE if any(name in payload for name in names) else None
 
 
 def replace_letter(path: Path, left: Frame | None, why: bytes) -> None:
@@ -244,32 +211,23 @@ def _frames_in(path: Path) -> list[Frame]:
     return frames
 
 
-OUTDATED_S: Final = 600.0
-FIRST_S: Final = 10.0
 # Pause between two steps, so that records are stored meanwhile.
 STEP_S: Final = 0.05
 OLD: Final = b"refused; what was about outdated episodes was removed from it"
 
 
-async def remove_outdated(
-    root: Path, connect: Callable[[], AsyncEngine | None], periods: Periods
-) -> None:
-    """Remove what is older than its tenant's days, every `OUTDATED_S` seconds, until cancelled."""
-    pause = FIRST_S
-    while True:
-        await asyncio.sleep(pause)
-        pause = OUTDATED_S
-        try:
-            if (engine := connect()) is None:
-                continue
-            # A clock that is set ahead must not remove what is new: two have to agree.
-            today = min(datetime.now(UTC), await database_time(engine)).date()
-            await remove_all(engine, periods.cuts(today))
-            await _remove_letters(root, periods.cuts(today))
-        except Exception as error:
-            # This task must not end: what is outdated is looked for again in any case.
-            note = log.warning if is_unavailable(error) else log.exception
-            note("outdated_kept", reason=type(error).__name__)
+async def remove_outdated(root: Path, periods: Periods, engine: AsyncEngine | None) -> None:
+    """Remove what is older than its tenant's days, in the database and of the letters at `root`."""
+    if engine is None:
+        return
+    # A clock that is set ahead must not remove what is new: two have to agree.
+    today = min(datetime.now(UTC), await database_time(engine)).date()
+    cuts = periods.cuts(today)
+    await remove_all(engine, cuts)
+    letters = await asyncio.to_thread(remove_old_letters, root, cuts)
+    if letters:
+        OUTDATED.labels("letters").inc(letters)
+        log.info("outdated_letters_removed", letters=letters)
 
 
 async def remove_all(engine: AsyncEngine, cuts: Cuts) -> None:
@@ -279,13 +237,6 @@ async def remove_all(engine: AsyncEngine, cuts: Cuts) -> None:
         after = removed.last
         _count(removed)
         await asyncio.sleep(STEP_S)
-
-
-async def _remove_letters(root: Path, cuts: Cuts) -> None:
-    letters = await asyncio.to_thread(remove_old_letters, root, cuts)
-    if letters:
-        OUTDATED.labels("letters").inc(letters)
-        log.info("outdated_letters_removed", letters=letters)
 
 
 def _count(removed: Removed) -> None:

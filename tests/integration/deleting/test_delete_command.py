@@ -27,7 +27,7 @@ from tests.support.ledger.deleting import exported, places_with
 from tests.support.ledger.sessions import until_idle
 from tests.support.proxy.kept_files import bytes_now, paths_of
 from tests.support.records import call, captured, reward
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually
 
 CANARY = "canary-7f3a9c"
 GONE = f"gone {CANARY}"
@@ -125,21 +125,18 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
 
 
 async def test_an_ingester_elsewhere_removes_its_own_letters(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deleting, "DELETED_S", 0.01)
     await Ingester().store(engine, [call(GONE), call("later")])
     gone, later = letter(tmp_path, "g", captured(GONE)), letter(tmp_path, "l", captured("later"))
-    keeping = asyncio.create_task(deleting.remove_deleted_letters(tmp_path, lambda: engine))
-    try:
-        await receipts(engine, tmp_path / "elsewhere", GONE)
-        await until(lambda: not gone.exists())
-        assert later.exists()
-        await receipts(engine, tmp_path / "elsewhere", "later")
-        await until(lambda: not later.exists())
-    finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
+    letters = deleting.DeletedLetters(tmp_path)
+    await receipts(engine, tmp_path / "elsewhere", GONE)
+    await letters.remove(engine)
+    assert later.exists()
+    assert not gone.exists()
+    await receipts(engine, tmp_path / "elsewhere", "later")
+    await letters.remove(engine)
+    assert not later.exists()
 
 
 async def test_what_waits_for_an_ingester_is_told(engine: AsyncEngine, tmp_path: Path) -> None:

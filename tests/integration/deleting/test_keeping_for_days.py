@@ -3,6 +3,7 @@
 import asyncio
 import os
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -12,6 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import removing as outdated
+from proxy.ingester.ingester import repeat
 from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
 from proxy.spool.segments import Frame, Gap, encode_payload
 from store.ids import lowest_id_at, time_of
@@ -204,17 +206,10 @@ async def test_a_clock_that_is_ahead_removes_nothing_new(
         def now(cls, tz: Any = None) -> datetime:
             return datetime.now(tz) + timedelta(days=1000)
 
-    monkeypatch.setattr(outdated, "FIRST_S", 0.01)
-    monkeypatch.setattr(outdated, "OUTDATED_S", 0.01)
     monkeypatch.setattr(outdated, "datetime", Ahead)
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
-    keeping = asyncio.create_task(outdated.remove_outdated(tmp_path, lambda: engine, TWO))
-    try:
-        await awaited(lambda: exported(engine), lambda found: "old" not in found)
-        assert list(await exported(engine)) == ["new"]
-    finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
+    await outdated.remove_outdated(tmp_path, TWO, engine)
+    assert list(await exported(engine)) == ["new"]
 
 
 async def test_one_removes_at_a_time(engine: AsyncEngine) -> None:
@@ -267,11 +262,7 @@ def test_dead_letters_are_kept_for_the_days_of_their_tenant(tmp_path: Path) -> N
     assert remove_old_letters(tmp_path, cuts) == 0
 
 
-async def test_an_ingester_goes_on_whatever_fails(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outdated, "FIRST_S", 0.01)
-    monkeypatch.setattr(outdated, "OUTDATED_S", 0.01)
+async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path: Path) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
     failures = iter([OSError("the disk fails")])
 
@@ -280,7 +271,8 @@ async def test_an_ingester_goes_on_whatever_fails(
             raise failure
         return engine
 
-    keeping = asyncio.create_task(outdated.remove_outdated(tmp_path, connect, TWO))
+    work = partial(outdated.remove_outdated, tmp_path, TWO)
+    keeping = asyncio.create_task(repeat(work, connect, 0.01))
     try:
         await awaited(lambda: exported(engine), lambda found: "old" not in found)
         assert list(await exported(engine)) == ["new"]
