@@ -8,14 +8,27 @@ Fault = Literal["client", "proxy", "upstream"]
 class ProxyError(Exception):
     """Be the root of the proxy's errors; each class sets its HTTP status and who is at fault.
 
-    `kind` is the `type` of the error object that the client gets.
+    `kind` is the `type` of the error object that the client gets. `retry_after_s` is set where
+    sending the same request again, after so many seconds, is likely to help.
     """
 
     status: ClassVar[int] = 500
     fault: ClassVar[Fault] = "proxy"
     kind: ClassVar[str] = "server_error"
-    # Set where sending the same request again, after so many seconds, is likely to help.
     retry_after_s: int | None = None
+
+    def __init_subclass__(
+        cls,
+        status: int | None = None,
+        fault: Fault | None = None,
+        kind: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """Set what the class says of itself; the rest is that of its base."""
+        cls.status = cls.status if status is None else status
+        cls.fault = cls.fault if fault is None else fault
+        cls.kind = cls.kind if kind is None else kind
+        cls.retry_after_s = cls.retry_after_s if retry_after_s is None else retry_after_s
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         """Store the message, and the `param` and `code` of OpenAI's error object."""
@@ -25,40 +38,24 @@ class ProxyError(Exception):
         self.code = code
 
 
-class NotAllowed(ProxyError):
+class NotAllowed(ProxyError, status=404, fault="client", kind="invalid_request_error"):
     """Report that the path or method is not one that the proxy forwards."""
 
-    status = 404
-    fault = "client"
-    kind = "invalid_request_error"
 
-
-class Forbidden(ProxyError):
+class Forbidden(ProxyError, status=403, fault="client", kind="invalid_request_error"):
     """Report that the request needs a setting that is off; the message names it."""
 
-    status = 403
-    fault = "client"
-    kind = "invalid_request_error"
 
-
-class NoKey(ProxyError):
+class NoKey(ProxyError, status=401, fault="client", kind="invalid_request_error"):
     """Report that the request shows no API key, or one that is wrong or revoked."""
-
-    status = 401
-    fault = "client"
-    kind = "invalid_request_error"
 
 
 class OutOfScope(Forbidden):
     """Report that the request's API key is not for this endpoint; the message names the scope."""
 
 
-class TooMany(ProxyError):
+class TooMany(ProxyError, status=429, fault="client", kind="rate_limit_error"):
     """Report that the request's API key has as many requests as its limits allow."""
-
-    status = 429
-    fault = "client"
-    kind = "rate_limit_error"
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         """Store the message, and after how many seconds the request is let in again."""
@@ -66,150 +63,88 @@ class TooMany(ProxyError):
         self.retry_after_s = retry_after_s
 
 
-class BadRequest(ProxyError):
+class BadRequest(ProxyError, status=400, fault="client", kind="invalid_request_error"):
     """Report that the request cannot be understood; the message names the field and the remedy."""
 
-    status = 400
-    fault = "client"
-    kind = "invalid_request_error"
 
-
-class KeyReused(BadRequest):
+class KeyReused(BadRequest, status=409):
     """Report that an idempotency key came back with another body."""
 
-    status = 409
 
-
-class TooSlow(BadRequest):
+class TooSlow(BadRequest, status=408):
     """Report that the request's body came more slowly than `PAWL_BODY_S` allows."""
-
-    status = 408
 
 
 class Unexpected(ProxyError):
     """Report that the proxy failed unexpectedly; the log has the traceback."""
 
 
-class TooLarge(BadRequest):
+class TooLarge(BadRequest, status=413):
     """Report that the request's body is larger than its limit, or holds too many values."""
 
-    status = 413
 
-
-class Overloaded(ProxyError):
+class Overloaded(ProxyError, status=503, kind="overloaded_error", retry_after_s=1):
     """Report that the memory budget `PAWL_IN_FLIGHT_MB` has no room for the request now."""
 
-    status = 503
-    kind = "overloaded_error"
-    retry_after_s = 1
 
-
-class KeysUnknown(ProxyError):
+class KeysUnknown(ProxyError, status=503, retry_after_s=2):
     """Report that the proxy cannot read the API keys now, so it lets nobody in."""
 
-    status = 503
-    retry_after_s = 2
 
-
-class NoUpstream(BadRequest):
+class NoUpstream(BadRequest, status=404):
     """Report that no upstream serves the requested model."""
 
-    status = 404
 
-
-class NotServed(BadRequest):
+class NotServed(BadRequest, status=404):
     """Report that the model server does not have the version of a policy that the request names."""
 
-    status = 404
 
-
-class NotContinued(BadRequest):
+class NotContinued(BadRequest, status=404):
     """Report that the response that a call is to go on from is not its tenant's."""
 
-    status = 404
 
-
-class NotKnownNow(ProxyError):
+class NotKnownNow(ProxyError, status=503, retry_after_s=2):
     """Report that the database has to tell whose a name is, and does not answer."""
 
-    status = 503
-    retry_after_s = 2
 
-
-class NotLoaded(ProxyError):
+class NotLoaded(ProxyError, status=503, fault="upstream", kind="upstream_error", retry_after_s=2):
     """Report that no replica of the model server has the serving version loaded, for now."""
 
-    status = 503
-    fault = "upstream"
-    kind = "upstream_error"
-    retry_after_s = 2
 
-
-class UpstreamUnreachable(ProxyError):
+class UpstreamUnreachable(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that no connection to the upstream could be made."""
 
-    status = 502
-    fault = "upstream"
-    kind = "upstream_error"
 
-
-class UpstreamBroke(ProxyError):
+class UpstreamBroke(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that the connection broke after the request was sent, and before any reply."""
-
-    status = 502
-    fault = "upstream"
-    kind = "upstream_error"
 
 
 class ReplyTorn(UpstreamBroke):
     """Report that a reply in one piece broke off before any of it was passed on."""
 
 
-class Redirected(ProxyError):
+class Redirected(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that the upstream sends a client that has one of our keys to another address."""
 
-    status = 502
-    fault = "upstream"
-    kind = "upstream_error"
 
-
-class UnreadableCoding(ProxyError):
+class UnreadableCoding(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that a reply's content coding was not requested and cannot be decoded."""
 
-    status = 502
-    fault = "upstream"
-    kind = "upstream_error"
 
-
-class UpstreamSilent(UpstreamBroke):
+class UpstreamSilent(UpstreamBroke, status=504, fault="upstream", kind="upstream_error"):
     """Report that the upstream was silent beyond `PAWL_SILENCE_S` after the request was sent."""
 
-    status = 504
-    fault = "upstream"
-    kind = "upstream_error"
 
-
-class NoModels(ProxyError):
+class NoModels(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that the upstream's answer to a request for its models was not a list of models."""
 
-    status = 502
-    fault = "upstream"
-    kind = "upstream_error"
 
-
-class ReplyTooLarge(ProxyError):
+class ReplyTooLarge(ProxyError, status=502, fault="proxy", kind="server_error"):
     """Report that a recorded reply in one piece is larger than `PAWL_MAX_REPLY_MB`."""
 
-    status = 502
-    fault = "proxy"
-    kind = "server_error"
 
-
-class SpoolFull(ProxyError):
+class SpoolFull(ProxyError, status=507, kind="storage_error"):
     """Report that a record that must be durable before the answer could not be written to disk."""
-
-    status = 507
-    kind = "storage_error"
 
 
 class SpoolInUse(ProxyError):
