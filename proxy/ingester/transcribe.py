@@ -1,14 +1,9 @@
-"""Read what a request asks: what users say in it, whatever the instructions beside it (pure).
+"""Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
 
-Instructions may hold the time of day or a session's id, and are then never the same twice. What was
-said by the assistant, and what tools gave, is no question either. The ingester hands `question_of`
-to the store, which asks only where an episode's task may come of it. Episodes of one question are a
-group in the database, so that the digest of the same bytes must never change.
-
-
-Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
-
-A worker's capture is read again in its format.
+A worker's capture is read again in its format. What a request asks is what users say in it,
+whatever the instructions beside it: these may hold the time of day or a session's id, and are then
+never the same twice. Episodes of one question are a group in the database, so the digest of the
+same bytes must never change.
 """
 
 import gc
@@ -26,7 +21,6 @@ from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
     ReplyFacts,
-    Sampled,
     WireFormat,
     read_request,
     request_of,
@@ -96,22 +90,6 @@ TOO_DEEP: Final[Reason] = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED)
 CANNOT_BE_READ: Final = "cannot be read"
-
-
-class _Read(NamedTuple):
-    """Hold what was found out about a captured call, which its capture does not state.
-
-    `raw` is the reply as it came, `reason` why the call cannot be trained on, and `quotable` the
-    digest of what a later call may quote.
-    """
-
-    request: ModelRequest
-    raw: bytes
-    facts: ReplyFacts
-    settings: Judged
-    reason: Reason | None
-    events: tuple[ToolEvent, ...]
-    quotable: UUID | None = None
 
 
 class Entry(NamedTuple):
@@ -185,6 +163,7 @@ def transcribe(
         zlib.error: the reply was deflated and is damaged.
         ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
+    turns = FORMATS[captured.dialect].turns
     request, shown = _read_request(captured.request, FORMATS[captured.dialect])
     raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
     sent = request if captured.explored is None else with_explored(request, captured.explored)
@@ -192,26 +171,48 @@ def transcribe(
     settings = judged_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
-    reason = TOO_DEEP if deep else _reason(captured, facts, settings, shown)
+    reason: Reason | None
+    if deep:
+        reason = TOO_DEEP
+    elif captured.policy is not None and captured.policy_version is None:
+        reason = "fixed_policy"
+    else:
+        reason = first_reason(
+            captured.status,
+            captured.http_status,
+            captured.policy_version,
+            facts.sampled,
+            settings.why_not,
+            only_text=shown is None or turns.only_text(shown),
+        )
     events, quotable = captured.tool_events, None
-    if _reads_results(captured, readers):
-        events = (*events, *_results(captured, shown, readers))
-        quotable = _quotable(facts)
-    return _record(captured, _Read(request, raw, facts, settings, reason, events, quotable))
+    # The API states how a tool ended, or there is a reader.
+    if turns.states_errors or readers.give_verdicts:
+        events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))
+        # What a reply says that asks for no tool: a later call may quote it.
+        quotable = None if facts.tool_calls else text_digest(facts.text)
+    return _record(captured, request, raw, facts, settings, reason, events, quotable)
 
 
 def unread_call(captured: CapturedCall) -> CallRecord:
     """Return the record of a captured call of which nothing is read, request and reply left out."""
-    request = ModelRequest(body=b"")
     unknown = msgspec.json.encode({UNREAD_SETTINGS: ["request"]})
-    events, reason = captured.tool_events, TOO_DEEP
-    settings = Judged(unknown, reason, reason)
-    return _record(captured, _Read(request, b"", NO_REPLY, settings, reason, events))
+    settings = Judged(unknown, TOO_DEEP, TOO_DEEP)
+    events = captured.tool_events
+    return _record(captured, ModelRequest(b""), b"", NO_REPLY, settings, TOO_DEEP, events, None)
 
 
-def _record(captured: CapturedCall, read: _Read) -> CallRecord:
-    """Return the record of a call; all that is to be found out about it is known."""
-    request, facts, response_id = read.request, read.facts, read.facts.response_id
+def _record(
+    captured: CapturedCall,
+    request: ModelRequest,
+    raw: bytes,
+    facts: ReplyFacts,
+    settings: Judged,
+    reason: Reason | None,
+    events: tuple[ToolEvent, ...],
+    quotable: UUID | None,
+) -> CallRecord:
+    response_id, sampled = facts.response_id, facts.sampled
     return CallRecord(
         # A quarter of the time that `UUID(bytes=...)` takes.
         id=msgspec.convert(captured.id, UUID),
@@ -230,14 +231,18 @@ def _record(captured: CapturedCall, read: _Read) -> CallRecord:
         request=None if request.parsed is None else request.body,
         request_raw=request.body if request.parsed is None else None,
         reply=facts.reply,
-        reply_raw=read.raw or None if facts.reply is None else None,
+        reply_raw=raw or None if facts.reply is None else None,
         response_id=response_id and same_tenant(captured.episode, response_id),
-        tokens=_tokens(facts.sampled),
-        sampling=read.settings.recorded,
-        trainable=read.reason is None,
-        reason=read.reason,
+        tokens=Tokens(
+            prompt_ids=pack_ids(sampled.prompt_ids or ()),
+            sampled_ids=pack_ids(sampled.sampled_ids or ()),
+            sampled_logprobs=pack_logprobs(sampled.sampled_logprobs or ()),
+        ),
+        sampling=settings.recorded,
+        trainable=reason is None,
+        reason=reason,
         tool_calls=facts.tool_calls,
-        tool_events=read.events,
+        tool_events=events,
         usage=None if facts.usage is None else msgspec.json.encode(facts.usage),
         finish=facts.finish,
         started_at=datetime.fromtimestamp(captured.started_at, UTC),
@@ -250,7 +255,7 @@ def _record(captured: CapturedCall, read: _Read) -> CallRecord:
         split=captured.split,
         arm=captured.arm,
         api_key=captured.api_key,
-        text_digest=read.quotable,
+        text_digest=quotable,
     )
 
 
@@ -273,61 +278,15 @@ def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, O
 def _reply_facts(
     captured: CapturedCall, request: ModelRequest, raw: bytes
 ) -> tuple[ReplyFacts, bool]:
-    """Return the reply's facts, and whether it or the request nests too deep to be read."""
-    deep = _reply_nests_too_deep(raw, captured.streamed)
-    facts = _facts(captured, request, raw, reading=not deep)
-    if deep or facts.too_deep or _nests_too_deep(facts):
-        return _unreadable(facts), True
-    return facts, request.parsed is None and nests_too_deep(request.body)
+    """Return the reply's facts, and whether it or the request nests too deep to be read.
 
-
-def _reason(
-    captured: CapturedCall,
-    facts: ReplyFacts,
-    settings: Judged,
-    shown: Object | None,
-) -> Reason | None:
-    """Return why the call cannot be trained on, or None if it can."""
-    if captured.policy is not None and captured.policy_version is None:
-        return "fixed_policy"
-    turns = FORMATS[captured.dialect].turns
-    return first_reason(
-        captured.status,
-        captured.http_status,
-        captured.policy_version,
-        facts.sampled,
-        settings.why_not,
-        only_text=shown is None or turns.only_text(shown),
-    )
-
-
-def _reply_nests_too_deep(raw: bytes, streamed: bool) -> bool:
-    """Return whether the reply, or an event of it, nests too deep for a JSON reader."""
-    return any(map(nests_too_deep, raw.split(b"\n"))) if streamed else nests_too_deep(raw)
-
-
-def _nests_too_deep(facts: ReplyFacts) -> bool:
-    """Return whether the assembled reply, or a tool call's arguments, nest too deep to read."""
-    return (facts.reply is not None and nests_too_deep(facts.reply)) or any(
-        nests_too_deep(call.arguments.encode(errors="surrogatepass")) for call in facts.tool_calls
-    )
-
-
-def _unreadable(facts: ReplyFacts) -> ReplyFacts:
-    """Return the facts of a reply that is kept as raw bytes: its id, which feedback may name."""
-    return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id)
-
-
-def _facts(
-    captured: CapturedCall, request: ModelRequest, raw: bytes, *, reading: bool
-) -> ReplyFacts:
-    """Return what is to be recorded of a reply.
-
-    Without `reading` the reply is followed as the worker did it, and only its id is returned.
+    A reply that does is kept as raw bytes: all that is known is its id, which feedback may name.
     """
     if captured.http_status is None:
         # The upstream gave no reply.
-        return NO_REPLY
+        return NO_REPLY, request.parsed is None and nests_too_deep(request.body)
+    parts = raw.split(b"\n") if captured.streamed else [raw]
+    deep = any(map(nests_too_deep, parts))
     wire_format, name = FORMATS[captured.dialect], captured.served_model
     rewritten = wire_format.rewrite(request, name, want_ids=captured.wanted_ids)
     parser = wire_format.reply(
@@ -335,38 +294,16 @@ def _facts(
         name,
         streamed=captured.streamed,
         status=captured.http_status,
-        reading=reading,
+        reading=not deep,
     )
     parser.feed(raw)
     if captured.streamed or captured.status == "complete":
         # The worker took what there was of a stream as its end.
         parser.finish()
-    if not reading:
-        return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id)
-    return parser.facts()
-
-
-def _results(
-    captured: CapturedCall, shown: Object | None, readers: ResultReaders
-) -> tuple[ToolEvent, ...]:
-    """Return an event for each tool result in the request."""
-    turns = FORMATS[captured.dialect].turns
-    return result_events(UUID(bytes=captured.id), turns, shown, readers)
-
-
-def _quotable(facts: ReplyFacts) -> UUID | None:
-    """Return the digest of what a reply says that asks for no tool; a later call may quote it."""
-    return None if facts.tool_calls else text_digest(facts.text)
-
-
-def _reads_results(captured: CapturedCall, readers: ResultReaders) -> bool:
-    """Return whether results are read: the API states how a tool ended, or there is a reader."""
-    return FORMATS[captured.dialect].turns.states_errors or readers.give_verdicts
-
-
-def _tokens(sampled: Sampled) -> Tokens:
-    return Tokens(
-        prompt_ids=pack_ids(sampled.prompt_ids or ()),
-        sampled_ids=pack_ids(sampled.sampled_ids or ()),
-        sampled_logprobs=pack_logprobs(sampled.sampled_logprobs or ()),
-    )
+    if deep:
+        return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id), True
+    facts = parser.facts()
+    arguments = (call.arguments.encode(errors="surrogatepass") for call in facts.tool_calls)
+    if facts.too_deep or any(map(nests_too_deep, (facts.reply or b"", *arguments))):
+        return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id), True
+    return facts, request.parsed is None and nests_too_deep(request.body)
