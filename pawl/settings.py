@@ -9,14 +9,13 @@ from typing import Final, Literal, TypeVar
 from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.settings import ProxySettings
-from store.settings import Listen, StoreSettings
+from store.settings import Listen, Settings, StoreSettings
 from trainer.settings import ServerSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
-Settings = TypeVar("Settings", bound=BaseSettings)
+Kind = TypeVar("Kind", bound=Settings)
 
 
 class StackSettings(StoreSettings):
@@ -24,14 +23,6 @@ class StackSettings(StoreSettings):
 
     The processes that `pawl up` and `pawl demo` start have settings of their own.
     """
-
-    model_config = SettingsConfigDict(
-        env_prefix="PAWL_",
-        env_file=".env",
-        extra="ignore",
-        frozen=True,
-        env_ignore_empty=True,
-    )
 
     model: str | None = Field(
         default=None,
@@ -56,10 +47,6 @@ class StackSettings(StoreSettings):
 class JudgeSettings(StoreSettings):
     """Hold the settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
-    )
-
     judge_command: str | None = Field(
         default=None,
         description="command line of the program that judges finished episodes, quoted as in a "
@@ -78,12 +65,8 @@ class JudgeSettings(StoreSettings):
     )
 
 
-class ClientSettings(BaseSettings):
+class ClientSettings(Settings):
     """Hold the settings of the commands that are clients of a proxy."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
-    )
 
     api_key: SecretStr | None = Field(
         default=None,
@@ -139,7 +122,10 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
         UnreadSettings: a variable is unknown; the message suggests the closest known name.
     """
     given = dict(os.environ if environment is None else environment)
-    given |= {name: value or "" for name, value in dotenv_values(".env").items()}
+    try:
+        given |= {name: value or "" for name, value in dotenv_values(".env").items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadSettings(f".env cannot be read: {error}; write it as UTF-8") from error
     known = known_variables()
     for name in sorted(given):
         if name.startswith(PREFIX) and name not in known:
@@ -148,7 +134,7 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
             raise UnreadSettings(f"{name} is set, but Pawl has no such setting: {remedy}")
 
 
-def read_settings(kind: type[Settings]) -> Settings:
+def read_settings(kind: type[Kind]) -> Kind:
     """Read the settings of one process from the environment and `.env`.
 
     Raises:
@@ -163,7 +149,7 @@ def read_settings(kind: type[Settings]) -> Settings:
         raise UnreadSettings(problems) from error
 
 
-def _problem(kind: type[BaseSettings], detail: ErrorDetails) -> str:
+def _problem(kind: type[Settings], detail: ErrorDetails) -> str:
     field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
     name = _variable(field)
     if detail["type"] == "value_error":

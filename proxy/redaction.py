@@ -43,7 +43,7 @@ from store.records import (
     ToolCall,
     ToolEvent,
 )
-from store.table_file import TableFile
+from store.toml_file import TableFile
 
 log = structlog.get_logger()
 
@@ -124,7 +124,7 @@ def parse_rules(text: str, where: str) -> "Rules":
     Raises:
         BadRedaction: the text is not TOML, or a value in it is invalid.
     """
-    specs = FILE.parse(text, where)
+    specs = FILE.tables(text, where)
     try:
         return Rules(specs)
     except ValueError as error:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode
 
 from proxy.identity.names import EVAL_TASKS
 from proxy.tool_events import ResultReaders, parse_readers
@@ -36,10 +36,6 @@ def _defaults(value: object) -> object:
 
 class ProxySettings(StoreSettings):
     """Hold the settings of `pawl proxy`, from `PAWL_*` environment variables or `.env`."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
-    )
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),

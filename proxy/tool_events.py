@@ -134,14 +134,14 @@ def parse_readers(value: str) -> ResultReaders:
     for part in filter(None, map(str.strip, value.split(","))):
         name, equals, rule_names = (piece.strip() for piece in part.rpartition("="))
         if not equals or not name:
-            raise BadReaders(f"{part!r} is not TOOL=RULE, such as search=json_error")
+            raise BadReaders(f"{part!r:.80} is not TOOL=RULE, such as search=json_error")
         if name in rules:
             raise BadReaders(
-                f"{part!r} names {name} again; join its rules, as in a=exit_code+timeout"
+                f"{part!r:.80} names {name:.80} again; join its rules, as in a=exit_code+timeout"
             )
         rules[name] = tuple(_rule(rule.strip(), part) for rule in rule_names.split("+"))
         if IGNORE in rules[name] and len(rules[name]) > 1:
-            raise BadReaders(f"{part!r}: {IGNORE} cannot be combined with other rules")
+            raise BadReaders(f"{part!r:.80}: {IGNORE} cannot be combined with other rules")
     give_verdicts = any(rule != IGNORE for of_tool in rules.values() for rule in of_tool)
     return ResultReaders(rules=rules, give_verdicts=give_verdicts)
 
@@ -149,7 +149,7 @@ def parse_readers(value: str) -> ResultReaders:
 def _rule(rule: str, part: str) -> str:
     if rule not in RULES:
         known = ", ".join(RULES)
-        raise BadReaders(f"{part!r}: {rule!r} is not a rule; the rules are {known}")
+        raise BadReaders(f"{part!r:.80}: {rule!r:.80} is not a rule; the rules are {known}")
     return rule
 
 

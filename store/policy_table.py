@@ -11,8 +11,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from store.errors import BadPolicies
-from store.table_file import TableFile
 from store.tenants import DEFAULT, PATTERN
+from store.toml_file import TableFile
 
 TABLE: Final = "policy"
 REMEDIES: Final[Mapping[str, str]] = {
@@ -168,7 +168,7 @@ def parse_policies(text: str, where: str) -> PolicyTable:
     Raises:
         BadPolicies: the text is not TOML, or a value in it is invalid.
     """
-    specs = FILE.parse(text, where)
+    specs = FILE.tables(text, where)
     problem = _clash(specs)
     if problem is not None:
         raise BadPolicies(f"{where}: {problem}")

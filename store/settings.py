@@ -1,7 +1,7 @@
 """Define the settings that proxy and trainer share: the database, and the format of addresses."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
@@ -10,12 +10,17 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from store.connection.urls import check_url
 from store.errors import StoreError
 
+# PostgreSQL's integers, and numbers of bytes, have this limit or a larger one.
+MOST: Final = 2**31 - 1
+
 
 # Addresses are here because proxy and trainer both listen on some, and share `store` only.
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not an address: write HOST:PORT, such as 127.0.0.1:8100")
+    if not host or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
+        raise ValueError(
+            f"{value!r:.80} is not an address: write HOST:PORT, such as 127.0.0.1:8100"
+        )
     return value
 
 
@@ -42,12 +47,28 @@ def without_login(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-class StoreSettings(BaseSettings):
-    """Name the database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
+class Settings(BaseSettings):
+    """Read settings from `PAWL_*` environment variables, or `.env`."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
+        env_prefix="PAWL_",
+        env_file=".env",
+        extra="ignore",
+        frozen=True,
+        env_ignore_empty=True,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _has_a_usual_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and value > MOST:
+            raise ValueError(f"the number is too large; use one up to {MOST}")
+        return value
+
+
+class StoreSettings(Settings):
+    """Name the database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
 
     database_url: SecretStr | None = Field(
         default=None,

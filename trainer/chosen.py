@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from store.policy_table import PolicySpec, PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT
-from trainer.errors import TrainerError
+from trainer.errors import RecipeError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
@@ -92,7 +92,7 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     Raises:
         TrainerError: a recipe cannot be read, or two cannot share a base model.
     """
-    recipes = [load_recipe(one.recipe) for one in chosen]
+    recipes = [_load_recipe(one) for one in chosen]
     for one, recipe in zip(chosen[1:], recipes[1:], strict=True):
         for key in ("dtype", "batch.gradient_checkpointing"):
             first, other = _value(recipes[0], key), _value(recipe, key)
@@ -105,6 +105,15 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     for one, recipe in zip(chosen, recipes, strict=True):
         check_gate(one, recipe)
     return recipes
+
+
+def _load_recipe(chosen: Chosen) -> Recipe:
+    try:
+        return load_recipe(chosen.recipe)
+    except RecipeError as error:
+        if not chosen.known:
+            raise
+        raise RecipeError(f"policy {chosen.policy!r}: {error}") from error
 
 
 def check_gate(chosen: Chosen, recipe: Recipe) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, HttpUrl
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode
 
 from store.settings import Listen, PoliciesFile, StoreSettings
 
@@ -21,10 +21,6 @@ Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 
 class ServerSettings(StoreSettings):
     """Hold the addresses of the model server's replicas, which trainer and steward load into."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
-    )
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),

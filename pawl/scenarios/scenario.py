@@ -1,13 +1,12 @@
 """Say what a scenario is, and read one from the text of its `example.toml` (pure)."""
 
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pawl.scenarios.errors import ScenarioFailed
-from store.table_file import instead
+from store.toml_file import TomlFile
 
 Count = Annotated[int, Field(ge=1)]
 Function = Annotated[str, Field(pattern=r"^\w+:\w+$")]
@@ -76,25 +75,14 @@ class Scenario(Keys):
         return "" if self.policies else self.model
 
 
+FILE: Final = TomlFile(Keys, error=ScenarioFailed)
+
+
 def parse_scenario(text: str, folder: Path) -> Scenario:
     """Return the scenario that the text of a folder's `example.toml` describes.
 
     Raises:
         ScenarioFailed: the text is not TOML, or a key is wrong; the message names the key.
     """
-    where = folder / "example.toml"
-    try:
-        keys = Keys.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ScenarioFailed(f"{where} is not TOML: {error}") from error
-    except ValidationError as error:
-        problems = "; ".join(_problem(detail) for detail in error.errors())
-        raise ScenarioFailed(f"{where}: {problems}") from error
+    keys = FILE.parse(text, str(folder / "example.toml"))
     return Scenario(name=folder.name, folder=folder, **keys.model_dump())
-
-
-def _problem(detail: Any) -> str:
-    path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {path[0]!r}: {instead(Keys, path)}"
-    return f"{path[0]}: {detail['msg']}"

@@ -20,7 +20,7 @@ from pydantic import (
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.server import Style
-from store.table_file import TableFile
+from store.toml_file import TableFile
 from store.values.distribution import parse_defaults
 
 TABLE: Final = "upstream"
@@ -173,7 +173,7 @@ def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
     Raises:
         BadUpstreams: the text is not TOML, or a value in it is invalid.
     """
-    specs = FILE.parse(text, where)
+    specs = FILE.tables(text, where)
     problem = _clash(specs)
     if problem is not None:
         raise BadUpstreams(f"{where}: {problem}")

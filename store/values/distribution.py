@@ -180,7 +180,7 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
     """
     for name in values:
         if name not in WITH_DEFAULTS:
-            raise ValueError(f"{name!r} is none of {', '.join(WITH_DEFAULTS)}")
+            raise ValueError(f"{name!r:.80} is none of {', '.join(WITH_DEFAULTS)}")
     # The defaults of a greedy server are those of one that samples nothing.
     read = {n: used_temperature if n == "temperature" else _READERS[n] for n in values}
     return {name: _read(name, values[name], read[name]) for name in values}

@@ -3,7 +3,7 @@
 The packaged recipes are the TOML files of this folder.
 """
 
-import tomllib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
-    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
@@ -26,16 +26,28 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from store.records import TOOL_STATUSES
-from store.table_file import instead
+from store.settings import MOST
+from store.toml_file import TomlFile
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm
 from trainer.credit.baselines import BASELINES, NORMALISATIONS
 from trainer.errors import RecipeError
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+
+def _fits(number: float) -> float:
+    """Refuse what PostgreSQL takes as no integer, or adds as no interval to a time."""
+    if number > MOST:
+        raise ValueError(f"the number is too large; use one up to {MOST}")
+    return number
+
+
+# Strict: `true` is no 1, nor is "1".
+Number = Annotated[float, Field(strict=True)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Seconds = Annotated[Number, Field(gt=0), AfterValidator(_fits)]
+Whole = Annotated[int, Field(strict=True, ge=0), AfterValidator(_fits)]
+Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_fits)]
 
 # `lora.target_modules`: the layers are chosen by the model's architecture.
 AUTO: Final = "auto"
@@ -71,26 +83,26 @@ class NameFrom:
 
 
 class RecipeOptions(BaseModel):
-    """Refuse unknown keys in a table of the recipe, and changes of its values."""
+    """Refuse unknown keys in a table of the recipe, numbers that JSON has not, and changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RewardOptions(RecipeOptions):
     """Set `[reward.METRIC]`: what a metric of `/feedback` adds to the reward."""
 
-    weight: Finite = Field(
+    weight: Number = Field(
         default=1.0, description="Factor of the metric's value in the sum; below 0 for a cost."
     )
-    range: tuple[Finite, Finite] = Field(
+    range: tuple[Number, Number] = Field(
         description="Lowest and highest value; what lies outside counts as the nearest of them.",
     )
-    default: Finite | None = Field(
+    default: Number | None = Field(
         default=None,
         description="Value where the metric was not stated. Unset: an episode without it is "
         "unscored, whatever else was said.",
     )
-    values: dict[str, Finite] = Field(
+    values: dict[str, Number] = Field(
         default={},
         description="Values of what may be stated in words: values = {good = 1.0, bad = 0.0}. "
         "Another text counts for nothing (`undeclared_text`).",
@@ -99,8 +111,11 @@ class RewardOptions(RecipeOptions):
     @model_validator(mode="after")
     def _values_fit(self) -> "RewardOptions":
         low, high = self.range
-        if low >= high:
-            raise ValueError("range must be [lowest, highest] with lowest below highest")
+        if low >= high or not isfinite(self.weight * (high - low)):
+            raise ValueError(
+                "range must be [lowest, highest] with lowest below highest, and weight times their"
+                " difference a finite number"
+            )
         if self.weight == 0:
             raise ValueError("weight must not be 0: leave the metric out instead")
         named = {"default": self.default} | {f"values.{key}": v for key, v in self.values.items()}
@@ -132,18 +147,18 @@ class ClaimOptions(RecipeOptions):
         description="Fewest episodes of a group that is taken although it is incomplete. The "
         "default is 1 if group_size is 1.",
     )
-    max_age_s: Positive = Field(
+    max_age_s: Seconds = Field(
         default=600.0,
         description="An incomplete group is taken this long after its first reward.",
     )
-    max_staleness: Annotated[int, Field(ge=0)] = Field(
+    max_staleness: Whole = Field(
         default=64,
         description="Versions with traffic that may lie between sampling and training; older "
         "episodes are consumed, untrained. It only keeps anything from waiting forever: what is "
         "too far off the policy is measured (off_policy.min_effective_sample). Not less than twice "
         "the model server's adapter slots, or long episodes are lost.",
     )
-    call_rewards_after_s: Positive = Field(
+    call_rewards_after_s: Seconds = Field(
         default=60.0,
         description="An episode with rewards for single calls only counts as scored after this "
         "long without a call or such a reward, if credit.assignment uses these rewards.",
@@ -184,17 +199,17 @@ class CreditOptions(RecipeOptions):
         description="What has the same weight in the loss: each episode whatever its number of "
         "calls, each call, or each token.",
     )
-    failed_reward: Finite | None = Field(
+    failed_reward: Number | None = Field(
         default=None,
         description="Final reward of an episode that failed (its last call was refused for what it "
         "says, as where it outgrew the context) and that nobody scored. Unset: such episodes are "
         "not trained.",
     )
-    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = Field(
+    air_lambda: Annotated[Number, Field(ge=0, le=0.2)] = Field(
         default=0.2,
         description="Factor of automatic intermediate rewards (`trainer.credit.air`); 0: none.",
     )
-    air_scores: dict[str, Finite] = Field(
+    air_scores: dict[str, Number] = Field(
         default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
         description="Score of each tool status.",
     )
@@ -246,7 +261,7 @@ class BatchOptions(RecipeOptions):
     """Set `[batch]`: how an update is computed; only `steps` changes the result."""
 
     steps: Count = Field(default=1, description="Optimiser steps in an update.")
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = Field(
+    micro_batch_tokens: Annotated[int, Field(strict=True, ge=64), AfterValidator(_fits)] = Field(
         default=1024, description="Tokens that are computed at once, at most."
     )
     gradient_checkpointing: bool = Field(
@@ -257,7 +272,7 @@ class BatchOptions(RecipeOptions):
 class OffPolicyOptions(RecipeOptions):
     """Set `[off_policy]`: limits for samples of another policy than the one in training."""
 
-    ratio_cap: Annotated[Finite, Field(gt=0)] = Field(
+    ratio_cap: Positive = Field(
         default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
     )
     sequence_min: NotNegative = Field(
@@ -301,7 +316,7 @@ class KlOptions(RecipeOptions):
 class PpoOptions(RecipeOptions):
     """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
 
-    clip: Annotated[float, Field(gt=0, lt=1)] = Field(
+    clip: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
     )
     value_learning_rate: Positive = Field(default=1e-2, description="Learning rate of the critic.")
@@ -312,7 +327,7 @@ class PpoOptions(RecipeOptions):
 class SftOptions(RecipeOptions):
     """Set `[sft]`: the episodes that the learner "sft" trains on; the other learners ignore it."""
 
-    min_reward: Finite = Field(
+    min_reward: Number = Field(
         default=1.0,
         description="Least final reward of an episode that is trained. An update waits for groups "
         "with such an episode (claim.groups); all other episodes are consumed, untrained "
@@ -349,11 +364,11 @@ class PublishOptions(RecipeOptions):
         description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
         "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
     )
-    retire_after_s: Positive = Field(
+    retire_after_s: Seconds = Field(
         default=900.0,
         description="A version that lost the traffic is retired after this long without a call.",
     )
-    wait_for_others_s: Positive = Field(
+    wait_for_others_s: Seconds = Field(
         default=600.0,
         description="A version of a policy with publish_with waits this long for those of the "
         "others; then it goes live without them.",
@@ -361,7 +376,7 @@ class PublishOptions(RecipeOptions):
 
 
 # All new episodes but a few go to the version that serves, which the others are compared with.
-Portion = Annotated[float, Field(gt=0, le=0.5)]
+Portion = Annotated[Number, Field(gt=0, le=0.5)]
 
 
 class GateOptions(RecipeOptions):
@@ -379,7 +394,7 @@ class GateOptions(RecipeOptions):
     canary_share: Portion = Field(
         default=0.1, description="Share of the new episodes that the version on trial gets."
     )
-    base_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
+    base_share: Annotated[Number, Field(ge=0, le=0.5)] = Field(
         default=0.02,
         description="Share of the new episodes that the base model keeps for good, by which a "
         "change of the world is told from one of a version. 0: none, and what serves is never "
@@ -390,28 +405,28 @@ class GateOptions(RecipeOptions):
         description="By how much the mean reward may be lower for a version to count as no worse, "
         "in units of the reward.",
     )
-    reward_range: tuple[Finite, Finite] = Field(
+    reward_range: tuple[Number, Number] = Field(
         default=(0.0, 1.0),
         description="Lowest and highest reward; what lies outside counts as the nearest of them, "
         "and while more than one in twenty of a version's do, nothing is promoted. An episode that "
         "failed counts as the lowest.",
     )
-    reward_delay_s: Annotated[float, Field(gt=0, le=LONGEST_DELAY_S)] = Field(
+    reward_delay_s: Annotated[Number, Field(gt=0, le=LONGEST_DELAY_S)] = Field(
         default=600.0,
         description="Seconds after its beginning until an episode counts: its calls must have "
         "ended, and its reward have come, by then. One whose first call has not ended counts as "
         "failed. Longer than the longest call, and no shorter than `PAWL_SILENCE_S`.",
     )
-    deadline_s: Positive = Field(
+    deadline_s: Seconds = Field(
         default=86400.0,
         description="Seconds after which a version on trial that was not seen to be no worse is "
         "rolled back.",
     )
-    mistakes: Annotated[float, Field(gt=0, lt=1)] = Field(
+    mistakes: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.05,
         description="Largest probability of a wrong decision about a version, over all looks.",
     )
-    replay_states: Annotated[int, Field(ge=0)] = Field(
+    replay_states: Whole = Field(
         default=0,
         description="Recorded calls that a candidate answers before it gets any episode, half of "
         "them of evaluation if there are so many. 0: none.",
@@ -419,17 +434,17 @@ class GateOptions(RecipeOptions):
     replay_tokens: Count = Field(
         default=64, description="Most tokens of an answer to a recorded call."
     )
-    most_kl_to_serving: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    most_kl_to_serving: Positive = Field(
         default=1.0,
         description="Largest KL of a candidate to the version that serves, in nats a token of its "
         "answers to recorded calls. One that is further away is rejected.",
     )
-    most_malformed: Annotated[float, Field(gt=0, le=1)] = Field(
+    most_malformed: Annotated[Number, Field(gt=0, le=1)] = Field(
         default=0.2,
         description="By how much the share of malformed tool calls in a candidate's answers may be "
         "above that of the version that serves.",
     )
-    most_kl_to_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    most_kl_to_base: Positive | None = Field(
         default=None,
         description="Largest KL of a version to its base model, in nats a token of what it was "
         "trained on. One that is further away is rejected before it has any traffic, in both "
@@ -566,6 +581,8 @@ class Recipe(RecipeOptions):
         if not self.reward:
             return self
         low, high = self.reward_rule.range
+        if not isfinite(high - low):
+            raise ValueError("reward: the sum of the metrics has no finite range: use smaller ones")
         if self.gate.reward_range not in ((low, high), GateOptions().reward_range):
             raise ValueError(
                 f"gate.reward_range follows from [reward], whose sum is {low:g} to {high:g}: leave"
@@ -620,25 +637,31 @@ class Recipe(RecipeOptions):
         return self.sft if self.learner == "sft" else None
 
 
+FILE: Final = TomlFile(Recipe, error=RecipeError)
+
+
 def load_recipe(name_or_path: str) -> Recipe:
     """Return the recipe in a TOML file, or the packaged recipe of that name.
 
     Raises:
         RecipeError: there is no such recipe, or a key in it is wrong; the message names the key.
     """
-    path = Path(name_or_path)
-    packaged = files("trainer.recipes") / f"{name_or_path}.toml"
-    if path.suffix == ".toml" or path.exists():
-        source = path
-    elif packaged.is_file():
-        source = Path(str(packaged))
+    packaged = {
+        Path(entry.name).stem: Path(str(entry))
+        for entry in files("trainer.recipes").iterdir()
+        if entry.name.endswith(".toml")
+    }
+    # Unlike `Path.exists`, this takes any text: a policy's recipe may be no path at all.
+    if name_or_path.endswith(".toml") or os.path.exists(name_or_path):
+        source = Path(name_or_path)
+    elif name_or_path in packaged:
+        source = packaged[name_or_path]
     else:
-        known = ", ".join(sorted(entry.stem for entry in Path(str(packaged)).parent.glob("*.toml")))
-        raise RecipeError(f"there is no recipe {name_or_path!r}: name a .toml file, or {known}")
-    try:
-        return parse_recipe(source.read_text(), str(source))
-    except OSError as error:
-        raise RecipeError(f"recipe {source} cannot be read: {error.strerror}") from error
+        raise RecipeError(
+            f"there is no recipe {name_or_path!r:.80}: name a .toml file, or"
+            f" {', '.join(sorted(packaged))}"
+        )
+    return parse_recipe(FILE.text_of(source, f"recipe {source}"), str(source))
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -647,19 +670,4 @@ def parse_recipe(text: str, where: str) -> Recipe:
     Raises:
         RecipeError: the text is not TOML, or a key is wrong; the message names the key.
     """
-    try:
-        values: dict[str, Any] = tomllib.loads(text)
-        return Recipe.model_validate(values)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"recipe {where} is not TOML: {error}") from error
-    except ValidationError as error:
-        problems = "; ".join(_problem(detail) for detail in error.errors())
-        raise RecipeError(f"recipe {where}: {problems}") from error
-
-
-def _problem(detail: Any) -> str:
-    path = [str(part) for part in detail["loc"]]
-    key = ".".join(path) or "recipe"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}: {instead(Recipe, path)}"
-    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+    return FILE.parse(text, f"recipe {where}")

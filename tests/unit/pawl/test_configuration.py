@@ -1,0 +1,253 @@
+"""Wrong values in a file or a setting: each is used, or refused by an error that names it.
+
+The keys are those of the files' own definitions, so a new key is tried, too.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from pawl.scenarios.errors import ScenarioFailed
+from pawl.scenarios.scenario import Keys, parse_scenario
+from pawl.settings import (
+    ClientSettings,
+    JudgeSettings,
+    StackSettings,
+    StewardSettings,
+    UnreadSettings,
+    read_settings,
+)
+from proxy.errors import BadRedaction, BadUpstreams
+from proxy.redaction import RuleSpec, parse_rules
+from proxy.settings import ProxySettings
+from proxy.upstreams.file import UpstreamSpec, parse_upstreams
+from store.errors import BadPolicies
+from store.policy_table import PolicySpec, parse_policies
+from trainer.errors import RecipeError
+from trainer.recipes.recipe import Recipe, load_recipe, parse_recipe
+from trainer.settings import TrainerSettings
+
+LONGEST_MESSAGE = 2000
+# What stands for a key's value, as TOML.
+WRONG = {
+    "types": [
+        *("true", "7", "1.5", '"word"', "[]", "[[1]]", '["x"]', "[1, 2]", "{}", "{x = 1}"),
+        *(
+            "{x = {y = [1]}}",
+            "[{x = 1}]",
+            "[true]",
+            "1979-05-27",
+            "07:32:00",
+            "1979-05-27T07:32:00Z",
+        ),
+    ],
+    "not numbers": ["nan", "inf", "-inf", "[nan, nan]", "[-inf, inf]", "{ok = nan}", '"nan"'],
+    "negative": ["-1", "-1.5", "-1e300", f"-{'9' * 400}", "[-1e308, 1e308]", "[1e308, -1e308]"],
+    "empty": ['""', '" "', '[""]', '{"" = ""}', '{"" = 1.0}', '"\\u0000"', '["\\u0000"]'],
+    "huge": [
+        *("1e300", "1_000_000_000_000", "0x7fff_ffff_ffff_ffff_ffff", "9" * 5000),
+        *(f'"{"x" * 5000}"', f'"{"x" * 100_000}"', f'["{"x" * 100_000}"]'),
+        *(f"{{{'x' * 1000} = 1.0}}", f"{'[' * 5000}{']' * 5000}", '"😀"'),
+    ],
+}
+
+
+class File(NamedTuple):
+    """A kind of file: how it is read, its definition, and keys that make a table whole."""
+
+    parse: Callable[[str], object]
+    error: type[Exception]
+    model: type[BaseModel]
+    table: str
+    needed: dict[str, str]
+
+
+FILES = {
+    "recipe": File(lambda text: parse_recipe(text, "F.toml"), RecipeError, Recipe, "", {}),
+    "policies": File(
+        lambda text: parse_policies(text, "F.toml"),
+        BadPolicies,
+        PolicySpec,
+        "policy",
+        {"name": '"a"', "base": '"m"', "explore.share": "0.1", "explore.temperature": "0.7"},
+    ),
+    "upstreams": File(
+        lambda text: parse_upstreams(text, "F.toml"),
+        BadUpstreams,
+        UpstreamSpec,
+        "upstream",
+        {"name": '"a"', "urls": '["http://x/v1"]', "models": '["m"]'},
+    ),
+    "upstreams of litellm": File(
+        lambda text: parse_upstreams(text, "F.toml"),
+        BadUpstreams,
+        UpstreamSpec,
+        "upstream",
+        {"name": '"a"', "kind": '"litellm"', "models": '["m"]'},
+    ),
+    "redaction": File(
+        lambda text: parse_rules(text, "F.toml"),
+        BadRedaction,
+        RuleSpec,
+        "rule",
+        {"name": '"a"', "pattern": '"x"'},
+    ),
+    "scenario": File(
+        lambda text: parse_scenario(text, Path("F.toml")),
+        ScenarioFailed,
+        Keys,
+        "",
+        {"title": '"t"', "about": '"a"', "model": '"m"'},
+    ),
+}
+
+
+def keys_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys of a model, and of the tables within it."""
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        annotation = field.annotation
+        within = (*path, name, "a_metric") if get_origin(annotation) is dict else (*path, name)
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys_of(kind, within)
+
+
+def text_of(file: File, key: str, value: str) -> str:
+    """Return a file in which the key has this value, and what is needed beside it."""
+    values = {name: given for name, given in file.needed.items() if not name.startswith(f"{key}.")}
+    if "." not in key:
+        values = {name: given for name, given in values.items() if "." not in name}
+    if key.startswith("reward.a_metric."):
+        values["reward.a_metric.range"] = "[0.0, 1.0]"
+    if key == "field":
+        del values["pattern"]
+    values[key] = value
+    lines = [f"{name} = {given}" for name, given in values.items()]
+    return "\n".join([f"[[{file.table}]]", *lines] if file.table else lines)
+
+
+CASES = [(kind, ".".join(path)) for kind, file in FILES.items() for path in keys_of(file.model)]
+
+
+def message_of(file: File, text: str) -> str:
+    """Return why a text is refused; empty if it is not. Any other error fails the test."""
+    try:
+        content = file.parse(text)
+    except file.error as error:
+        return str(error)
+    if isinstance(content, Recipe):
+        # It is recorded with each update, and PostgreSQL's JSON has no such numbers and texts.
+        assert "\\u0000" not in json.dumps(content.model_dump(mode="json"), allow_nan=False)
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "key"), CASES)
+def test_wrong_value_of_a_key_is_used_or_refused_by_the_keys_name(kind: str, key: str) -> None:
+    file, refused = FILES[kind], 0
+    for values in WRONG.values():
+        for value in values:
+            message = message_of(file, text_of(file, key, value))
+            if message:
+                refused += 1
+                assert "F.toml" in message
+                assert key.rpartition(".")[2] in message or "cannot be read" in message
+                assert len(message) < LONGEST_MESSAGE
+    assert refused > len(WRONG["types"]) / 2
+
+
+@pytest.mark.parametrize(("kind", "key"), CASES)
+def test_wrong_name_of_a_key_is_refused_with_the_right_one(kind: str, key: str) -> None:
+    file, (holder, _, name) = FILES[kind], key.rpartition(".")
+    for wrong in (f"{name}_", name.upper(), "x" * 5000, '""', '"\\u0000"'):
+        path = f"{holder}.{wrong}" if holder else wrong
+        message = message_of(file, text_of(file, path, "1"))
+        assert "F.toml" in message
+        assert len(message) < LONGEST_MESSAGE
+        if wrong == f"{name}_" and "there is no table" not in message and "a_metric" not in wrong:
+            assert "unknown key" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"\xff\xfe", "cannot be read"),
+        (b"= 1", "is not TOML"),
+        (b"a = " + b"[" * 5000, "cannot be read: it nests too deep"),
+        (b"a = " + b"9" * 5000, "cannot be read: a number has too many digits"),
+        (b"learner = true", "learner: Input should be 'grpo', 'ppo' or 'sft'; or leave it out for"),
+    ],
+)
+def test_file_that_is_no_toml_is_refused(tmp_path: Path, text: bytes, says: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(text)
+    with pytest.raises(RecipeError, match=r"recipe .*r\.toml") as refused:
+        load_recipe(str(path))
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "\0", "x" * 100_000, "nobody", "\0.toml", "/", "a/b.toml"])
+def test_name_of_no_recipe_is_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="recipe"):
+        load_recipe(name)
+
+
+SETTINGS = (
+    *(ProxySettings, TrainerSettings, StackSettings),
+    *(JudgeSettings, StewardSettings, ClientSettings),
+)
+VARIABLES = sorted(
+    {
+        ("DATABASE_URL" if name == "database_url" else f"PAWL_{name.upper()}", kind)
+        for kind in SETTINGS
+        for name in kind.model_fields
+    },
+    key=lambda pair: (pair[0], pair[1].__name__),
+)
+GIVEN = [
+    *("", " ", "x", "true", "[]", "[1", "{", "{}", "'", '"', "~", "/", "/dev/null", "1 2", "1_000"),
+    *("nan", "inf", "-inf", "-1", "-1.5", "0", "1e5", "1e300", "9" * 400, "9" * 5000, "0x10", "²"),
+    *("=", ",", ",,=", "a=b,c", "search=", "=json_error", "search=nothing", "90,acme=", "90,=7"),
+    *("top_p=nan", "top_p=inf,top_k=1e300", "temperature=nan", "x" * 100_000, "１", "😀"),
+    *("1:2:3", ":8100", "x:", "x:²", "x:99999", "127.0.0.1:000000099999", "[::1]:8100"),
+    *("http://", "http://[", "http://[::1", "http://x:99999999/v1", "postgresql://["),
+    *("postgresql://x:y@z:²/db", "http://a..b/v1"),
+]
+
+
+def refusal_of(kind: type[Any]) -> str:
+    """Return why the environment is refused; empty if it is not."""
+    try:
+        read_settings(kind)
+    except UnreadSettings as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("variable", "kind"), VARIABLES)
+def test_wrong_setting_is_used_or_refused_by_its_name(
+    variable: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for value in GIVEN:
+        monkeypatch.setenv(variable, value)
+        message = refusal_of(kind)
+        assert not message or message.startswith(variable)
+        assert len(message) < LONGEST_MESSAGE
+    monkeypatch.setenv(f"{variable}_", "1")
+    if variable != "DATABASE_URL":
+        with pytest.raises(UnreadSettings, match=f"did you mean {variable}"):
+            read_settings(kind)
+
+
+def test_env_file_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_bytes(b"PAWL_LISTEN=\xff\n")
+    with pytest.raises(UnreadSettings, match=r"\.env cannot be read"):
+        read_settings(ProxySettings)
