@@ -28,8 +28,8 @@ from proxy.metrics import (
     TOO_SLOW,
     UNFORESEEN,
 )
-from proxy.policies.policy_file import PolicyFile
 from proxy.policies.shared_pins import SharedPins
+from proxy.policies.version_file import VersionFile
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.redaction import open_redactor
 from proxy.routing import Kind, find_route
@@ -136,7 +136,7 @@ async def serving(
         if ring is not None and ring.made:
             versions.owners.learn_keys(ring.tenants)
 
-    policies, key_file = PolicyFile(settings.spool_dir), KeyFile(settings.spool_dir)
+    policies, key_file = VersionFile(settings.spool_dir), KeyFile(settings.spool_dir)
     versions = Versions(
         table=open_policies(settings.policies), shared=pins, catch_up=lambda: policies.look(take)
     )

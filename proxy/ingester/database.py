@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.keys.gate import KeyPublisher
 from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, SERVING
-from proxy.policies.policy_file import PolicyFile, serving_of
+from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
 from store.connection.availability import is_refusal, is_unavailable
 from store.connection.engine import make_engine
@@ -40,7 +40,7 @@ class Database:
     def __init__(self, settings: ProxySettings) -> None:
         """Read the last known policy versions from the spool directory; `run` connects."""
         self._settings = settings
-        self._file = PolicyFile(settings.spool_dir)
+        self._file = VersionFile(settings.spool_dir)
         self._keys = KeyPublisher(settings.spool_dir)
         self._known: list[PolicyVersion] | None = None
         # Whether the policy file does not hold `_known` yet.

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.serving.supervisor import listening
 from proxy.ingester.ingester import ingesting
-from proxy.policies.policy_file import PolicyFile, serving_of
+from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
 from proxy.worker import serving
 from store.read.episodes import episode_ids, read_episodes
@@ -106,7 +106,7 @@ async def running(settings: ProxySettings) -> AsyncIterator[None]:
 async def proxy_with(settings: ProxySettings, engine: AsyncEngine) -> AsyncIterator[Proxy]:
     """The same, and a client of it; the worker begins once the ingester has read who serves."""
     async with ingesting(settings):
-        file = PolicyFile(settings.spool_dir)
+        file = VersionFile(settings.spool_dir)
         await until(lambda: "m" in serving_of(file.read() or []))
         async with working(settings), aiohttp.ClientSession() as session:
             yield Proxy(settings, engine, session)

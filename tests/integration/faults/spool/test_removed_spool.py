@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.feedback.idempotency import KeyFiles
-from proxy.policies.policy_file import PolicyFile, serving_of
+from proxy.policies.version_file import VersionFile, serving_of
 from store.keys import create_key
 from tests.integration.conftest import Proxy
 from tests.support.waiting import eventually, until
@@ -27,7 +27,7 @@ async def test_what_comes_after_is_stored_and_new_workers_are_told_who_serves(
     status, _ = await proxy.feedback({"value": 1, "episode": "later"}, **{"Idempotency-Key": "k"})
     assert status == 202
     await proxy.episodes(2)
-    await until(lambda: "m" in serving_of(PolicyFile(spool).read() or []))
+    await until(lambda: "m" in serving_of(VersionFile(spool).read() or []))
 
 
 async def test_keys_that_were_made_count_on_though_their_file_is_gone(

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls import retrying
-from proxy.policies.policy_file import PolicyFile
+from proxy.policies.version_file import VersionFile
 from proxy.upstreams.server import Upstream
 from store.version_queries import mark_deleted
 from store.version_states import ensure_base
@@ -250,7 +250,7 @@ async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
     like_vllm(upstream)
     await publish(engine, *["deleted"] * 20, "retired", "serving")
     async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
-        listed = PolicyFile(proxy.settings.spool_dir).read() or []
+        listed = VersionFile(proxy.settings.spool_dir).read() or []
         assert [one.version for one in listed] == [0, 21, 22]
         reply = await proxy.chat(model="m@7")
         assert reply.status == 404

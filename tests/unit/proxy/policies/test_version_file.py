@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from proxy.policies.policy_file import NAME, PolicyFile
+from proxy.policies.version_file import NAME, VersionFile
 from store.versions import PolicyVersion
 
 BASE = PolicyVersion(
@@ -14,15 +14,15 @@ BASE = PolicyVersion(
 async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('[{"name":')
     taken: asyncio.Queue[list[PolicyVersion]] = asyncio.Queue()
-    watching = asyncio.create_task(PolicyFile(tmp_path).watch(taken.put_nowait))
+    watching = asyncio.create_task(VersionFile(tmp_path).watch(taken.put_nowait))
     await asyncio.sleep(0)
-    PolicyFile(tmp_path).write([BASE])
+    VersionFile(tmp_path).write([BASE])
     assert await asyncio.wait_for(taken.get(), 10) == [BASE]
     watching.cancel()
 
 
 async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> None:
-    file = PolicyFile(tmp_path)
+    file = VersionFile(tmp_path)
     file.write([BASE])
     whole = (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).unlink()
@@ -35,7 +35,7 @@ async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> 
 
 
 async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
-    file = PolicyFile(tmp_path)
+    file = VersionFile(tmp_path)
     assert file.read() is None
     file.write([BASE])
     assert file.read() == [BASE]

@@ -17,7 +17,7 @@ NAME: Final = "policies.json"
 WATCH_S: Final = 0.1
 
 
-class PolicyFile:
+class VersionFile:
     """Keep the versions that can be asked for in a file, as the ingester last read them."""
 
     def __init__(self, spool_dir: Path) -> None:
