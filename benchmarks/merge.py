@@ -38,8 +38,7 @@ from tests.support.trainer.merging import (
     weighted,
     worth_of,
 )
-from trainer.batches.micro_batches import computed_tokens, plan_micro_batches
-from trainer.batches.rows import Row
+from trainer.batches import Row, computed_tokens, plan_micro_batches
 from trainer.learners.kernels.memory import keep_freed_memory
 
 

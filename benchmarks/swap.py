@@ -36,7 +36,7 @@ from tests.support.shallow import write_shallow
 from trainer.importing import Import
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
-from trainer.policy_lock import lock_policy
+from trainer.policies import lock_policy
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import load_recipe

@@ -51,7 +51,7 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
 WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
 _NOT_LIVE: Final[tuple[PolicyState, ...]] = (*WITHOUT_TRAFFIC, "canary")
 # After so many rejections in a row the trainer holds and tries the servers, on an adapter that it
-# made up (`trainer.updates.holding`): what fails after that is not the servers' fault.
+# made up (`trainer.updates.circuit_breaker`): what fails after that is not the servers' fault.
 SERVER_TRIED: Final = 2
 # The database ends a transaction that judges a policy and asks nothing for so long.
 IDLE_S: Final = 120.0

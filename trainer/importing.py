@@ -4,7 +4,7 @@ See docs/decisions/049-files-kept-by-state.md.
 
 It goes the way of an update that trains nothing: alone on the policy, a running update without
 episodes, files written beside their place and renamed into it, one transaction, the probe. So a
-kill leaves what the next trainer ends (`trainer.updates.recovery`).
+kill leaves what the next trainer ends (`trainer.updates.recording`).
 """
 
 import asyncio
@@ -18,11 +18,10 @@ from store.policy_table import open_policies
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
-from trainer.chosen import check_gate, importing_policy
 from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
-from trainer.policy_lock import base_model, lock_policy
+from trainer.policies import base_model, check_gate, importing_policy, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
 from trainer.publishing.foreign import (
@@ -35,8 +34,7 @@ from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
-from trainer.updates.recording import Recording
-from trainer.updates.recovery import Recovery
+from trainer.updates.recording import Recording, Recovery
 from trainer.updates.training import Training
 from trainer.updates.versions import Versions, begin_policy
 
@@ -104,7 +102,7 @@ class Import:
         self._versions = Versions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
         self._recording = Recording(engine, policy)
-        self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
+        self._recovery = Recovery(engine, self._folder, policy)
 
     async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.

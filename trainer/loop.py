@@ -1,9 +1,9 @@
-"""Run one update after the other: claim, credit, train, write, record, publish.
+"""Run one update after the other: claim, plan, train, write, record, publish.
 
-Each episode is trained exactly once (docs/decisions/024-exactly-once.md and 024-exactly-once.md). A
+Each episode is trained exactly once (docs/decisions/024-exactly-once.md). A
 claim lives in the database; a version exists from the moment its folder is renamed into
 place; its episodes are consumed in the transaction that records it. What a kill leaves
-unfinished is finished or undone by `trainer.updates.recovery`.
+unfinished is finished or undone by `trainer.updates.recording`.
 
 An update depends on no clock, no generated id and no chance: the same claim gives the same
 version, bit by bit, however often it is begun.
@@ -23,28 +23,25 @@ from store.updates.faults import note_fault
 from store.versions import PolicyVersion
 from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
-from trainer.metrics import UPDATE_SECONDS, show_hold
+from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import NewVersion, version_folder
 from trainer.publishing.pacing import Pacing
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
-from trainer.updates.claiming import Claiming
-from trainer.updates.expiring import Expiring
-from trainer.updates.holding import Holding, HoldReason, looks_like_a_fault
-from trainer.updates.plan import Plan, claim_rule
-from trainer.updates.planning import Planning
-from trainer.updates.recording import Recording
-from trainer.updates.recovery import Recovery
+from trainer.updates.circuit_breaker import CircuitBreaker, PauseReason, looks_like_a_fault
+from trainer.updates.claiming import Claiming, claim_rule
+from trainer.updates.plan import Plan
+from trainer.updates.recording import Recording, Recovery
+from trainer.updates.self_test import ServerSelfTest
 from trainer.updates.training import Training
-from trainer.updates.trial import Trial
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
 NO_SLOT: Final = (
     "all adapter slots of the model server are taken by versions with traffic, so it cannot be"
-    " tried before one is free; no update could begin before that either"
+    " tested before one is free; no update could begin before that either"
 )
 
 
@@ -59,32 +56,33 @@ class Loop:
         publisher: Publisher,
         learner: LearnerProtocol,
         policy: str,
-        holding: Holding | None = None,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         """Connect the stages of an update; `policy` is the name of the policy in training.
 
-        `holding` outlives the loop, which ends with a connection to the database.
+        `breaker` outlives the loop, which ends with a connection to the database.
         """
-        self._folder = settings.adapter_dir
-        self._recipe = recipe
-        self._policy = policy
+        folder = self._folder = settings.adapter_dir
+        servers = publisher.servers
+        self._engine, self._recipe, self._policy = engine, recipe, policy
         self._publisher = publisher
-        rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
-        self._engine, self._rule = engine, rule
-        slots, together, known = settings.adapter_slots, publisher.together, publisher.known
-        pacing = self._pacing = Pacing(
-            publisher.servers, policy, slots, recipe, together, known=known
+        self._rule = claim_rule(recipe, policy)
+        self._pacing = Pacing(
+            servers,
+            policy,
+            settings.adapter_slots,
+            recipe,
+            publisher.together,
+            known=publisher.known,
         )
-        self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
-        self._expiring = Expiring(engine, rule, recorded_recipe)
-        self._versions = Versions(engine, self._folder, policy)
-        self._training = Training(learner, self._folder, self._versions)
-        self._planning = Planning(self._training, recipe, self._try_servers)
+        self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
+        self._versions = Versions(engine, folder, policy)
+        self._training = Training(learner, folder, self._versions)
         self._recording = Recording(engine, policy)
-        self._holding = holding or Holding()
-        folder = version_folder(self._folder, policy, 0).parent
-        self._trial = Trial(learner, folder, publisher.servers, policy, recipe)
-        self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
+        self._recovery = Recovery(engine, folder, policy)
+        self._breaker = breaker or CircuitBreaker()
+        own_folder = version_folder(folder, policy, 0).parent
+        self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe)
 
     async def finish_killed(self) -> None:
         """Finish or abandon the update that a killed trainer left.
@@ -97,61 +95,63 @@ class Loop:
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish what it had written.
 
-        While it is in doubt whether the servers serve as meant, that waits for their trial.
+        While it is in doubt whether the servers serve as meant, that waits for their test.
 
         Raises:
             AdapterError: a version's files are missing or differ from its manifest.
         """
         await self.finish_killed()
         await self._publisher.clean(self._folder)
-        if not self._holding.is_in_doubt:
+        if not self._breaker.is_in_doubt:
             await self._recovery.publish_written(self._publisher)
         # What got the traffic now needs less of the versions before it.
         await self._publisher.clean(self._folder)
 
     async def check_server(self) -> None:
-        """Try whether the model servers would serve a version as meant.
+        """Test whether the model servers would serve a version as meant.
 
-        Where memory is short, or all adapter slots are taken, the trainer holds, and tries again
-        until it knows.
+        Where memory is short, or all adapter slots are taken, training pauses, and the test is done
+        again until it is known.
 
         Raises:
             PublishError: one would not; the message says why, and what to do.
             UpstreamAway: none answers.
         """
         if not await self._has_room():
-            self._holding.doubt(NO_SLOT, "no_slot")
-            self._tell_if_held()
+            self._breaker.doubt(NO_SLOT, "no_slot")
+            self._log_pause()
             return
         try:
-            await self._trial.check()
+            await self._self_test.check()
         except ShortOfMemory as error:
-            self._holding.doubt(str(error), "out_of_memory")
-            self._tell_if_held()
+            self._breaker.doubt(str(error), "out_of_memory")
+            self._log_pause()
         else:
-            self._holding.settle()
-            self._holding.tried_at = self._publisher.servers.returns
+            self._breaker.settle()
+            self._breaker.tested_at = self._publisher.servers.returns
 
     async def try_again(self) -> None:
-        """Try whether updates could go on, if the trainer holds and it is time to.
+        """Test whether updates could go on, if training is paused and it is time to.
 
         Raises:
             UpstreamAway: no model server answers.
         """
-        if self._holding.trial_is_due and await self._has_room():
-            in_doubt = self._holding.is_in_doubt
-            why = await (self._trial.why_unserved() if in_doubt else self._trial.why_not())
-            self._holding.tried_at = self._publisher.servers.returns
-            self._holding.note_trial(why)
+        breaker = self._breaker
+        if breaker.test_is_due and await self._has_room():
+            in_doubt = breaker.is_in_doubt
+            test = self._self_test
+            why = await (test.why_unserved() if in_doubt else test.why_not())
+            breaker.tested_at = self._publisher.servers.returns
+            breaker.note_test(why)
             if why is None:
                 await self._set_aside()
             if why is None and in_doubt:
                 await self._recovery.publish_written(self._publisher)
-            log.warning("trial", policy=self._policy, passed=why is None, reason=why)
-        show_hold(self._policy, self._holding.kind)
+            log.warning("self_test", policy=self._policy, passed=why is None, reason=why)
+        show_pause(self._policy, breaker.reason)
 
     async def _has_room(self) -> bool:
-        """Return whether the model servers have a slot for a trial's adapter.
+        """Return whether the model servers have a slot for a test's adapter.
 
         Without one no update could be claimed either.
         """
@@ -161,12 +161,12 @@ class Loop:
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired.
 
-        Versions that have waited for others to go live with go live. Once a replica is back, the
-        trainer holds until it is tried: its base model may be another one.
+        Versions that have waited for others to go live with go live. Once a replica is back,
+        training pauses until it is tested: its base model may be another one.
         """
         await self._publisher.reconcile()
-        if self._publisher.servers.returns != self._holding.tried_at:
-            self._holding.doubt("a model server was away, and may be another one now")
+        if self._publisher.servers.returns != self._breaker.tested_at:
+            self._breaker.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()
         await self._publisher.retire_idle()
 
@@ -187,7 +187,7 @@ class Loop:
         # Only after the look above: another trainer may let this policy's version go live, and this
         # one alone makes any wait.
         parent = await self._parent()
-        await self._expiring.expire(parent.version)
+        await self._claiming.expire(parent.version)
         try:
             if not await self._update_from(parent):
                 return False
@@ -205,7 +205,7 @@ class Loop:
 
     async def _update_from(self, parent: PolicyVersion) -> bool:
         """Claim until an update of `parent` comes to its end; return False if too few are ready."""
-        while not self._holding.is_held:
+        while not self._breaker.is_open:
             claim = await self._claiming.take(parent.version)
             if claim is None:
                 return False
@@ -213,7 +213,7 @@ class Loop:
                 await self._run(claim, parent)
             except LearnerError as error:
                 await self._claiming.undo(claim.update_id, error)
-                await self._weigh(error, claim)
+                await self._note_error(error, claim)
             except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
                 parent = await self._parent()
@@ -221,73 +221,19 @@ class Loop:
                 return True
         return False
 
-    async def _weigh(self, error: LearnerError, claim: Claim) -> None:
-        """Count an update that failed, unless the next one can do without what made it fail.
-
-        Rows that a server sampled wrongly may be from before a repair: the servers are asked.
-        """
-        if error.is_poison and not _is_of_most(error, claim):
-            return
-        why: str | None = str(error)
-        if error.doubts_servers:
-            self._holding.note_drift()
-            why = await self._trial.why_unserved()
-        if why is None:
-            await self._set_aside()
-            self._holding.note_past_fault(str(error))
-            self._tell_if_held()
-        else:
-            self._note_failure(why, _hold_reason(error))
-
-    async def _set_aside(self) -> None:
-        """Set aside what was sampled before now, where the servers are right now and were not.
-
-        Else one update after the other would spend its share of it.
-        """
-        if self._holding.sampled_wrongly:
-            async with self._engine.begin() as connection:
-                episodes = await note_fault(connection, self._policy)
-            log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
-
-    def _note_failure(self, why: str, kind: HoldReason) -> None:
-        """Count an update that came to nothing, and hold after some in a row."""
-        self._holding.note_failure(why, kind)
-        self._tell_if_held()
-
-    def _tell_if_held(self) -> None:
-        why = self._holding.reason
-        if why is not None:
-            show_hold(self._policy, self._holding.kind)
-            log.error("trainer_holds", policy=self._policy, reason=why)
-
     async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
-        """Bring a claim to its end: a version, or none if there is no signal or training fails.
+        """Bring a claim to its end: a version, or none if there is no signal.
 
         Raises:
             LearnerError: it cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
-        plan = await self._planning.plan(claim, parent.version)
+        plan = await self._training.plan(claim, parent.version, self._recipe, self._test_servers)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
-            await self._recording.without_version(claim, plan)
+            await self._recording.update(claim, plan, plan.metrics)
             return
         await self._make_version(claim, plan, parent, number)
-
-    async def _try_servers(self, far: int, measured: int) -> None:
-        """Try the model servers before so many episodes are spent as too far off the policy.
-
-        Raises:
-            ServerAtFault: one may have sampled them wrongly.
-        """
-        why = await self._trial.why_unserved()
-        if why is not None:
-            self._holding.note_drift()
-            raise ServerAtFault(
-                f"{far} of {measured} episodes are too far off the policy, and a model server is at"
-                f" fault: {why}"
-            )
-        log.warning("many_episodes_off_policy", policy=self._policy, far=far, measured=measured)
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
@@ -307,26 +253,71 @@ class Loop:
             baselines=plan.baselines,
         )
         folder = await self._training.write(new)
-        await self._recording.with_version(claim, plan, metrics, number, folder)
+        await self._recording.update(claim, plan, metrics, (number, folder))
         version = await self._versions.numbered(number)
         why = await self._recovery.publish(self._publisher, version, probe)
         if why is not None:
-            self._note_failure(why, "rejected")
+            self._breaker.note_failure(why, "rejected")
+            self._log_pause()
         elif (await self._versions.numbered(number)).state == "written":
-            self._holding.note_written()
+            self._breaker.note_written()
         else:
-            self._holding.note_success()
+            self._breaker.note_success()
         await self._publisher.clean(self._folder)
 
+    async def _test_servers(self, far: int, measured: int) -> None:
+        """Test the model servers before so many episodes are spent as too far off the policy.
 
-def _is_of_most(error: LearnerError, claim: Claim) -> bool:
-    """Return whether most of a claim's episodes are to blame: then it is hardly their doing."""
-    members = sum(len(group.episodes) for group in claim.groups)
-    return isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
+        Raises:
+            ServerAtFault: one may have sampled them wrongly.
+        """
+        why = await self._self_test.why_unserved()
+        if why is not None:
+            self._breaker.note_drift()
+            raise ServerAtFault(
+                f"{far} of {measured} episodes are too far off the policy, and a model server is at"
+                f" fault: {why}"
+            )
+        log.warning("many_episodes_off_policy", policy=self._policy, far=far, measured=measured)
+
+    async def _note_error(self, error: LearnerError, claim: Claim) -> None:
+        """Count an update that failed, unless the next one can do without what made it fail.
+
+        Rows that a server sampled wrongly may be from before a repair: the servers are tested.
+        """
+        members = sum(len(group.episodes) for group in claim.groups)
+        # Where most episodes are to blame it is hardly their doing.
+        of_most = isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
+        if error.is_poison and not of_most:
+            return
+        why: str | None = str(error)
+        if error.doubts_servers:
+            self._breaker.note_drift()
+            why = await self._self_test.why_unserved()
+        if why is None:
+            await self._set_aside()
+            self._breaker.note_past_fault(str(error))
+        else:
+            self._breaker.note_failure(why, _pause_reason(error))
+        self._log_pause()
+
+    async def _set_aside(self) -> None:
+        """Set aside what was sampled before now, where the servers are right now and were not.
+
+        Else one update after the other would spend its share of it.
+        """
+        if self._breaker.sampled_wrongly:
+            async with self._engine.begin() as connection:
+                episodes = await note_fault(connection, self._policy)
+            log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
+
+    def _log_pause(self) -> None:
+        if self._breaker.is_open:
+            show_pause(self._policy, self._breaker.reason)
+            log.error("training_paused", policy=self._policy, reason=self._breaker.why)
 
 
-def _hold_reason(error: LearnerError) -> HoldReason:
-    """Return in a word what the trainer holds for, if an update failed and it does."""
+def _pause_reason(error: LearnerError) -> PauseReason:
     if error.doubts_servers or isinstance(error, ServerAtFault):
         return "server"
     return "out_of_memory" if isinstance(error, ShortOfMemory) else "failed"

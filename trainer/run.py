@@ -16,7 +16,6 @@ from store.embedded import EmbeddedPostgres
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
-from trainer.chosen import Chosen, chosen_policies, load_recipes
 from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.budget import says_no_room
 from trainer.learners.distributed.several import Leader, follow, has_companions, is_follower
@@ -25,14 +24,14 @@ from trainer.learners.learner import Learner
 from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
-from trainer.metrics import show_hold
+from trainer.metrics import show_pause
+from trainer.policies import Chosen, chosen_policies, load_recipes
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
-from trainer.rounds import Rounds
+from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
-from trainer.trainee import Trainee
-from trainer.updates.holding import TRIAL_S, Holding
+from trainer.updates.circuit_breaker import TEST_S, CircuitBreaker
 from trainer.updates.versions import begin_policy, score_by
 
 log = structlog.get_logger()
@@ -88,26 +87,26 @@ async def _work(
         host, port = address(settings.trainer_listen)
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
-        holdings = {policy: Holding() for policy in policies}
-        trainees = [
-            _trainee(
-                settings, one, recipe, servers, leader.learners[policy], policy, holdings[policy]
+        breakers = {policy: CircuitBreaker() for policy in policies}
+        workers = [
+            _worker(
+                settings, one, recipe, servers, leader.learners[policy], policy, breakers[policy]
             )
             for one, recipe, policy in zip(chosen, recipes, policies, strict=True)
         ]
         stack.callback(leader.interrupt)
         while True:
             try:
-                await _session(settings, trainees, once=once)
+                await _session(settings, workers, once=once)
                 return
             except Exception as error:
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
                 if isinstance(error, UpstreamAway):
-                    for policy, holding in holdings.items():
-                        holding.doubt("the model servers were away, and may be others now")
-                        show_hold(policy, holding.kind)
+                    for policy, breaker in breakers.items():
+                        breaker.doubt("the model servers were away, and may be others now")
+                        show_pause(policy, breaker.reason)
             await asyncio.sleep(RETRY_S)
 
 
@@ -145,11 +144,11 @@ async def _learners(
             # Of several processes the others wait in the middle of loading: all must begin anew.
             if has_companions() or not may_fit(model, recipes[0]):
                 raise
-            log.error("trainer_waits", reason=str(error), again_in_s=TRIAL_S)
+            log.error("trainer_waits", reason=str(error), again_in_s=TEST_S)
         # Out of the block, which holds on to what had been loaded.
         gc.collect()
         give_freed_memory_back()
-        await asyncio.sleep(TRIAL_S)
+        await asyncio.sleep(TEST_S)
 
 
 async def _policies_and_model(
@@ -181,15 +180,15 @@ async def _policies_and_model(
     return named, settings.model or str(listed[base]["root"])
 
 
-def _trainee(
+def _worker(
     settings: TrainerSettings,
     chosen: Chosen,
     recipe: Recipe,
     servers: Replicas,
     learner: LearnerProtocol,
     policy: str,
-    holding: Holding,
-) -> Trainee:
+    breaker: CircuitBreaker,
+) -> PolicyWorker:
     """Return what works on a policy, and log that it is about to."""
     is_checked = False
 
@@ -205,7 +204,7 @@ def _trainee(
         publisher = Publisher(
             engine, servers, policy, recipe.publish, chosen.together, known, recipe.judged_by
         )
-        loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
+        loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.
             await loop.finish_killed()
@@ -215,17 +214,19 @@ def _trainee(
         return loop
 
     log.info("trainer_up", policy=policy, recipe=chosen.recipe)
-    return Trainee(policy, begin)
+    return PolicyWorker(policy, begin)
 
 
-async def _session(settings: TrainerSettings, trainees: Sequence[Trainee], *, once: bool) -> None:
+async def _session(
+    settings: TrainerSettings, workers: Sequence[PolicyWorker], *, once: bool
+) -> None:
     """Work for as long as one database connection lives, or until `once` is done."""
     async with _database(settings) as url:
         await upgrade(url)
         engine = make_engine(url)
         try:
             async with engine.connect() as guard:
-                await Rounds(trainees, guard, engine).run(settings.poll_s, once=once)
+                await PolicyScheduler(workers, guard, engine).run(settings.poll_s, once=once)
         finally:
             await engine.dispose()
 

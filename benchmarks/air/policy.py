@@ -44,7 +44,7 @@ from store.ids import new_id
 from store.records import Group, Tokens, ToolCall, ToolEvent, TransitionRow
 from store.values.tokens import pack_ids, pack_logprobs
 from tests.support.stored import episode, transition
-from trainer.batches.rows import Row, training_rows
+from trainer.batches import Row, training_rows
 from trainer.credit.assign import assign_credit
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import CreditOptions, Recipe

@@ -187,8 +187,8 @@ def import_version(
     nothing changes for any request then.
     """
     from store.policy_table import open_policies
-    from trainer.chosen import importing_policy
     from trainer.errors import TrainerError
+    from trainer.policies import importing_policy
     from trainer.publishing.foreign import read_config
     from trainer.settings import TrainerSettings
 

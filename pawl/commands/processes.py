@@ -60,8 +60,8 @@ def trainer(
     episodes are free again. Status 2: a recipe, the model or a policy cannot be used.
     """
     from store.policy_table import open_policies
-    from trainer.chosen import chosen_policies, load_recipes
     from trainer.errors import TrainerError
+    from trainer.policies import chosen_policies, load_recipes
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)

@@ -12,9 +12,7 @@ from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import Plan, lost_in, plan_update
-from trainer.updates.staleness import far_in
-from trainer.updates.unreplayed import unreplayed_in
+from trainer.updates.plan import LeftOut, Plan, plan_update
 
 
 async def explain_update(
@@ -36,8 +34,7 @@ async def explain_update(
     async with engine.connect() as connection:
         past = await past_update(connection, which, policy, tenant)
     recipe = _recipe(past)
-    lost, unreplayed = lost_in(past.metrics), unreplayed_in(past.metrics)
-    plan = plan_update(past.claim, recipe, lost, unreplayed, far_in(past.metrics))
+    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited

@@ -11,7 +11,7 @@ from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
-from trainer.chosen import chosen_policies, load_recipes
+from trainer.policies import chosen_policies, load_recipes
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 DEFAULT_POLICY = "smollm2"

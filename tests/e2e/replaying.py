@@ -16,7 +16,7 @@ from store.values.tokens import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import (
     BatchOptions,

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import torch
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import OtherVocabulary, Unusable
 from trainer.learners.budget import NoRoom, needs_memory
 from trainer.learners.losses.stored import View

@@ -12,8 +12,7 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches.micro_batches import plan_micro_batches
-from trainer.batches.rows import Row
+from trainer.batches import Row, plan_micro_batches
 from trainer.errors import ShortOfMemory, Unusable
 
 log = structlog.get_logger()

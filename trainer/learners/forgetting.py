@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer.batches.rows import Row, RowKey
+from trainer.batches import Row, RowKey
 from trainer.errors import Unusable
 from trainer.learners.kernels.divergence import head_kl, logits_kl
 from trainer.learners.losses.kl import ByRow, by_row

@@ -11,8 +11,7 @@ import torch
 
 from store.updates.damage import NON_FINITE
 from store.values.distribution import Distribution
-from trainer.batches.micro_batches import split_steps
-from trainer.batches.rows import Row
+from trainer.batches import Row, split_steps
 from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
 from trainer.learners.budget import Budget, says_no_room

@@ -5,7 +5,7 @@ from typing import Any, Final
 import structlog
 import torch
 
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.learners.kernels.tree_attention import NAME
 from trainer.learners.scoring import score_rows
 

@@ -18,7 +18,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapted.attach import attach_adapter, detach
 from trainer.learners.blame import check_ids

@@ -8,8 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from trainer.batches.micro_batches import computed_tokens, share_out
-from trainer.batches.rows import Row
+from trainer.batches import Row, computed_tokens, share_out
 from trainer.errors import Interrupted, Unusable
 from trainer.learners.budget import Budget, MicroBatches, NoRoom, needs_memory, says_no_room
 from trainer.learners.distributed.processes import Processes

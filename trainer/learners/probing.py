@@ -6,7 +6,7 @@ to be deleted.
 
 from typing import Any, Final
 
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 
 # Both sides are sure enough of ordinary text to be compared; random ids have log-probabilities so
 # low that bfloat16 differs by more than the tolerance. Half of each text is the prompt.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 
 
 class LearnerProtocol(Protocol):

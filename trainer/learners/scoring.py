@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
-from trainer.batches.trees import Tree, build_tree, padded
+from trainer.batches import Row, Tree, build_tree, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree

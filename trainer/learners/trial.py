@@ -1,7 +1,7 @@
 """Make what a trial needs: an adapter that has an effect, and rows to take a step on.
 
 A trial finds out whether a server would take what the trainer makes, and whether there is memory
-for an update, without an episode (`trainer.updates.trial`).
+for an update, without an episode (`trainer.updates.self_test`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.scoring import score_rows
 

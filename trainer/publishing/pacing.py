@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store import adapter_slots
 from store.adapter_slots import Live, due_in, free_slots, needed_slots
 from trainer.errors import UpstreamAway
-from trainer.metrics import LIVE, NEXT_VERSION, SLOTS
+from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import PROXY_REFRESH_S
 from trainer.recipes.recipe import Recipe
@@ -219,7 +219,6 @@ class Pacing:
     def _tell(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
         """Show the slots, and log when the trainer begins to wait for one or for its time."""
         LIVE.labels(self._policy).set(live.total)
-        NEXT_VERSION.labels(self._policy).set(wait_s)
         SLOTS.labels(self._policy).set(known)
         waits_for: str | None
         if not is_free:

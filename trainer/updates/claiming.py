@@ -1,25 +1,57 @@
-"""Claim the episodes of an update, and set aside those that cannot be used."""
+"""Claim the episodes of updates; consume those that can never be trained, and count what waits."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, Final, get_args
 from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import Damaged
-from store.updates import claims
+from store.link.scores import lacking
+from store.updates import claims, expiry
 from store.updates.choice import find_ready
 from store.updates.claims import Claim
 from store.updates.damage import DAMAGED, set_aside
-from store.updates.expiry import oldest_version
 from store.updates.ready import ClaimRule
+from store.values.rewards import Lack
+from trainer.credit.baselines import BASELINES
 from trainer.errors import LearnerError, Unusable
-from trainer.metrics import EPISODES, UPDATES
+from trainer.metrics import EPISODES, LACKING, UPDATES
 from trainer.publishing.pacing import Pacing
+from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
+
+# How many times `claim.groups` an update takes that had to wait for an adapter slot.
+PACED: Final = 4
+# Seconds without activity until an unscored episode that failed takes `credit.failed_reward`.
+FAILED_AFTER_S: Final = 60.0
+# Seconds between checks for expired episodes while the same version serves.
+EXPIRE_S: Final = 60.0
+
+
+def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
+    """Return the store's claim rule for a recipe and a policy."""
+    rule, credit = recipe.claim, recipe.credit
+    # The store compares no rewards of single calls.
+    compares = not credit.pays_single_calls
+    return ClaimRule(
+        policy=policy,
+        group_size=rule.group_size,
+        groups=rule.groups,
+        smallest_group=rule.smallest_group,
+        max_age_s=rule.max_age_s,
+        max_staleness=rule.max_staleness,
+        failed_after_s=None if credit.failed_reward is None else FAILED_AFTER_S,
+        call_rewards_after_s=rule.call_rewards_after_s if credit.pays_single_calls else None,
+        needs_spread=BASELINES[credit.baseline].needs_group and compares,
+        failed_reward=credit.failed_reward,
+        most_groups=PACED * rule.groups,
+        least_reward=recipe.kept.min_reward if recipe.kept is not None and compares else None,
+    )
 
 
 class Claiming:
@@ -40,6 +72,8 @@ class Claiming:
         self._pacing = pacing
         self._rule = rule
         self._recipe = recipe
+        # For which version expired episodes were looked for last, and when.
+        self._last_look: tuple[int, float] | None = None
 
     async def take(self, parent: int) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
@@ -73,7 +107,7 @@ class Claiming:
     async def _is_enough(self, connection: AsyncConnection, parent: int) -> bool:
         """Return whether an update of version `parent` could be claimed."""
         rule = self._rule
-        oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+        oldest = await expiry.oldest_version(connection, rule.policy, parent, rule.max_staleness)
         return bool(await find_ready(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:
@@ -86,13 +120,10 @@ class Claiming:
         if isinstance(why, Unusable) and why.episodes:
             metrics = {"error": str(why), **why.metrics}
             await self._set_aside(update_id, why.episodes, why.reason, metrics)
-        else:
-            await self._give_back(update_id, str(why))
-
-    async def _give_back(self, update_id: UUID, why: str) -> None:
+            return
         async with self._engine.begin() as connection:
-            freed = await claims.release(connection, update_id, why)
-        log.error("update_released", update=str(update_id), episodes_freed=freed, reason=why)
+            freed = await claims.release(connection, update_id, str(why))
+        log.error("update_released", update=str(update_id), episodes_freed=freed, reason=str(why))
 
     async def _set_aside(
         self,
@@ -105,3 +136,28 @@ class Claiming:
             spent = await set_aside(connection, update_id, episodes, reason, metrics)
         EPISODES.labels(self._rule.policy, reason).inc(spent)
         log.error(f"episodes_{reason}", update=str(update_id), episodes=spent, **metrics)
+
+    async def expire(self, parent: int) -> None:
+        """Consume the episodes that are past the rule's limits for an update of version `parent`.
+
+        Those that wait for what their reward lacks are counted. Nothing is done within `EXPIRE_S`
+        seconds of the last time, unless `parent` has changed.
+        """
+        if self._last_look is not None:
+            version, at = self._last_look
+            if version == parent and perf_counter() < at + EXPIRE_S:
+                return
+        policy, spent = self._rule.policy, expiry.MOST
+        while spent == expiry.MOST:
+            async with self._engine.begin() as connection:
+                by_reason = await expiry.expire(connection, self._rule, parent, self._recipe)
+            for reason, count in by_reason.items():
+                EPISODES.labels(policy, reason).inc(count)
+            if by_reason:
+                log.warning("episodes_expired", **by_reason)
+            spent = sum(by_reason.values())
+        async with self._engine.connect() as connection:
+            lacks = await lacking(connection, policy)
+        for lack in get_args(Lack):
+            LACKING.labels(policy, lack).set(lacks.get(lack, 0))
+        self._last_look = parent, perf_counter()

@@ -1,36 +1,63 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import exp, fsum, isfinite, log
 from statistics import fmean
 from typing import Any, Final
 from uuid import UUID
 
-from msgspec import convert, to_builtins
+import msgspec
 
-from store.records import Group, Record
+from store.records import Group, Record, TransitionRow
 from store.updates.claims import Claim, Outcome
-from store.updates.ready import ClaimRule
-from trainer.batches.rows import Row, imitated_rows, training_rows
+from store.values.grammars import GRAMMAR
+from trainer.batches import Row, RowKey, imitated_rows, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
-from trainer.updates.imitable import with_imitable
-from trainer.updates.recomputed import without_versions
-from trainer.updates.staleness import FAR, OFF_POLICY
-from trainer.updates.unreplayed import UNREPLAYED, without_calls
 
-# The versions that could not compute the log-probabilities of what they had sampled, and why; an
-# update's metrics have it if there are any.
-LOST: Final = "lost_versions"
-# How many times `claim.groups` an update takes that had to wait for an adapter slot.
-PACED: Final = 4
-# Seconds without activity until an unscored episode that failed takes `credit.failed_reward`.
-FAILED_AFTER_S: Final = 60.0
-NO_VERSION: Final[Mapping[int, str]] = {}
-NO_CALL: Final[Mapping[str, str]] = {}
-NO_EPISODE: Final[Mapping[UUID, float]] = {}
+# Why a call is not trained: the files of its version are gone, or belong to another base model.
+VERSION_GONE: Final = "version_gone"
+OTHER_BASE: Final = "other_base"
+# Why an episode is not trained: the policy has moved too far away from it.
+OFF_POLICY: Final = "off_policy"
+# Calls with exact ids that only a learner without ratios can train on: nothing was sampled, or a
+# grammar that the request does not tell held them. A `reshaped_distribution` is not one: settings
+# such as a budget for thinking write tokens that neither the policy chose nor the agent asked for.
+IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
+
+
+class LeftOut(Record, frozen=True, kw_only=True):
+    """Hold what an update cannot train on, beside what the claim itself says.
+
+    Attributes:
+        lost_versions: why, by version, for those that can no longer compute the log-probabilities
+            that the server did not give.
+        unreplayed_calls: why, by call id, for calls whose grammar cannot be replayed.
+        off_policy_episodes: the effective sample size of episodes that the policy is too far from.
+    """
+
+    lost_versions: Mapping[int, str] = {}
+    unreplayed_calls: Mapping[str, str] = {}
+    off_policy_episodes: Mapping[UUID, float] = {}
+
+    @classmethod
+    def recorded(cls, metrics: Mapping[str, Any]) -> "LeftOut":
+        """Return what an update left out, from the metrics that it recorded."""
+        names = cls.__struct_fields__
+        recorded = {name: metrics[name] for name in names if name in metrics}
+        return msgspec.convert(recorded, cls, strict=False)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Return it as metrics of the update, JSON-ready; nothing where nothing was left out."""
+        every = msgspec.to_builtins(self, str_keys=True)
+        return {name: reasons for name, reasons in every.items() if reasons}
+
+
+NOTHING: Final = LeftOut()
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -49,95 +76,50 @@ class Plan(Record, frozen=True, kw_only=True):
     baselines: dict[str, Any] | None
 
 
-def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
-    """Return the store's claim rule for a recipe and a policy."""
-    rule = recipe.claim
-    return ClaimRule(
-        policy=policy,
-        group_size=rule.group_size,
-        groups=rule.groups,
-        smallest_group=rule.smallest_group,
-        max_age_s=rule.max_age_s,
-        max_staleness=rule.max_staleness,
-        failed_after_s=None if recipe.credit.failed_reward is None else FAILED_AFTER_S,
-        call_rewards_after_s=rule.call_rewards_after_s if recipe.credit.pays_single_calls else None,
-        # What single calls were given is not compared in the store.
-        needs_spread=BASELINES[recipe.credit.baseline].needs_group
-        and not recipe.credit.pays_single_calls,
-        failed_reward=recipe.credit.failed_reward,
-        most_groups=PACED * rule.groups,
-        least_reward=_least_reward(recipe),
-    )
-
-
-def _least_reward(recipe: Recipe) -> float | None:
-    """Return the reward that an update waits for, if it waits for one that the store knows."""
-    if recipe.kept is None or recipe.credit.pays_single_calls:
-        return None
-    return recipe.kept.min_reward
-
-
-def plan_update(
-    claim: Claim,
-    recipe: Recipe,
-    lost: Mapping[int, str] = NO_VERSION,
-    unreplayed: Mapping[str, str] = NO_CALL,
-    far: Mapping[UUID, float] = NO_EPISODE,
-) -> Plan:
+def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
-    `lost` says why, by version, for those that can no longer compute missing log-probabilities,
-    `unreplayed` why, by call id, for calls whose grammar cannot be replayed. Episodes that are too
-    `far` off the policy, with their effective sample sizes, count in the baseline of the others and
-    are not trained.
+    Episodes that are too far off the policy count in the baseline of the others and are not
+    trained.
     """
-    claim = without_calls(without_versions(claim, lost), unreplayed)
+    claim = _without(claim, left_out)
     if recipe.kept is not None:
-        claim = with_imitable(claim)
-    credited = _credited(claim, recipe, far)
+        claim = _with_imitable(claim)
+    before = (
+        NO_MOVING_BASELINES
+        if claim.baselines is None
+        else msgspec.convert(claim.baselines, MovingBaselines)
+    )
+    credited = assign_credit(
+        claim.groups,
+        recipe.credit,
+        policy=claim.policy,
+        oldest_version=claim.oldest_version,
+        baselines=before,
+        withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
+        kept=recipe.kept,
+        reward=recipe.reward_rule,
+    )
     make_rows = training_rows if recipe.kept is None else imitated_rows
     rows = make_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_groups(claim, credited, outcomes, recipe)
     step_share = min(1.0, signal / recipe.claim.groups)
+    carries_averages = BASELINES[recipe.credit.baseline].needs_moving_averages
     return Plan(
         credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
         metrics={
             **_metrics(claim, credited, rows, outcomes),
-            **_left_out(lost, unreplayed, far),
+            **left_out.metrics,
             "signal_groups": signal,
             "step_share": step_share,
         },
         step_share=step_share,
-        baselines=_baselines(credited, recipe),
+        baselines=msgspec.to_builtins(credited.baselines) if carries_averages else None,
     )
-
-
-def _credited(claim: Claim, recipe: Recipe, far: Mapping[UUID, float]) -> Credited:
-    before = (
-        NO_MOVING_BASELINES
-        if claim.baselines is None
-        else convert(claim.baselines, MovingBaselines)
-    )
-    return assign_credit(
-        claim.groups,
-        recipe.credit,
-        policy=claim.policy,
-        oldest_version=claim.oldest_version,
-        baselines=before,
-        withheld=dict.fromkeys(far, OFF_POLICY),
-        kept=recipe.kept,
-        reward=recipe.reward_rule,
-    )
-
-
-def _baselines(credited: Credited, recipe: Recipe) -> dict[str, Any] | None:
-    """Return the moving baselines for the next update, as `Plan.baselines`."""
-    is_carried = BASELINES[recipe.credit.baseline].needs_moving_averages
-    return to_builtins(credited.baselines) if is_carried else None
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
@@ -179,16 +161,13 @@ def _signal_groups(
 
 def _finals_differ(group: Group, credited: Credited) -> bool:
     """Return whether the group's final rewards differ, or are compared with earlier ones."""
-    returns = [credited.returns.get(one.id) for one in group.episodes]
+    returns = [credited.returns.get(episode.id) for episode in group.episodes]
     finals = {one.r_final for one in returns if one is not None and one.r_final is not None}
     return bool(group.earlier) or len(finals) > 1
 
 
 def _metrics(
-    claim: Claim,
-    credited: Credited,
-    rows: Sequence[Row],
-    outcomes: Sequence[Outcome],
+    claim: Claim, credited: Credited, rows: Sequence[Row], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
     """Return an update's figures, JSON-ready.
 
@@ -205,28 +184,159 @@ def _metrics(
         "earlier_members": sum(len(group.earlier) for group in claim.groups),
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
-        "reward_mean": _mean([mean_return.r_final for mean_return in returns]),
-        "total_mean": _mean([mean_return.r_total for mean_return in returns]),
-        "air_mean": _mean([mean_return.r_air for mean_return in returns]),
+        "reward_mean": _mean([mean.r_final for mean in returns]),
+        "total_mean": _mean([mean.r_total for mean in returns]),
+        "air_mean": _mean([mean.r_air for mean in returns]),
         "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
     }
 
 
-def _left_out(
-    lost: Mapping[int, str], unreplayed: Mapping[str, str], far: Mapping[UUID, float]
-) -> dict[str, Any]:
-    by_version = {str(version): reason for version, reason in lost.items()}
-    by_episode = {str(episode): share for episode, share in far.items()}
-    left_out = {LOST: by_version, UNREPLAYED: dict(unreplayed), FAR: by_episode}
-    return {name: reasons for name, reasons in left_out.items() if reasons}
-
-
-def lost_in(metrics: Mapping[str, Any]) -> dict[int, str]:
-    """Return the lost versions that an update recorded in its metrics."""
-    return {int(version): reason for version, reason in metrics.get(LOST, {}).items()}
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
+
+
+def _without(claim: Claim, left_out: LeftOut) -> Claim:
+    """Return the claim with the calls that cannot be computed marked as not trainable."""
+
+    def change(call: TransitionRow) -> TransitionRow:
+        reason = None
+        if _lacks_logprobs(call, claim.policy):
+            reason = left_out.lost_versions.get(call.policy_version or 0)
+        reason = left_out.unreplayed_calls.get(str(call.id), reason)
+        if reason is None:
+            return call
+        return msgspec.structs.replace(call, trainable=False, reason=reason)
+
+    return _with_calls(claim, change) if left_out != NOTHING else claim
+
+
+def _with_imitable(claim: Claim) -> Claim:
+    """Return the claim with its policy's imitable calls marked as trainable."""
+
+    def change(call: TransitionRow) -> TransitionRow:
+        # An outside model's, and a fixed policy's, have no version.
+        is_own = call.policy == claim.policy and call.policy_version is not None
+        has_ids = bool(call.tokens.prompt_ids and call.tokens.sampled_ids)
+        if call.reason in IMITABLE and is_own and has_ids:
+            return msgspec.structs.replace(call, trainable=True, reason=None)
+        return call
+
+    return _with_calls(claim, change)
+
+
+def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) -> Claim:
+    """Return the claim with each call of its episodes changed."""
+    replace = msgspec.structs.replace
+    groups = (
+        replace(
+            group,
+            episodes=tuple(
+                replace(episode, calls=tuple(map(change, episode.calls)))
+                for episode in group.episodes
+            ),
+        )
+        for group in claim.groups
+    )
+    return replace(claim, groups=tuple(groups))
+
+
+# Calls with exact ids whose log-probabilities the server did not give. The version that sampled
+# them is immutable, so it gives the same ones again: such rows are `recomputed` as the update
+# begins.
+
+
+def versions_to_ask(claim: Claim) -> set[int]:
+    """Return the versions that sampled the calls of a claim which have no log-probabilities."""
+    return {
+        call.policy_version or 0
+        for group in claim.groups
+        for episode in group.episodes
+        for call in episode.calls
+        if _lacks_logprobs(call, claim.policy)
+    }
+
+
+def _lacks_logprobs(call: TransitionRow, policy: str) -> bool:
+    return call.trainable and call.policy == policy and not call.tokens.sampled_logprobs
+
+
+def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Return the rows that have no log-probabilities, by the version that sampled them.
+
+    The newest comes first: it is mostly the one that the learner holds.
+    """
+    waiting = [row for row in rows if not row.sampled_logprobs]
+    versions = sorted({row.version for row in waiting}, reverse=True)
+    return {version: [row for row in waiting if row.version == version] for version in versions}
+
+
+def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]]) -> list[Row]:
+    """Return the rows, those in `values` with these log-probabilities."""
+    return [
+        msgspec.structs.replace(row, sampled_logprobs=tuple(values[row.key]))
+        if row.key in values
+        else row
+        for row in rows
+    ]
+
+
+def calls_with_grammar(claim: Claim) -> list[TransitionRow]:
+    """Return the calls of a claim that may be trained and that a grammar held."""
+    return [
+        call
+        for group in claim.groups
+        for episode in group.episodes
+        for call in episode.calls
+        if call.trainable and call.policy == claim.policy and GRAMMAR in call.sampling
+    ]
+
+
+# Staleness is measured: by the ratios w = policy/sampled of an episode's tokens, as the loss takes
+# them (truncated at `off_policy.ratio_cap`), their effective sample size (Σw)² / (n·Σw²) says what
+# share of its n tokens the episode is worth (Kish, 1965). The size does not depend on how long an
+# episode is: without the truncation one token in a thousand would decide about all the others. A
+# mean that is off is another matter, and bounded by call (`trainer.learners.off_policy`).
+
+
+def effective_share(log_ratios: Sequence[float], cap: float) -> float:
+    """Return the effective sample size of tokens with log policy/sampled, as a share of them.
+
+    Ratios are truncated at `cap`. The share of tokens that the policy never gives is 0.
+    """
+    highest = log(cap)
+    truncated = [min(ratio, highest) for ratio in log_ratios]
+    # A factor that all weights share changes nothing, and keeps the squares from overflowing.
+    largest = max(0.0, *truncated)
+    weights = [exp(ratio - largest) for ratio in truncated]
+    squares = fsum(weight * weight for weight in weights)
+    return fsum(weights) ** 2 / (len(weights) * squares) if squares else 0.0
+
+
+def shares_by_episode(
+    rows: Sequence[Row], policy: Sequence[Sequence[float]], cap: float
+) -> dict[UUID, float]:
+    """Return the effective share of each episode's tokens in `rows`.
+
+    `policy` are the log-probabilities (S,) of each row's sampled tokens under the policy.
+    """
+    log_ratios: dict[UUID, list[float]] = {}
+    for row, own in zip(rows, policy, strict=True):
+        pairs = zip(own, row.sampled_logprobs, strict=True)
+        log_ratios.setdefault(row.episode_id, []).extend(new - old for new, old in pairs)
+    return {episode: effective_share(ratios, cap) for episode, ratios in log_ratios.items()}
+
+
+def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
+    """Return the episodes whose share is below `least`.
+
+    One that is no number is not among them: the learner says what is wrong with it.
+    """
+    return {episode: share for episode, share in shares.items() if share < least}
+
+
+def smallest_in(shares: Mapping[UUID, float]) -> dict[str, float]:
+    """Return the metric of an update with these shares: the smallest that is a number, if any."""
+    numbers = [share for share in shares.values() if isfinite(share)]
+    return {"smallest_effective_sample": min(numbers)} if numbers else {}

@@ -1,50 +1,75 @@
-"""Run the learner in a thread, on what the disk holds, and write what it trained to disk.
+"""Run the steps of an update that need the learner: plan with what it says, train, and write.
 
 The learner computes for minutes and blocks its thread; the event loop stays free to be stopped.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
+import msgspec
 import structlog
 
 from store.updates.claims import Claim
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids
-from trainer.batches.rows import Row, RowKey
-from trainer.errors import AdapterError
+from trainer.batches import Row, RowKey
+from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.probe import ProbeRow
-from trainer.updates.recomputed import (
+from trainer.recipes.recipe import Recipe
+from trainer.updates.circuit_breaker import looks_like_a_fault
+from trainer.updates.plan import (
     OTHER_BASE,
     VERSION_GONE,
+    LeftOut,
+    Plan,
+    calls_with_grammar,
+    plan_update,
     rows_to_compute,
+    shares_by_episode,
+    smallest_in,
+    too_far,
     versions_to_ask,
     with_logprobs,
 )
-from trainer.updates.staleness import sampled_by_others, shares_by_episode
-from trainer.updates.threads import in_thread
-from trainer.updates.unreplayed import calls_with_grammar
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 # Seconds between attempts to write a version that the disk refused.
 WRITE_AGAIN_S: Final = 5.0
+# Is told how many of how many measured episodes are too far off the policy, where so many are that
+# a server may be at fault.
+Doubt = Callable[[int, int], Awaitable[None]]
+
+
+async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
+    """Run `work`, which uses the learner, in a thread; a cancelled caller waits until it has ended.
+
+    The learner is interrupted then, and the cancellation goes on.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        learner.interrupt()
+        await asyncio.wait([running])
+        # Looked at: asyncio prints a trace of an exception that nobody has seen.
+        error = running.exception()
+        if not (error is None or isinstance(error, Interrupted)):
+            log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
+        raise
 
 
 class Training:
-    """Run the steps of an update that need the learner, one at a time, each in a thread.
-
-    If the caller of a method is cancelled, the learner is interrupted, and the cancellation goes on
-    once the thread has ended.
-    """
+    """Run the steps of an update that need the learner, one at a time, each in a thread."""
 
     def __init__(self, learner: LearnerProtocol, adapter_dir: Path, versions: Versions) -> None:
         """Store the learner, the folder that versions are written into, and where each is."""
@@ -52,7 +77,42 @@ class Training:
         self._adapter_dir = adapter_dir
         self._versions = versions
 
-    async def lost_versions(self, claim: Claim) -> dict[int, str]:
+    async def plan(self, claim: Claim, parent: int, recipe: Recipe, doubt: Doubt) -> Plan:
+        """Plan an update of version `parent`, without the episodes that it is too far from.
+
+        Its rows have all their log-probabilities: the versions that sampled them compute those that
+        the server did not give. `doubt` is called where a server may be at fault.
+
+        Raises:
+            LearnerError: some rows cannot be computed with, or most were sampled by a server that
+                is at fault.
+        """
+        if recipe.kept is not None:
+            # Nothing is compared with what sampled the rows.
+            return plan_update(claim, recipe)
+        left_out = LeftOut(
+            lost_versions=await self._lost_versions(claim),
+            unreplayed_calls=await self._unreplayed(claim),
+        )
+        plan = plan_update(claim, recipe, left_out)
+        if not plan.rows:
+            return plan
+        limits = recipe.off_policy
+        rows, shares = await self._measure(parent, plan.rows, limits.ratio_cap)
+        far = too_far(shares, limits.min_effective_sample)
+        if looks_like_a_fault(len(far), len(shares)):
+            await doubt(len(far), len(shares))
+        if far:
+            left_out = msgspec.structs.replace(left_out, off_policy_episodes=far)
+            plan = plan_update(claim, recipe, left_out)
+        logprobs = {row.key: row.sampled_logprobs for row in rows}
+        return msgspec.structs.replace(
+            plan,
+            rows=tuple(with_logprobs(plan.rows, logprobs)),
+            metrics=plan.metrics | smallest_in(shares),
+        )
+
+    async def _lost_versions(self, claim: Claim) -> dict[int, str]:
         """Return why, by version, for those that can no longer compute a claim's log-probabilities.
 
         Only versions that sampled a call without log-probabilities are looked at.
@@ -88,7 +148,7 @@ class Training:
         log.warning("version_lost", version=version, reason=reason, why=why)
         return reason
 
-    async def unreplayed(self, claim: Claim) -> dict[str, str]:
+    async def _unreplayed(self, claim: Claim) -> dict[str, str]:
         """Return why, by call id, for the calls of a claim whose grammar cannot be replayed."""
 
         def work() -> dict[str, str]:
@@ -102,7 +162,7 @@ class Training:
 
         return await in_thread(self._learner, work)
 
-    async def measure(
+    async def _measure(
         self, parent: int, rows: Sequence[Row], cap: float
     ) -> tuple[Sequence[Row], dict[UUID, float]]:
         """Return `rows` with all log-probabilities, and what episodes of other versions are worth.
@@ -118,16 +178,24 @@ class Training:
 
         def work() -> tuple[Sequence[Row], dict[UUID, float]]:
             self._learner.restore(folder)
-            whole = self._recomputed(rows)
-            others = sampled_by_others(whole, parent)
+            complete = self._recomputed(rows)
+            others = [row for row in complete if row.version != parent]
             if not others:
-                return whole, {}
+                return complete, {}
             # Another version may have been computed with since.
             self._learner.restore(folder)
             policy = self._learner.version_logprobs(folder, others)
-            return whole, shares_by_episode(others, policy, cap)
+            return complete, shares_by_episode(others, policy, cap)
 
         return await in_thread(self._learner, work)
+
+    def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return the rows, with log-probabilities from the versions that sampled them."""
+        values: dict[RowKey, Sequence[float]] = {}
+        for version, own in rows_to_compute(rows).items():
+            logprobs = self._learner.version_logprobs(self._versions.folder(version), own)
+            values |= zip((row.key for row in own), logprobs, strict=True)
+        return with_logprobs(rows, values)
 
     async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
         """Train version `parent` on `rows` by a share of a whole step, and return the metrics.
@@ -142,14 +210,6 @@ class Training:
             return self._learner.update(rows, step_share)
 
         return await in_thread(self._learner, work)
-
-    def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows, with log-probabilities from the versions that sampled them."""
-        values: dict[RowKey, Sequence[float]] = {}
-        for version, own in rows_to_compute(rows).items():
-            logprobs = self._learner.version_logprobs(self._versions.folder(version), own)
-            values |= zip((row.key for row in own), logprobs, strict=True)
-        return with_logprobs(rows, values)
 
     async def probe(self) -> tuple[ProbeRow, ...]:
         """Return what to probe the trained policy with, with its log-probabilities."""

@@ -14,7 +14,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 from trainer.publishing.model_server import Replicas
 from trainer.recipes.recipe import LoraOptions, PublishOptions, Recipe
-from trainer.updates.trial import Trial
+from trainer.updates.self_test import ServerSelfTest
 
 pytestmark = [
     pytest.mark.e2e,
@@ -35,7 +35,7 @@ async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: 
     url = f"http://127.0.0.1:{stack.plan.vllm.port}/v1"
     learner = Learner(model, chosen, seed=0, scratch=folder)
     async with Replicas([url]) as servers:
-        why = await Trial(learner, folder, servers, TRIED, chosen).why_unserved()
+        why = await ServerSelfTest(learner, folder, servers, TRIED, chosen).why_unserved()
         assert f"{TRIED}@trial" not in await servers.models()
     assert not list(folder.glob("trial"))
     return why

@@ -23,9 +23,9 @@ from tests.e2e.conftest import PATIENCE_S, POLICY, episodes_of
 from tests.e2e.replaying import row_of
 from tests.support.training import write_adapter
 from tests.support.waiting import eventually
-from trainer.batches.rows import Row, RowKey
+from trainer.batches import Row, RowKey
 from trainer.learners.learner import Learner
-from trainer.updates.recomputed import rows_to_compute
+from trainer.updates.plan import rows_to_compute
 
 # After the others by its name: the version that serves is another from then on.
 pytestmark = [

@@ -20,7 +20,7 @@ from store.version_queries import list_versions
 from store.versions import PolicyVersion
 from tests.support.mixtures import tiny_model
 from tests.support.waiting import eventually
-from trainer.batches.rows import bare_row
+from trainer.batches import bare_row
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
 from trainer.publishing.model_server import ModelServer

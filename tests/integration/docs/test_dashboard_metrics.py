@@ -12,8 +12,7 @@ from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selec
 # registries alone.
 TRAINERS: Final = (
     *("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_steward_"),
-    *("pawl_trainer_held", "pawl_policy_left", "pawl_live_versions", "pawl_adapter_slots"),
-    "pawl_next_version_seconds",
+    *("pawl_trainer_paused", "pawl_policy_left", "pawl_live_versions", "pawl_adapter_slots"),
 )
 # What only a policy that explores makes; `test_exploring.py` looks at its samples.
 EXPLORING: Final = "pawl_calls_explored"

@@ -30,7 +30,8 @@ from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import CreditOptions, Recipe
-from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import Plan, plan_update
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
 RECIPE = Recipe.model_validate(

@@ -17,7 +17,8 @@ from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import Plan, plan_update
 
 PAID = ("call", "per_agent")
 FAILED: dict[str, Any] = {"http_status": 400, "trainable": False, "reason": "incomplete"}

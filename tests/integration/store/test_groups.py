@@ -18,7 +18,8 @@ from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
-from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.claiming import FAILED_AFTER_S, claim_rule
+from trainer.updates.plan import Plan, plan_update
 
 # Rewards in these tests were stated long ago; what must not have waited says so.
 PATIENT = 1e9
@@ -270,7 +271,7 @@ async def test_without_a_reward_for_failures_none_is_taken(engine: AsyncEngine) 
     none = Recipe(claim=part, credit=CreditOptions(baseline="none"))
     some = Recipe(claim=part, credit=CreditOptions(baseline="none", failed_reward=0.0))
     assert claim_rule(none, "m").failed_after_s is None
-    assert claim_rule(some, "m").failed_after_s == part.failed_after_s
+    assert claim_rule(some, "m").failed_after_s == FAILED_AFTER_S
 
 
 # The moving baselines

@@ -166,11 +166,11 @@ async def test_where_nobody_is_to_blame_nothing_is_spent(
         # Not at once again, and not before a step on other rows is a finite one.
         for _ in range(2):
             assert not await loop.update_once()
-            loop._holding._trial_at = 0.0
+            loop._breaker._trial_at = 0.0
             await loop.try_again()
         assert not await loop.update_once()
         assert len(await bench.updates()) == 2
-        assert re.search("nan|not finite|too far", loop._holding.reason or "")
+        assert re.search("nan|not finite|too far", loop._breaker.why or "")
     query = text("SELECT count(*) FROM episode_policies WHERE claimed_by IS NOT NULL")
     async with engine.connect() as connection:
         assert await connection.scalar(query) == 0

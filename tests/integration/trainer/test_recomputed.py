@@ -22,13 +22,13 @@ from tests.support.ledger.lineage import set_state
 from tests.support.records import call, reward
 from tests.support.trainer.recovery import Bench, bench, run_once
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import lost_in, plan_update
+from trainer.updates.plan import LeftOut, plan_update
 
 __all__ = ["bench"]
 
@@ -290,6 +290,7 @@ async def test_a_version_of_another_base_is_lost_too_and_credit_knows_it_later(
     async with bench.engine.connect() as connection:
         past = await past_update(connection, 4, "m")
         assert (await totals(connection)).twice_consumed_episodes == 0
-    plan = plan_update(past.claim, Recipe.model_validate(past.recipe), lost_in(past.metrics))
+    recipe = Recipe.model_validate(past.recipe)
+    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
     assert {one.reason for one in plan.outcomes} == {None, "no_trainable_call"}
     assert {one.call.reason for one in plan.credited} == {None, "other_base"}

@@ -10,7 +10,7 @@ from tests.support.trainer.turns import Bench, bench
 from tests.support.waiting import until
 from trainer.errors import AdapterError, FilesUnread
 from trainer.metrics import LEFT
-from trainer.trainee import Trainee
+from trainer.scheduler import PolicyWorker
 
 __all__ = ["bench"]
 
@@ -47,7 +47,7 @@ async def test_a_trainer_of_which_all_policies_fail_ends(bench: Bench) -> None:
 async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.trainee.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("trainer.scheduler.FIRST_PAUSE_S", 0.05)
     await bench.fill({"checker": 2})
     learner = bench.learners["checker"]
     learner.fails = FilesUnread("weights cannot be read (Input/output error)")
@@ -55,7 +55,7 @@ async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_re
         # It has no other policy, and does not end.
         work = asyncio.create_task(rounds.run(0.01, once=True))
         await until(lambda: LEFT.labels("checker")._value.get() == 1)
-        await until(lambda: work.done() or rounds._trainees["checker"]._failures > 1)
+        await until(lambda: work.done() or rounds._workers["checker"]._failures > 1)
         assert not work.done()
         learner.fails = None
         await asyncio.wait_for(work, 30)
@@ -100,19 +100,19 @@ async def test_what_it_takes_to_begin_makes_no_pause(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may take a minute to come up; the store is looked at as often as before."""
-    looks, now, taken = 0, 0.0, Trainee.take_up
+    looks, now, taken = 0, 0.0, PolicyWorker.take_up
     looked_again = asyncio.Event()
 
-    async def slowly(self: Trainee, guard: Any, engine: Any) -> bool:
+    async def slowly(self: PolicyWorker, guard: Any, engine: Any) -> bool:
         nonlocal looks, now
         looks, now = looks + 1, now + 60.0
         if looks > 1:
             looked_again.set()
         return await taken(self, guard, engine)
 
-    monkeypatch.setattr(Trainee, "take_up", slowly)
+    monkeypatch.setattr(PolicyWorker, "take_up", slowly)
     # No time passes but in beginning: else the pause would depend on the machine.
-    monkeypatch.setattr("trainer.rounds.perf_counter", lambda: now)
+    monkeypatch.setattr("trainer.scheduler.perf_counter", lambda: now)
     async with bench.rounds(["writer"]) as rounds:
         running = asyncio.create_task(rounds.run(0.01, once=False))
         try:

@@ -13,8 +13,7 @@ from tests.integration.trainer.test_recomputed import last_metrics
 from tests.support.records import call, reward
 from tests.support.trainer.recovery import Bench, bench, run_once
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import plan_update
-from trainer.updates.unreplayed import unreplayed_in
+from trainer.updates.plan import LeftOut, plan_update
 
 __all__ = ["bench"]
 
@@ -75,7 +74,7 @@ async def test_such_calls_are_left_out_and_credit_knows_it_later(
     async with bench.engine.connect() as connection:
         past = await past_update(connection, 2, "m")
     recipe = Recipe.model_validate(past.recipe)
-    plan = plan_update(past.claim, recipe, {}, unreplayed_in(past.metrics))
+    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
     assert sorted(str(one.call.reason) for one in plan.credited) == [
         *("None", "None", "outside_grammar", "outside_grammar")
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows

@@ -19,7 +19,7 @@ from store.write.ingest import ingest
 from tests.support.faults.killing import killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters

@@ -15,14 +15,13 @@ from store.version_queries import list_versions
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
-from trainer.rounds import Rounds
+from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
-from trainer.trainee import Trainee
 from trainer.updates.versions import begin_policy
 
 NAMES = ("writer", "checker")
@@ -99,10 +98,10 @@ class Bench:
         async with self.engine.begin() as connection:
             await ingest(connection, records)
 
-    def trainees(self, servers: Replicas, names: Sequence[str] = NAMES) -> list[Trainee]:
-        return [self._trainee(servers, name) for name in names]
+    def workers(self, servers: Replicas, names: Sequence[str] = NAMES) -> list[PolicyWorker]:
+        return [self._worker(servers, name) for name in names]
 
-    def _trainee(self, servers: Replicas, name: str) -> Trainee:
+    def _worker(self, servers: Replicas, name: str) -> PolicyWorker:
         recipe = Recipe(
             claim=ClaimOptions(group_size=2, groups=GROUPS[name], max_age_s=1e9),
             publish=PublishOptions(retire_after_s=1e9, wait_for_others_s=self.wait_s),
@@ -117,14 +116,14 @@ class Bench:
             await loop.recover()
             return loop
 
-        return Trainee(name, begin)
+        return PolicyWorker(name, begin)
 
     @asynccontextmanager
-    async def rounds(self, names: Sequence[str] = NAMES) -> AsyncIterator[Rounds]:
+    async def rounds(self, names: Sequence[str] = NAMES) -> AsyncIterator[PolicyScheduler]:
         """Run a trainer of these policies, with a connection of its own."""
         async with self.engine.connect() as guard, Replicas([self.fake.url]) as servers:
             try:
-                yield Rounds(self.trainees(servers, names), guard, self.engine)
+                yield PolicyScheduler(self.workers(servers, names), guard, self.engine)
             finally:
                 # As at the end of a process: the holds go with the connection.
                 await guard.invalidate()

@@ -191,7 +191,7 @@ def boundaries() -> dict[str, Patch]:
     from trainer.publishing import adapters
     from trainer.publishing.model_server import ModelServer
     from trainer.publishing.publisher import Publisher
-    from trainer.updates.planning import Planning
+    from trainer.updates.training import Training
 
     def between_steps() -> None:
         after_step(lambda *_: die())
@@ -203,7 +203,7 @@ def boundaries() -> dict[str, Patch]:
         "after recovery": _after(Loop, "recover"),
         "before the claim": _before(claims, "claim"),
         "in the transaction of the claim": _after(claims, "claim"),
-        "after the claim": _before(Planning, "plan"),
+        "after the claim": _before(Training, "plan"),
         "before training": _before(Learner, "update"),
         "between optimiser steps": between_steps,
         "after training": _after(Learner, "update"),

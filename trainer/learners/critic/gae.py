@@ -22,7 +22,7 @@ from itertools import chain, groupby, pairwise
 from math import fsum, sqrt
 from typing import NamedTuple
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 
 
 class ValuedCall(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
 from trainer.learners.distributed.processes import Processes

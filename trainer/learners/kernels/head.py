@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.kernels.products import product
 from trainer.learners.replay.history import History
 from trainer.learners.replay.places import Group, Places

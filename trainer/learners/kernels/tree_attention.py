@@ -20,7 +20,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.batches.trees import Tree
+from trainer.batches import Tree
 from trainer.learners.kernels.products import product
 
 # The name under which transformers knows this attention.

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.losses.no_vllm import no_vllm
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.batches.rows import Row, RowKey
+from trainer.batches import Row, RowKey
 from trainer.recipes.recipe import KlOptions
 
 # One value for each sampled token, (S,), by row.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.credit.baselines import NORMALISATIONS
 from trainer.learners.critic.gae import explained_variance, normalised, row_advantages

@@ -22,7 +22,7 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.losses.kl import token_weights
 from trainer.learners.losses.stored import StoredRows, arguments, ready

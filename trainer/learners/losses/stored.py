@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.losses.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison
 from trainer.learners.scoring import Scored, score_rows

@@ -17,7 +17,7 @@ import torch
 
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import Unreplayable
 from trainer.learners.replay.schemas import is_for_another
 from trainer.learners.replay.tags import structural_tag

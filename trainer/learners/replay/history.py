@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trainer.batches.rows import Row
+from trainer.batches import Row
 
 
 class History:

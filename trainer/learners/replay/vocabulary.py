@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches import Row
 
 Ids = tuple[int, ...]
 

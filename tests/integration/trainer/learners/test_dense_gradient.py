@@ -35,7 +35,7 @@ from tests.integration.trainer.learners.test_replay import (
 )
 from tests.support.training import PLAIN, recipe
 from tests.support.training import rows as made_rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners import passes
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.head import CHUNK

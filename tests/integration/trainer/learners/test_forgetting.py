@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners import forgetting
 from trainer.learners.forgetting import kl_figures, metered_rows

@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.support.training import recipe, rows
-from trainer.batches.micro_batches import computed_tokens
-from trainer.batches.rows import Row
+from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
 from trainer.learners.learner import Learner
 from trainer.learners.losses.grpo import collate

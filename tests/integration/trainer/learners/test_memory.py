@@ -12,7 +12,7 @@ from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import saved
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import OUT_OF_MEMORY, ShortOfMemory, Unusable
 from trainer.learners import scoring
 from trainer.learners.budget import TOO_LONG

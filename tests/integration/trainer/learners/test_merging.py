@@ -24,7 +24,7 @@ from tests.support.trainer.merging import (
     train,
 )
 from tests.support.training import PLAIN, merged_and_not, recipe, rows
-from trainer.batches.trees import build_tree, padded
+from trainer.batches import build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
 from trainer.learners.kernels.head import CHUNK, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of

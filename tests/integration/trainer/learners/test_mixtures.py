@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.mixtures import tiny_model
 from tests.support.training import PLAIN, recipe, rows, write_words
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
 

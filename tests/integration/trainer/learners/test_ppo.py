@@ -17,7 +17,7 @@ from tests.integration.trainer.learners.test_learner import (
     shake,
 )
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.learners.critic.value_head import values_of
 from trainer.learners.learner import Learner

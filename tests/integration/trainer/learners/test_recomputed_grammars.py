@@ -19,7 +19,7 @@ from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import filled, learner, lineage, saved, without
 from tests.support.training import PLAIN, recipe, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner
 

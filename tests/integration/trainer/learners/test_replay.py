@@ -14,7 +14,7 @@ from torch import Tensor
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
 from tests.support.training import PLAIN, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.head import CHUNK, head_logprobs
 from trainer.learners.replay.history import History

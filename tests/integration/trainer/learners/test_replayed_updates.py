@@ -25,7 +25,7 @@ from tests.support.trainer.merging import (
     train,
 )
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners.learner import Learner
 from trainer.learners.replay.places import places_of

@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs, shake
 from tests.support.training import PLAIN, merged_and_not, recipe, rows, sft_recipe
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import KlOptions

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.support.training import ppo_recipe, recipe, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import Interrupted
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base

@@ -9,13 +9,13 @@ from store.records import SpoolRecord
 from store.updates.claims import list_updates
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens
-from tests.support.trainer.pacing import gauge, working
+from tests.support.trainer.pacing import working
+from tests.support.trainer.pausing import paused_for
 from tests.support.trainer.recovery import Bench, bench
 from trainer.publishing.adapters import version_folder
 from trainer.recipes.recipe import Recipe
-from trainer.updates.holding import FAILURES
-from trainer.updates.plan import plan_update
-from trainer.updates.staleness import far_in
+from trainer.updates.circuit_breaker import FAILURES
+from trainer.updates.plan import LeftOut, plan_update
 
 __all__ = ["bench"]
 
@@ -58,7 +58,7 @@ async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_train
     assert past.metrics["smallest_effective_sample"] == pytest.approx(0.25)
     # What was measured is kept, so that the update's credit can be computed again.
     recipe = Recipe.model_validate(past.recipe)
-    again = plan_update(past.claim, recipe, far=far_in(past.metrics))
+    again = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
     assert again.outcomes == tuple(past.outcomes)
     await bench.assert_spent_once(8)
 
@@ -77,7 +77,7 @@ def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.learner, "version_logprobs", gone)
 
 
-async def test_a_server_that_samples_wrongly_spends_nothing_and_the_trainer_holds(
+async def test_a_server_that_samples_wrongly_spends_nothing_and_pauses_training(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with working(bench, 8) as loop:
@@ -88,7 +88,7 @@ async def test_a_server_that_samples_wrongly_spends_nothing_and_the_trainer_hold
         assert not await loop.update_once()
         assert bench.learner.trials == FAILURES
         await loop.try_again()
-    assert gauge("pawl_trainer_held") == 1.0
+    assert paused_for() == ["server"]
     await bench.assert_spent_once(4)
 
 

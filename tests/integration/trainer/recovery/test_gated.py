@@ -184,13 +184,13 @@ async def test_what_is_trained_while_its_parent_is_rolled_back_never_serves(
     bench.gate = GATED.model_copy(update={"updates_per_candidate": updates})
     await update(bench, *("t", "u")[:updates])
     await begin_trial(bench, updates)
-    real = Recording.with_version
+    real = Recording.update
 
     async def meanwhile(self: Recording, *args: object) -> None:
         await turn_back(bench, updates)
         await real(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Recording, "with_version", meanwhile)
+    monkeypatch.setattr(Recording, "update", meanwhile)
     await update(bench, "v")
     monkeypatch.undo()
     assert (await bench.states())[updates + 1] == "rejected"

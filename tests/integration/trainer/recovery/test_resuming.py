@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.support.faults.unreadable import unreadable
 from tests.support.training import recipe, rows
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters

@@ -5,12 +5,11 @@ import pytest
 from benchmarks.stack import free_port
 from tests.support.faults.killing import Killed
 from tests.support.servers.fake_server import fake_model_server
-from tests.support.trainer.holding import (
+from tests.support.trainer.pausing import (
     OWN,
     consumed,
-    gauge,
     held_by_an_update,
-    held_for,
+    paused_for,
     states,
     try_again,
     working,
@@ -24,7 +23,7 @@ __all__ = ["bench"]
 
 async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Bench) -> None:
     async with working(bench) as loop:
-        loop._holding.doubt("the model servers were away")
+        loop._breaker.doubt("the model servers were away")
         bench.fake.sampled_logprob = -4.0
         await loop.try_again()
         assert not await loop.update_once()
@@ -44,12 +43,12 @@ async def test_too_little_memory_at_the_start_is_waited_for(
         with monkeypatch.context() as patched:
             patched.setattr(bench.learner, "write_trial", full)
             await loop.check_server()
-            assert (loop._holding.reason, gauge()) == ("the memory has no room", 1.0)
-            assert held_for() == ["out_of_memory"]
+            assert loop._breaker.why == "the memory has no room"
+            assert paused_for() == ["out_of_memory"]
             assert not await try_again(loop)
         assert (await states(bench), await consumed(bench)) == ([], 0)
         assert await try_again(loop)
-        assert (gauge(), held_for()) == (0.0, [])
+        assert paused_for() == []
     await bench.assert_spent_once(4)
 
 
@@ -73,7 +72,7 @@ async def test_what_a_killed_trainer_wrote_waits_until_the_servers_could_be_trie
             await loop.check_server()
             await loop.recover()
             assert (await bench.states())[1] == "written"
-        loop._holding._trial_at = 0.0
+        loop._breaker._trial_at = 0.0
         await loop.try_again()
     assert await bench.states() == {0: "published", 1: "serving"}
 
@@ -145,7 +144,7 @@ async def test_a_replica_that_is_back_with_another_base_stops_training_before_it
             assert not back.loaded
             assert not await loop.update_once()
             await loop.try_again()
-            assert "base model and the trainer's differ" in (loop._holding.reason or "")
+            assert "base model and the trainer's differ" in (loop._breaker.why or "")
             assert not await loop.update_once()
             assert (await consumed(bench), await held_by_an_update(bench)) == (4, 4)
             # It has the right one again.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from store.values.sampling import LEAST_TEMPERATURE, number_of, used_temperature
 from store.values.tokens import are_logprobs, may_be_sampled, pack_logprobs
 from tests.support.stored import transition
-from trainer.batches.rows import training_rows
+from trainer.batches import training_rows
 from trainer.credit.assign import TransitionCredit
 
 

@@ -12,7 +12,7 @@ from store.records import Episode, Group, ToolCall, ToolEvent
 from store.values.rewards import newest
 from tests.support.records import tool_event
 from tests.support.stored import episode, said, transition
-from trainer.batches.rows import training_rows
+from trainer.batches import training_rows
 from trainer.credit.assign import assign_credit
 from trainer.recipes.recipe import CreditOptions
 

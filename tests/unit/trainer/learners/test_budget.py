@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.errors import OUT_OF_MEMORY, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,

@@ -10,7 +10,8 @@ from store.records import Episode, Group, ToolCall, ToolEvent, ToolStatus
 from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.recipes.recipe import CreditOptions, Recipe
-from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import Plan, plan_update
 
 
 def plan(*episodes: Episode, **credit: Any) -> Plan:

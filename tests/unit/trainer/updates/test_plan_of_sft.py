@@ -10,9 +10,10 @@ from store.records import Episode, Group, Tokens, TransitionRow
 from store.updates.claims import Claim
 from tests.support.records import tokens
 from tests.support.stored import episode, transition
-from trainer.batches.rows import PLAIN
+from trainer.batches import PLAIN
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import Plan, plan_update
 
 CREDIT = {"baseline": "none", "normalisation": "none"}
 

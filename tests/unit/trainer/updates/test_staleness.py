@@ -12,13 +12,12 @@ from store.ids import new_id
 from store.records import Episode, Group
 from store.updates.claims import Claim
 from tests.support.stored import episode, transition
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import plan_update
-from trainer.updates.staleness import (
+from trainer.updates.plan import (
+    LeftOut,
     effective_share,
-    far_in,
-    sampled_by_others,
+    plan_update,
     shares_by_episode,
     smallest_in,
     too_far,
@@ -74,11 +73,9 @@ def row(number: int, version: int, *logprobs: float) -> Row:
     return msgspec.structs.replace(made, version=version, sampled_logprobs=logprobs)
 
 
-def test_rows_of_the_parent_are_not_measured_and_an_episode_is_measured_as_one() -> None:
-    rows = [row(1, 3, -1.0), row(2, 2, -1.0, -1.0), row(2, 1, -1.0), row(3, 4, -2.0)]
-    old = sampled_by_others(rows, 3)
-    assert [one.version for one in old] == [2, 1, 4]
-    found = shares_by_episode(old, [[-1.0, -60.0], [-60.0], [-2.0]], CAP)
+def test_an_episode_is_measured_as_one() -> None:
+    rows = [row(2, 2, -1.0, -1.0), row(2, 1, -1.0), row(3, 4, -2.0)]
+    found = shares_by_episode(rows, [[-1.0, -60.0], [-60.0], [-2.0]], CAP)
     assert found == {UUID(int=2): pytest.approx(1 / 3), UUID(int=3): 1.0}
     assert set(too_far(found, 0.5)) == {UUID(int=2)}
     assert too_far(found, 0.0) == {}
@@ -97,7 +94,7 @@ def test_an_episode_that_is_too_far_counts_in_the_mean_and_is_not_trained() -> N
     greedy = transition(trainable=False, reason="greedy")
     gone = msgspec.structs.replace(episode(1.0), calls=(transition(), greedy))
     held = claim(gone, episode(1.0), episode(0.0))
-    found = plan_update(held, Recipe(), far={gone.id: 0.25})
+    found = plan_update(held, Recipe(), LeftOut(off_policy_episodes={gone.id: 0.25}))
     whole = plan_update(held, Recipe())
     assert [one.reason for one in found.outcomes] == ["off_policy", None, None]
     assert [one.reason for one in found.credited] == ["off_policy", "off_policy", None, None]
@@ -105,8 +102,8 @@ def test_an_episode_that_is_too_far_counts_in_the_mean_and_is_not_trained() -> N
     assert [one.advantage for one in found.rows] == [one.advantage for one in kept]
     assert sum(one.weight for one in found.rows) == pytest.approx(1.0)
     assert found.metrics["dropped"] == {"off_policy": 1}
-    assert far_in(found.metrics) == {gone.id: 0.25}
-    assert far_in(whole.metrics) == {}
+    assert LeftOut.recorded(found.metrics).off_policy_episodes == {gone.id: 0.25}
+    assert "off_policy_episodes" not in whole.metrics
 
 
 def test_what_is_dropped_is_no_signal() -> None:
@@ -115,6 +112,6 @@ def test_what_is_dropped_is_no_signal() -> None:
     held = msgspec.structs.replace(
         claim(first, second), groups=(*claim(first, second).groups, other)
     )
-    far = {first.id: 0.1, second.id: 0.2}
-    found = plan_update(held, Recipe.model_validate({"claim": {"groups": 2}}), far=far)
+    far = LeftOut(off_policy_episodes={first.id: 0.1, second.id: 0.2})
+    found = plan_update(held, Recipe.model_validate({"claim": {"groups": 2}}), far)
     assert (found.step_share, len(found.rows)) == (0.5, 2)

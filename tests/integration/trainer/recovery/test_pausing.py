@@ -8,17 +8,16 @@ import pytest
 from sqlalchemy import select
 
 from store.schema.recorded import episodes
-from tests.support.trainer.holding import (
+from tests.support.trainer.pausing import (
     consumed,
-    gauge,
     held_by_an_update,
-    held_for,
+    paused_for,
     states,
     try_again,
     working,
 )
 from tests.support.trainer.recovery import Bench, bench
-from trainer.batches.rows import Row
+from trainer.batches import Row
 from trainer.errors import DriftOutOfBounds, LearnerError, OtherVocabulary, Unusable
 
 __all__ = ["bench"]
@@ -34,10 +33,10 @@ async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(ben
         assert not await try_again(loop)
         # It was tried with made-up rows, without a claim.
         assert await states(bench) == ["abandoned"] * 2
-        assert (loop._holding.reason, gauge(), held_for()) == ("the GPU is full", 1.0, ["failed"])
+        assert (loop._breaker.why, paused_for()) == ("the GPU is full", ["failed"])
         bench.learner.fails = None
         assert await try_again(loop)
-        assert gauge() == 0.0
+        assert not paused_for()
     assert await bench.states() == {0: "published", 1: "serving"}
     await bench.assert_spent_once(4)
 
@@ -52,8 +51,8 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
         assert await bench.states() == {0: "serving", 1: "rejected", 2: "rejected"}
         assert await consumed(bench) == 8
         assert not await try_again(loop)
-        assert "--max-lora-rank" in (loop._holding.reason or "")
-        assert held_for() == ["rejected"]
+        assert "--max-lora-rank" in (loop._breaker.why or "")
+        assert paused_for() == ["rejected"]
         bench.fake.refuse_load = False
         assert await try_again(loop)
     assert (await bench.states())[3] == "serving"
@@ -67,8 +66,8 @@ async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) 
             await loop.update_once()
             await bench.fill(name)
         assert await consumed(bench) == 2
-        assert "processed_logprobs" in (loop._holding.reason or "")
-        assert held_for() == ["server"]
+        assert "processed_logprobs" in (loop._breaker.why or "")
+        assert paused_for() == ["server"]
 
 
 async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Bench) -> None:
@@ -76,7 +75,7 @@ async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Be
         bench.learner.drifts = True
         for name in "uv":
             await loop.update_once()
-            assert not loop._holding.is_held
+            assert not loop._breaker.is_open
             await bench.fill(name)
         assert await consumed(bench) >= 2
         bench.learner.drifts = False
@@ -125,7 +124,7 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
         await learn_to_see(bench, monkeypatch, FINDS[found_by])
         for _ in range(3):
             assert not await loop.update_once()
-        assert loop._holding.is_held
+        assert loop._breaker.is_open
         assert await consumed(bench) == 4 + 8
         bench.fake.sampled_logprob = None
         assert not await try_again(loop)
@@ -152,7 +151,7 @@ async def test_a_fault_that_was_repaired_before_it_was_known_costs_two_updates(
             await bench.fill(f"wrong{number}-")
         await learn_to_see(bench, monkeypatch, FINDS[found_by])
         assert not await loop.update_once()
-        assert not loop._holding.is_held
+        assert not loop._breaker.is_open
         assert await consumed(bench) == 4 + 8
         await bench.fill("right")
         assert await loop.update_once()
@@ -174,10 +173,10 @@ async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
             patched.setattr(bench.learner, "update", blame_all)
             for _ in range(4):
                 assert not await loop.update_once()
-            assert (loop._holding.reason, gauge()) == ("none fits", 1.0)
+            assert loop._breaker.why == "none fits"
             assert await consumed(bench) == 8
         assert await try_again(loop)
-        assert gauge() == 0.0
+        assert not paused_for()
     assert (await bench.states())[1] == "serving"
 
 
@@ -198,5 +197,5 @@ async def test_a_few_episodes_that_are_to_blame_do_not_hold(
             await bench.fill(f"more{number}-")
         monkeypatch.setattr(bench.learner, "update", update)
         assert await loop.update_once()
-        assert not loop._holding.is_held
+        assert not loop._breaker.is_open
         assert await consumed(bench) == 5 + 4

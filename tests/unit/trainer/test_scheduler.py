@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.turns import PATIENCE, Waiting, in_turn
+from trainer.scheduler import PATIENCE, Waiting, in_turn
 
 NAMES = ("a", "b", "c", "d")
 SIGNALS = st.floats(0.0, 1e6)

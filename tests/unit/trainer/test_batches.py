@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.values.distribution import Distribution
-from trainer.batches.micro_batches import plan_micro_batches, share_out, split_steps
-from trainer.batches.rows import Row
-from trainer.batches.trees import build_tree, shared_prefix
+from trainer.batches import (
+    Row,
+    build_tree,
+    plan_micro_batches,
+    share_out,
+    shared_prefix,
+    split_steps,
+)
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 

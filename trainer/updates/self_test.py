@@ -1,4 +1,4 @@
-"""Try, without an episode, whether a server takes what the trainer makes, and serves it as meant.
+"""Test, without an episode, whether a server takes what the trainer makes, and serves it as meant.
 
 A new adapter with an effect is written, loaded into each model server, compared with the trainer's
 own figures, and unloaded. So a rank, a layer, a base model or a server's option that does not fit
@@ -15,24 +15,25 @@ import msgspec
 import structlog
 
 from store.values.distribution import Distribution
-from trainer.batches.rows import Row, bare_row
+from trainer.batches import Row, bare_row
 from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import Compared, why_misfit
 from trainer.recipes.recipe import Recipe
-from trainer.updates.threads import in_thread
+from trainer.updates.training import in_thread
 
 log = structlog.get_logger()
 
+# The name of the adapter, after the policy's, and of its folder.
 TRIAL: Final = "trial"
 # Far from one, so that log-probabilities before and after it differ.
 TEMPERATURE: Final = 2.0
 SAMPLED: Final = 12
 
 
-class Trial:
-    """Try the learner and the model servers of one policy."""
+class ServerSelfTest:
+    """Test the learner and the model servers of one policy."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Trial:
         policy: str,
         recipe: Recipe,
     ) -> None:
-        """Store what is tried; `folder` is that of the policy's versions."""
+        """Store what is tested; `folder` is that of the policy's versions."""
         self._learner = learner
         self._folder = folder / TRIAL
         self._servers = servers
@@ -50,7 +51,7 @@ class Trial:
         self._recipe = recipe
 
     async def why_not(self) -> str | None:
-        """Return why an update would come to nothing, or None; a step is rehearsed as well.
+        """Return why an update would fail, or None; a step is rehearsed as well.
 
         Raises:
             UpstreamAway: no model server answers.
@@ -70,12 +71,12 @@ class Trial:
             UpstreamAway: no model server answers.
         """
         try:
-            return await self._tried()
+            return await self._result()
         except LearnerError as error:
             return str(error)
 
     async def check(self) -> None:
-        """Try what `why_unserved` tries.
+        """Raise an error where `why_unserved` has a reason.
 
         Raises:
             PublishError: a version would not be served as meant, as long as nobody changes that.
@@ -83,7 +84,7 @@ class Trial:
             UpstreamAway: no model server answers.
         """
         try:
-            why = await self._tried()
+            why = await self._result()
         except ShortOfMemory:
             raise
         except LearnerError as error:
@@ -91,7 +92,7 @@ class Trial:
         if why is not None:
             raise PublishError(why)
 
-    async def _tried(self) -> str | None:
+    async def _result(self) -> str | None:
         # Before anything is computed for nobody.
         servers = tuple(await self._servers.ask(ModelServer.models))
         try:
@@ -111,7 +112,7 @@ class Trial:
         answers = 0
         for server in servers:
             try:
-                why = await self._of_one(server, rows)
+                why = await self._of_server(server, rows)
             except UpstreamAway as error:
                 away = error
                 continue
@@ -122,7 +123,7 @@ class Trial:
             raise away
         return None
 
-    async def _of_one(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
+    async def _of_server(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         try:
             await server.unload(self._name)
             await server.load(self._name, self._folder.resolve())
@@ -130,19 +131,20 @@ class Trial:
         except PublishError as error:
             return str(error)
         finally:
-            await _unload(server, self._name)
+            try:
+                await server.unload(self._name)
+            except (PublishError, UpstreamAway) as error:
+                # A restarted server has it no more; one that refuses lists it under a name that
+                # nobody asks for.
+                log.warning("trial_not_unloaded", replica=server.url, reason=str(error))
         return why_misfit(compared, self._recipe.publish.tolerance)
-
-    async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
-        score = partial(self._learner.version_logprobs, adapter, rows)
-        return _flat(await in_thread(self._learner, score))
 
     async def _compare(self, server: ModelServer, rows: Sequence[Row]) -> Compared:
         """Ask the server for what the trainer computes too: base, adapter, and sampled tokens."""
         base = await server.base_of(self._name)
         sampled = await server.sample(self._name, rows[0].ids, TEMPERATURE, SAMPLED)
-        heated = _sampled_row(rows[0], [token for token, _ in sampled], TEMPERATURE)
-        plain = msgspec.structs.replace(heated, distribution=Distribution(temperature=1.0))
+        plain = bare_row(0, rows[0].ids, [token for token, _ in sampled])
+        heated = msgspec.structs.replace(plain, distribution=Distribution(temperature=TEMPERATURE))
         return Compared(
             served_base=await _served(server, base, rows),
             own_base=await self._own(None, rows),
@@ -153,10 +155,9 @@ class Trial:
             own_raw=await self._own(self._folder, [plain]),
         )
 
-
-def _sampled_row(row: Row, sampled: Sequence[int], temperature: float) -> Row:
-    made = bare_row(0, row.ids, sampled)
-    return msgspec.structs.replace(made, distribution=Distribution(temperature=temperature))
+    async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
+        score = partial(self._learner.version_logprobs, adapter, rows)
+        return _flat(await in_thread(self._learner, score))
 
 
 async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
@@ -166,12 +167,3 @@ async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[
 
 def _flat(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(value for row in values for value in row)
-
-
-async def _unload(server: ModelServer, name: str) -> None:
-    """Take the trial's adapter from the server, if it is there and has not gone away."""
-    try:
-        await server.unload(name)
-    except (PublishError, UpstreamAway) as error:
-        # A restarted server has it no more; one that refuses lists it under a name nobody asks for.
-        log.warning("trial_not_unloaded", replica=server.url, reason=str(error))

@@ -1,4 +1,4 @@
-"""Let a trainer hold and try again, and read what it holds for and what it spent."""
+"""Let a trainer pause and try again, and read why it is paused and what it spent."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from store.updates import claims
 from tests.support.trainer.recovery import Bench
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
-from trainer.updates.holding import HoldReason
+from trainer.updates.circuit_breaker import PauseReason
 
 # What the scripted learner says of any row, and so a server that fits.
 OWN = -0.5
@@ -44,24 +44,20 @@ async def states(bench: Bench) -> list[str]:
         return [one.state for one in await claims.list_updates(connection, "m")]
 
 
-def gauge() -> float | None:
-    return REGISTRY.get_sample_value("pawl_trainer_held", {"policy": "m"})
-
-
-def held_for() -> list[str]:
-    """Return what `/metrics` says that the trainer holds for."""
+def paused_for() -> list[str]:
+    """Return why training is paused, as `/metrics` says."""
     found = {
         sample.labels["reason"]: sample.value
         for family in REGISTRY.collect()
         for sample in family.samples
-        if sample.name == "pawl_trainer_held_reason" and sample.labels["policy"] == "m"
+        if sample.name == "pawl_trainer_paused" and sample.labels["policy"] == "m"
     }
-    assert set(found) == set(get_args(HoldReason))
+    assert set(found) == set(get_args(PauseReason))
     return [reason for reason, value in found.items() if value]
 
 
 async def try_again(loop: Loop) -> bool:
     """Do what the loop does once its pause is over."""
-    loop._holding._trial_at = 0.0
+    loop._breaker._test_at = 0.0
     await loop.try_again()
     return await loop.update_once()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from store.policy_table import parse_policies
-from trainer.chosen import Chosen, chosen_policies, importing_policy, load_recipes
 from trainer.errors import TrainerError
+from trainer.policies import Chosen, chosen_policies, importing_policy, load_recipes
 from trainer.settings import TrainerSettings
 
 FIXED = '[[policy]]\nname = "rest"\nbase = "qwen"\ntrained = false\n'

@@ -1,0 +1,163 @@
+"""After two updates in a row that come to nothing the trainer claims nothing, and tries again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.updates.circuit_breaker import (
+    FAILURES,
+    LONGEST_PAUSE_S,
+    PAST_FAULTS,
+    TEST_S,
+    CircuitBreaker,
+    looks_like_a_fault,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_holds_after_two_failures_in_a_row_and_tries_within_a_minute() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    breaker.note_failure("the server is full")
+    assert not breaker.is_open
+    breaker.note_success()
+    breaker.note_failure("the server is full")
+    assert not breaker.is_open
+    breaker.note_failure("the rank does not fit")
+    assert (breaker.is_open, breaker.why, breaker.test_is_due) == (
+        True,
+        "the rank does not fit",
+        False,
+    )
+    clock.now += TEST_S
+    assert breaker.test_is_due
+    breaker.note_test("it still does not fit")
+    assert (breaker.why, breaker.test_is_due) == ("it still does not fit", False)
+    clock.now += TEST_S
+    assert TEST_S < 60
+    breaker.note_test(None)
+    assert not breaker.is_open
+
+
+def test_a_trial_that_says_too_much_makes_pauses_longer_and_a_success_ends_that() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    breaker.note_failure("no")
+    pauses = []
+    for _ in range(12):
+        # One failure is enough after a trial: what it spends is not spent twice.
+        breaker.note_failure("no")
+        assert breaker.is_open
+        begun = clock.now
+        while not breaker.test_is_due:
+            clock.now += TEST_S / 2
+        pauses.append(clock.now - begun)
+        breaker.note_test(None)
+    assert pauses[:4] == [TEST_S, TEST_S, 2 * TEST_S, 4 * TEST_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+    breaker.note_success()
+    breaker.note_failure("no")
+    assert not breaker.is_open
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_it_is_open_exactly_if_some_failures_followed_each_other(outcomes: list[bool]) -> None:
+    breaker = CircuitBreaker(Clock())
+    in_a_row = 0
+    for succeeded in outcomes:
+        in_a_row = 0 if succeeded else in_a_row + 1
+        if succeeded:
+            breaker.note_success()
+        else:
+            breaker.note_failure("no")
+        if in_a_row == FAILURES:
+            break
+    assert breaker.is_open == (in_a_row >= FAILURES)
+
+
+def test_rows_of_a_past_fault_do_not_hold_until_there_are_many() -> None:
+    breaker = CircuitBreaker(Clock())
+    for _ in range(PAST_FAULTS - 1):
+        breaker.note_past_fault("they drift")
+        assert not breaker.is_open
+    breaker.note_past_fault("they drift")
+    assert breaker.is_open
+
+
+def test_a_doubt_is_settled_by_a_trial_and_leaves_the_count_as_it_was() -> None:
+    breaker = CircuitBreaker(Clock())
+    breaker.doubt("the server was away")
+    assert (breaker.is_open, breaker.test_is_due) == (True, True)
+    breaker.note_test(None)
+    breaker.note_failure("no")
+    assert not breaker.is_open
+    breaker.doubt("the server was away")
+    breaker.note_test("its base model is another")
+    assert (breaker.why, breaker.test_is_due) == ("its base model is another", False)
+    breaker.doubt("the server was away")
+    assert breaker.why == "its base model is another"
+
+
+def test_two_updates_that_drift_and_no_success_between_them_say_what_a_server_does() -> None:
+    breaker = CircuitBreaker(Clock())
+    breaker.note_drift()
+    assert not breaker.sampled_wrongly
+    breaker.note_success()
+    breaker.note_drift()
+    assert not breaker.sampled_wrongly
+    breaker.note_drift()
+    assert breaker.sampled_wrongly
+    breaker.note_success()
+    assert not breaker.sampled_wrongly
+
+
+def test_most_of_several_episodes_look_like_a_fault() -> None:
+    assert looks_like_a_fault(4, 4)
+    assert looks_like_a_fault(4, 8)
+    assert not looks_like_a_fault(4, 9)
+    assert not looks_like_a_fault(3, 3)
+    assert not looks_like_a_fault(0, 0)
+
+
+def test_what_it_holds_for_is_told_in_a_word() -> None:
+    breaker = CircuitBreaker(Clock())
+    breaker.note_failure("its files differ", "rejected")
+    assert breaker.reason is None
+    breaker.note_failure("the GPU is full", "out_of_memory")
+    assert breaker.reason == "out_of_memory"
+    breaker.note_test("the GPU is still full")
+    assert breaker.reason == "out_of_memory"
+    breaker.note_test(None)
+    assert breaker.reason is None
+    breaker.note_success()
+    breaker.doubt("no server answers")
+    assert breaker.reason == "server_away"
+    # It answers, and is another one.
+    breaker.note_test("its base model is another")
+    assert breaker.reason == "server"
+
+
+def test_a_doubt_that_is_settled_is_no_reason_any_more() -> None:
+    breaker = CircuitBreaker(Clock())
+    breaker.doubt("the memory is short", "out_of_memory")
+    breaker.settle()
+    assert (breaker.is_open, breaker.reason) == (False, None)
+
+
+def test_a_part_of_a_candidate_ends_no_row_of_rejections() -> None:
+    breaker = CircuitBreaker()
+    breaker.note_failure("it is too far from its base model", "rejected")
+    breaker.note_written()
+    breaker.note_failure("it is too far from its base model", "rejected")
+    assert breaker.is_open
+    breaker = CircuitBreaker()
+    breaker.note_failure("no memory", "out_of_memory")
+    breaker.note_written()
+    breaker.note_failure("no memory", "out_of_memory")
+    assert not breaker.is_open

@@ -1,0 +1,233 @@
+"""Give the policies of one trainer their turns, one update at a time.
+
+A failure of one policy does not stop the others: the trainer leaves that policy, and takes it up
+again later. A database or a model server that is away is away for all, and is the caller's.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic, perf_counter
+from typing import Final, TypeVar
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.connection.availability import is_unavailable
+from store.errors import ClaimLost
+from store.records import Record
+from store.updates import claims
+from trainer.errors import FilesUnread, UpstreamAway
+from trainer.loop import Loop
+from trainer.metrics import LEFT
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+# Seconds until a policy that another trainer holds, or took, is tried again.
+RETRY_S: Final = 1.0
+# After a failure: the first pause, twice as long each time.
+FIRST_PAUSE_S: Final = 30.0
+LONGEST_PAUSE_S: Final = 3600.0
+# The pause after a check of the store is at least this many times as long as the check, so
+# that a large backlog does not keep the database busy.
+PAUSE_PER_CHECK: Final = 10
+# Nobody waits for more turns of others than this, for each policy that shares the trainer.
+PATIENCE: Final = 4
+
+
+class PolicyWorker:
+    """Work on one policy of a trainer: hold it, run its turns, outlive its failures.
+
+    Attributes:
+        policy: its name.
+        turns: how many turns others had since its own last.
+        failure: why it was left, until it is taken up again.
+    """
+
+    def __init__(self, policy: str, begin: Callable[[AsyncEngine], Awaitable[Loop]]) -> None:
+        """Store how the policy's loop begins, once the policy is held."""
+        self.policy = policy
+        self.turns = 0
+        self.failure: Exception | None = None
+        self._begin = begin
+        self._loop: Loop | None = None
+        self._not_before = 0.0
+        self._failures = 0
+        self._waiting_was_logged = False
+
+    def lost(self) -> None:
+        """Forget the hold on the policy, which ended with its connection."""
+        self._loop = None
+
+    async def take_up(self, guard: AsyncConnection, engine: AsyncEngine) -> bool:
+        """Hold the policy for as long as `guard` lives; return whether it can be worked on now.
+
+        It cannot while another trainer holds it, and for a while after a failure.
+        """
+        if self._loop is not None:
+            await self._of_loop(guard, lambda loop: loop.try_again())
+            return self._loop is not None
+        if monotonic() < self._not_before:
+            return False
+        if not await claims.hold_policy(guard, self.policy):
+            self._wait(f"another trainer works on policy {self.policy}")
+            return False
+        self._waiting_was_logged = False
+        self._loop = await self._guarded(guard, lambda: self._begin(engine))
+        return self._loop is not None
+
+    async def waiting(self, guard: AsyncConnection, *, alone: bool) -> float | None:
+        """Bring the model servers up to date; return how much signal waits, None after a failure.
+
+        The signal is counted in updates, unless the policy is alone: then nobody needs to know.
+        """
+
+        async def work(loop: Loop) -> float:
+            await loop.sync_adapters()
+            return 0.0 if alone else await loop.waiting_updates()
+
+        return await self._of_loop(guard, work)
+
+    async def update_once(self, guard: AsyncConnection) -> bool:
+        """Run one update if enough episodes are ready; return whether there was one."""
+        done = await self._of_loop(guard, lambda loop: loop.update_once())
+        if done:
+            self._failures = 0
+        return bool(done)
+
+    async def _of_loop(
+        self, guard: AsyncConnection, work: Callable[[Loop], Awaitable[T]]
+    ) -> T | None:
+        loop = self._loop
+        if loop is None:
+            return None
+        return await self._guarded(guard, lambda: work(loop))
+
+    async def _guarded(self, guard: AsyncConnection, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Return the result of `work`, or None if it failed; then the policy is left."""
+        with structlog.contextvars.bound_contextvars(policy=self.policy):
+            try:
+                done = await work()
+            except Exception as error:
+                if is_unavailable(error) or isinstance(error, UpstreamAway):
+                    raise
+                await self._leave(guard, error)
+                return None
+        self._show_failure(None)
+        return done
+
+    def _show_failure(self, why: Exception | None) -> None:
+        self.failure = why
+        LEFT.labels(self.policy).set(why is not None)
+
+    async def _leave(self, guard: AsyncConnection, why: Exception) -> None:
+        self._loop = None
+        await claims.leave_policy(guard, self.policy)
+        reason = f"{type(why).__name__}: {why}"
+        if isinstance(why, ClaimLost):
+            self._wait(reason)
+            return
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self._failures)
+        self._failures += 1
+        self._not_before = monotonic() + pause
+        self._show_failure(why)
+        log.error("policy_left", policy=self.policy, reason=reason, again_in_s=pause)
+
+    def _wait(self, why: str) -> None:
+        self._not_before = monotonic() + RETRY_S
+        if not self._waiting_was_logged:
+            log.warning("trainer_waits", policy=self.policy, reason=why[:200])
+        self._waiting_was_logged = True
+
+
+class PolicyScheduler:
+    """Run updates of policies that share a trainer, for as long as one database connection lives.
+
+    `guard` is the connection that holds the policies.
+    """
+
+    def __init__(
+        self, workers: Sequence[PolicyWorker], guard: AsyncConnection, engine: AsyncEngine
+    ) -> None:
+        """Begin with no policy held."""
+        self._workers = {worker.policy: worker for worker in workers}
+        self._guard = guard
+        self._engine = engine
+        for worker in workers:
+            worker.lost()
+
+    async def run(self, poll_s: float, *, once: bool) -> None:
+        """Run one update after the other; return after the first with `once`.
+
+        Raises:
+            Exception: the failure of the last of the policies that could still be worked on; not
+                where files of one could not be read, which may pass.
+        """
+        while True:
+            await claims.still_connected(self._guard)
+            held = await self._take_up()
+            # Beginning with a policy takes long, and is no check of the store.
+            started = perf_counter()
+            updated = await self._turn(held)
+            if updated and once:
+                return
+            if not updated:
+                check_s = perf_counter() - started
+                await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
+
+    async def _take_up(self) -> list[PolicyWorker]:
+        """Hold the policies that can be worked on, and return them."""
+        workers = self._workers.values()
+        return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
+
+    async def _turn(self, held: Sequence[PolicyWorker]) -> bool:
+        """Run one update, of the first in turn that has enough for one; return if any had."""
+        waiting, alone = [], len(self._workers) == 1
+        for worker in held:
+            signal = await worker.waiting(self._guard, alone=alone)
+            if signal is not None:
+                waiting.append(Waiting(policy=worker.policy, updates=signal, turns=worker.turns))
+        for name in in_turn(waiting):
+            if await self._workers[name].update_once(self._guard):
+                for worker in self._workers.values():
+                    worker.turns = 0 if worker.policy == name else worker.turns + 1
+                return True
+        self._stop_if_all_failed()
+        return False
+
+    def _stop_if_all_failed(self) -> None:
+        failures = [worker.failure for worker in self._workers.values()]
+        last = failures[-1]
+        may_pass = any(why is None or isinstance(why, FilesUnread) for why in failures)
+        if last is not None and not may_pass:
+            raise last
+
+
+class Waiting(Record, frozen=True, kw_only=True):
+    """Hold what waits for one policy.
+
+    `updates` is the signal that waits, as a number of updates that its recipe would make of it, so
+    that a policy with small updates is not behind one with large ones. `turns` are those that
+    others had since its own last.
+    """
+
+    policy: str
+    updates: float
+    turns: int
+
+
+def in_turn(waiting: Sequence[Waiting]) -> list[str]:
+    """Return the policies in the order in which they may have the next turn (pure).
+
+    Most signal first; among equals, who has waited for more turns. Before all come those that
+    waited for `PATIENCE` turns a policy, the longest first, whatever waits for them: less signal
+    than an update needs may be enough once it is old. A policy that makes no update of its turn
+    passes it on.
+    """
+    patience = PATIENCE * len(waiting)
+
+    def rank(policy: Waiting) -> tuple[bool, float, int]:
+        is_overdue = policy.turns >= patience
+        return not is_overdue, 0.0 if is_overdue else -policy.updates, -policy.turns
+
+    return [policy.policy for policy in sorted(waiting, key=rank)]

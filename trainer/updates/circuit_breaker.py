@@ -1,0 +1,144 @@
+"""Pause training after repeated failures, and decide when it may go on (pure, but for the clock).
+
+A fault of the machine, the server or the recipe stops every update alike. After two failures in a
+row the trainer pauses: it claims nothing, and tests now and then, on made-up rows, whether it could
+go on.
+"""
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, Literal
+
+# Why a trainer pauses, in a word; the log has the whole reason.
+PauseReason = Literal[
+    "failed", "out_of_memory", "drift", "rejected", "server", "server_away", "no_slot"
+]
+# Failed updates in a row before the trainer pauses.
+FAILURES: Final = 2
+# Seconds between a pause's beginning, or a test that failed, and the next test.
+TEST_S: Final = 20.0
+# Where tests succeed and updates fail all the same, each pause is twice as long, up to this.
+LONGEST_PAUSE_S: Final = 3600.0
+# Updates in a row of rows that were sampled wrongly, while the server is right by every test,
+# before the trainer pauses nevertheless: the test may miss something.
+PAST_FAULTS: Final = 8
+# Fewer odd episodes than these are no sign of anything but themselves.
+FEWEST: Final = 4
+
+
+def looks_like_a_fault(odd: int, of: int) -> bool:
+    """Return whether so many of an update's episodes are odd that it may not be their doing.
+
+    A server that samples wrongly makes all odd that it samples, and a machine with hardly any
+    memory nearly all.
+    """
+    return odd >= FEWEST and 2 * odd >= of
+
+
+class CircuitBreaker:
+    """Count the failed updates of one policy, and pause after `FAILURES` in a row.
+
+    Attributes:
+        is_in_doubt: nothing failed, and a test is due.
+        why: why nothing may be claimed; None if something may.
+        reason: the same in a word.
+        tested_at: how often a model server had come back by the last test.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Begin without a failure; `clock` returns seconds."""
+        self._clock = clock
+        self._failures = 0
+        # Tests that succeeded since the last update that did.
+        self._in_vain = 0
+        self._past_faults = 0
+        self._drifts = 0
+        # Whether the last failed update made a version that was rejected.
+        self._was_rejected = False
+        self._test_at = 0.0
+        self.is_in_doubt = False
+        self.why: str | None = None
+        self.reason: PauseReason | None = None
+        self.tested_at = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether training is paused: nothing may be claimed."""
+        return self.why is not None
+
+    @property
+    def test_is_due(self) -> bool:
+        """Return whether training is paused and it is time to test whether it could go on."""
+        return self.is_open and self._clock() >= self._test_at
+
+    def note_success(self) -> None:
+        """Note an update that made a version which serves: all failures before it are past."""
+        self._failures = self._in_vain = self._past_faults = self._drifts = 0
+        self._was_rejected = False
+
+    def note_written(self) -> None:
+        """Note an update that made a part of a candidate, which is still to be probed.
+
+        All failures before it are past but a rejection: whether the next candidate will be rejected
+        as well nobody knows yet.
+        """
+        if not self._was_rejected:
+            self.note_success()
+
+    @property
+    def sampled_wrongly(self) -> bool:
+        """Return whether so many updates drifted that all of the time must be taken for wrong."""
+        return self._drifts >= FAILURES
+
+    def note_drift(self) -> None:
+        """Note an update of rows that a server sampled wrongly, whether it still does or not."""
+        self._drifts += 1
+
+    def note_failure(self, why: str, reason: PauseReason = "failed") -> None:
+        """Note an update that failed, drifted, or made a version that was rejected."""
+        self._failures += 1
+        self._was_rejected = reason == "rejected"
+        if self._failures >= FAILURES:
+            pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._in_vain - 1))
+            self._pause(why, pause_s, reason)
+
+    def note_past_fault(self, why: str) -> None:
+        """Note an update of rows that drift, whose server is right now by a test."""
+        self._past_faults += 1
+        if self._past_faults >= PAST_FAULTS:
+            self._past_faults = 0
+            self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._in_vain), "drift")
+
+    def doubt(self, why: str, reason: PauseReason = "server_away") -> None:
+        """Pause until a test, which is due at once: the model servers may not be what they were."""
+        if not self.is_open:
+            self._pause(why, 0.0, reason)
+            self.is_in_doubt = True
+
+    def settle(self) -> None:
+        """Go on where nothing but a doubt was the reason to pause, which is settled."""
+        if self.is_in_doubt:
+            self.is_in_doubt = False
+            self._go_on()
+
+    def note_test(self, why: str | None) -> None:
+        """Note a test that failed for the reason `why`, or succeeded if it is None."""
+        in_doubt, self.is_in_doubt = self.is_in_doubt, False
+        if why is not None:
+            # One that was away answers, or one is tested at last, and is not what it was.
+            is_first = self.reason in ("server_away", "no_slot")
+            self._pause(why, TEST_S, "server" if is_first else self.reason or "failed")
+            return
+        self._go_on()
+        if in_doubt:
+            return
+        # One more failure, and it pauses again.
+        self._failures = FAILURES - 1
+        self._in_vain += 1
+
+    def _go_on(self) -> None:
+        self.why = self.reason = None
+
+    def _pause(self, why: str, pause_s: float, reason: PauseReason) -> None:
+        self.why, self.reason = why, reason
+        self._test_at = self._clock() + pause_s
