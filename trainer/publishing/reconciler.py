@@ -16,6 +16,7 @@ import structlog
 
 from store.versions import SERVABLE, PolicyVersion
 from trainer.errors import (
+    AdapterError,
     FilesAltered,
     FilesUnread,
     Misserved,
@@ -253,7 +254,7 @@ class Reconciler:
             if is_in_trouble:
                 await check_files(version)
             await check_served(self.server, version)
-        except (PublishError, FilesUnread) as error:
+        except (PublishError, FilesUnread, AdapterError) as error:
             self._note_failure(name, error)
             return
         self.troubles.pop(name, None)
@@ -266,7 +267,7 @@ class Reconciler:
         again_at, _ = self._pauses.get(name, (0.0, 0.0))
         return asyncio.get_running_loop().time() < again_at
 
-    def _note_failure(self, name: str, error: PublishError | FilesUnread) -> None:
+    def _note_failure(self, name: str, error: TrainerError) -> None:
         """Count and log why a version is not loaded; it is tried again after a longer pause."""
         _, before_s = self._pauses.get(name, (0.0, 0.0))
         pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
