@@ -133,10 +133,10 @@ def main() -> int:
     return 0 if all(bar.holds for bar in bars) else 1
 
 
-def every(pool: Executor, simulate: Callable[[Any, int], Any], what: Any, runs: int) -> list[Any]:
+def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: int) -> list[Any]:
     """Simulate so many runs, in all processes."""
     chunk = max(1, runs // 20)
-    return list(pool.map(partial(simulate, what), range(runs), chunksize=chunk))
+    return list(pool.map(partial(simulate, case), range(runs), chunksize=chunk))
 
 
 class Trials(NamedTuple):
@@ -147,10 +147,10 @@ class Trials(NamedTuple):
     episodes: int
 
 
-def trial(what: Trials, run: int) -> tuple[str, int]:
+def trial(trials: Trials, run: int) -> tuple[str, int]:
     """Return a canary's verdict (`wait`: none), and after how many episodes it came."""
-    world, (number_, effect, count) = WORLDS[what.world], what
-    random = Random(f"{number_} {effect} {run}")
+    world, (world_number, effect, count) = WORLDS[trials.world], trials
+    random = Random(f"{world_number} {effect} {run}")
     judged = Trial(GateOptions(canary_share=world.canary_share, base_share=0.0))
     for seen in range(count):
         judged.extend([episode(world, effect, seen / count, random)])
@@ -264,15 +264,15 @@ def hidden(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
     return Rows("Wrong answers that nobody scores", heads, lines), [bar]
 
 
-def swinging(number_: int, count: int) -> float:
+def swinging(place: int, count: int) -> float:
     """Return the base's mean at an episode: the world's mean swings for all."""
-    phase = (number_ * SWINGS / count) % 1
+    phase = (place * SWINGS / count) % 1
     return BASE_MEAN + SWING * (2 * abs(2 * phase - 1) - 1)
 
 
-def fall(what: Fall, run: int) -> int | None:
+def fall(version: Fall, run: int) -> int | None:
     """Return after how many episodes a version that serves is rolled back, from its fall on."""
-    random, options = Random(f"{what} {run}"), GateOptions(base_share=what.base_share)
+    random, options = Random(f"{version} {run}"), GateOptions(base_share=version.base_share)
 
     def lead(count: int) -> Lead:
         own = Lead(options)
@@ -285,13 +285,13 @@ def fall(what: Fall, run: int) -> int | None:
                 own.extend([Episode(CANARY, "one", float(is_right))])
         return own
 
-    reference = lead(what.tried).reference()
-    if what.later:
-        reference = joined(reference, lead(what.later).reference())
-    watch, falls_at = Watch(reference, options), SERVED // 4 if what.fall else SERVED
+    reference = lead(version.tried).reference()
+    if version.later:
+        reference = joined(reference, lead(version.later).reference())
+    watch, falls_at = Watch(reference, options), SERVED // 4 if version.fall else SERVED
     for seen in range(SERVED):
         arm: Arm = BASE if random.random() < options.base_share else SERVING
-        above = ABOVE_BASE - what.fall * (seen >= falls_at) if arm == SERVING else 0.0
+        above = ABOVE_BASE - version.fall * (seen >= falls_at) if arm == SERVING else 0.0
         is_right = random.random() < swinging(seen, SERVED) + above
         watch.extend([Episode(arm, "one", float(is_right))])
         if watch.has_fallen:
@@ -321,14 +321,14 @@ def rolled_back(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
     return Rows("Roll-back", heads, lines), [bar]
 
 
-def line(what: tuple[float, float, int], run: int) -> tuple[int, int] | None:
+def line(case: tuple[float, float, int], run: int) -> tuple[int, int] | None:
     """Let versions serve one after the other, untried; those from the middle on are worse.
 
     Return after how many episodes from the fall something is rolled back, and how many versions
     from before the fall are: fewer than none if what serves again is from after it.
     """
-    base_share, drop, each = what
-    versions, random = LINE // each, Random(f"{what} {run}")
+    base_share, drop, each = case
+    versions, random = LINE // each, Random(f"{case} {run}")
     falls_with = versions // 2 + 1 if drop else versions + 1
     succession = Succession(GateOptions(base_share=base_share), after_base=True)
     for version in range(1, versions + 1):

@@ -53,30 +53,6 @@ class Size(NamedTuple):
     turn: int = 50
 
 
-def groups(size: Size, words: Sequence[int]) -> list[Row]:
-    """Make `groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
-    dice = random.Random(0)
-    rows = []
-    for _ in range(size.groups):
-        prompt = cut_ids(dice, words, size.prompt + dice.randint(-8, 8))
-        for _ in range(size.members):
-            length = size.sampled + dice.randint(-size.sampled // 4, size.sampled // 4)
-            rows.append(make_row(dice, prompt, cut_ids(dice, words, length)))
-    return weighted(rows)
-
-
-def thread(size: Size, words: Sequence[int]) -> list[Row]:
-    """Make one conversation: each turn's prompt is all that was before it."""
-    dice = random.Random(1)
-    rows = []
-    said = cut_ids(dice, words, size.prompt)
-    for _ in range(size.turns):
-        sampled = cut_ids(dice, words, size.sampled)
-        rows.append(make_row(dice, said, sampled))
-        said = said + sampled + cut_ids(dice, words, size.turn - size.sampled)
-    return weighted(rows)
-
-
 PICTURE: Final = ROOT / "docs" / "images" / "merge.png"
 QUICK: Final = Size(groups=2, members=4, prompt=24, sampled=6, turns=4, turn=12)
 # Tokens of a micro-batch, and random trees.
@@ -137,6 +113,30 @@ def measure(source: Any, words: Sequence[int], size: Size, repeats: int) -> Resu
         "thread": against_trl(source, turns, repeats),
         "half": half_precision(source, few),
     }
+
+
+def groups(size: Size, words: Sequence[int]) -> list[Row]:
+    """Make `groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
+    dice = random.Random(0)
+    rows = []
+    for _ in range(size.groups):
+        prompt = cut_ids(dice, words, size.prompt + dice.randint(-8, 8))
+        for _ in range(size.members):
+            length = size.sampled + dice.randint(-size.sampled // 4, size.sampled // 4)
+            rows.append(make_row(dice, prompt, cut_ids(dice, words, length)))
+    return weighted(rows)
+
+
+def thread(size: Size, words: Sequence[int]) -> list[Row]:
+    """Make one conversation: each turn's prompt is all that was before it."""
+    dice = random.Random(1)
+    rows = []
+    conversation = cut_ids(dice, words, size.prompt)
+    for _ in range(size.turns):
+        sampled = cut_ids(dice, words, size.sampled)
+        rows.append(make_row(dice, conversation, sampled))
+        conversation = conversation + sampled + cut_ids(dice, words, size.turn - size.sampled)
+    return weighted(rows)
 
 
 def tiny_gradients() -> float:

@@ -173,8 +173,9 @@ def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> 
     wire_format = FORMATS[exchange.dialect]
     summary = _summary(wire_format, exchange.reply)
     before = perf_counter()
-    said = call.who.conversation
-    call.provides = provided_fingerprints(wire_format.turns, exchange.body, summary, said)
+    call.provides = provided_fingerprints(
+        wire_format.turns, exchange.body, summary, call.who.conversation
+    )
     memory.provide(call.provides, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:

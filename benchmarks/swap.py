@@ -187,8 +187,8 @@ async def measure(
     """Run clients and publisher beside each other on a whole stack of their own."""
     recipe = FOLDER / "swap.toml"
     recipe.write_text(RECIPE.format(retire_after_s=options.retire_after))
-    whole = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
-    model = str(write_shallow(whole, FOLDER / "model", options.layers))
+    packaged = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
+    model = str(write_shallow(packaged, FOLDER / "model", options.layers))
     plan = small_plan(FOLDER / "data", model, POLICY, str(recipe))
     vllm = msgspec.structs.replace(plan.vllm, adapter_slots=options.slots)
     plan = msgspec.structs.replace(plan, vllm=vllm)
@@ -212,9 +212,9 @@ async def measure(
             finally:
                 publisher.terminate()
                 publisher.join()
-            told = list(events)
+            published = list(events)
         stored, retired = await read_ledger(stack.database_url, clients.calls)
-    return figures(options, schedule, clients, told, stored, retired)
+    return figures(options, schedule, clients, published, stored, retired)
 
 
 async def follow(
@@ -227,12 +227,12 @@ async def follow(
 ) -> tuple["Clients", Schedule]:
     """Warm up, give the publisher its schedule, and wait until it has ended."""
 
-    async def until(condition: Callable[[], object], what: str) -> None:
+    async def until(condition: Callable[[], object], step: str) -> None:
         while not condition():
             stack.check()
             if publisher.exitcode:
                 raise RuntimeError(f"the publisher failed: see {FOLDER / 'publisher.log'}")
-            tell(f"{what}; {len(clients.calls)} calls, {len(events)} events")
+            tell(f"{step}; {len(clients.calls)} calls, {len(events)} events")
             await asyncio.sleep(LOOK_S)
 
     async with aiohttp.ClientSession(
@@ -382,7 +382,7 @@ class Clients:
             "stream_options": {"include_usage": True},
         }
         began, first, why, id_, version = time.monotonic(), None, None, "", ""
-        said, before, counted, rest = "", None, 0, b""
+        answer, before, counted, rest = "", None, 0, b""
         headers = {"x-pawl-episode": episode}
         try:
             async with self._session.post(self._url, json=body, headers=headers) as response:
@@ -395,17 +395,17 @@ class Clients:
                     *lines, rest = (rest + piece).split(b"\n")
                     chunks = [json.loads(line[6:]) for line in lines if line[:7] == b"data: {"]
                     for chunk in chunks:
-                        said += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
+                        answer += "".join(c["delta"].get("content") or "" for c in chunk["choices"])
                         counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
                     if chunks:
                         now = time.monotonic()
                         self.gaps += [] if before is None else [(now, now - before)]
-                        before, first = now, first or (now if said else None)
+                        before, first = now, first or (now if answer else None)
             if counted != tokens:
                 raise ValueError(f"{counted} of {tokens} tokens")
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             why = f"{type(error).__name__}: {error}"
-        return Call(began, time.monotonic(), id_, version, first, why), said
+        return Call(began, time.monotonic(), id_, version, first, why), answer
 
 
 async def read_ledger(url: str, calls: Iterable[Call]) -> tuple[list[Any], Mapping[int, Any]]:

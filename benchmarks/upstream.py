@@ -59,10 +59,10 @@ class Connection(asyncio.Protocol):
     def _answer(self, transport: asyncio.Transport, request: bytes) -> None:
         poison = wire.poisoned(request)
         if request.startswith(b"GET "):
-            said = wire.VERSION if b"/version" in request[:100] else wire.MODELS
-            transport.write(wire.whole(said.encode()))
+            body = wire.VERSION if b"/version" in request[:100] else wire.MODELS
+            transport.write(wire.http_reply(body.encode()))
         elif not STREAM_ASKED.search(request):
-            transport.write(wire.whole(WHOLE if poison is None else poison))
+            transport.write(wire.http_reply(WHOLE if poison is None else poison))
         elif poison is not None:
             event = wire.framed(b"data: %b\n\n" % poison)
             transport.write(wire.STREAM_HEAD + event + wire.STREAM_END)

@@ -68,7 +68,7 @@ def post(host: str, path: str, body: str, headers: Mapping[str, str]) -> bytes:
     ).encode()
 
 
-def whole(body: bytes) -> bytes:
+def http_reply(body: bytes) -> bytes:
     """Write a whole HTTP reply."""
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return head.encode() + HEAD_END + body

@@ -154,9 +154,9 @@ def median_ratio(curves: Curves) -> float | None:
     return middle if middle < float("inf") else None
 
 
-def at_end(curves: Mapping[int, Sequence[Look]], what: str = "r_final") -> list[float]:
+def at_end(curves: Mapping[int, Sequence[Look]], figure: str = "r_final") -> list[float]:
     """Return what each seed's curve ends at: the mean of its last looks."""
-    return [fmean(getattr(look, what) for look in one[-LAST_LOOKS:]) for one in curves.values()]
+    return [fmean(getattr(look, figure) for look in one[-LAST_LOOKS:]) for one in curves.values()]
 
 
 def bars(worlds: Mapping[str, Curves]) -> list[Bar]:
@@ -197,7 +197,7 @@ def easy_table(title: str, curves: Curves) -> Rows:
             arm.name,
             number(fmean(curve[0].r_final for curve in own.values()), 2),
             *(number(of(at_end(own)), 2) for of in (fmean, min)),
-            *(number(fmean(at_end(own, what)), 1) for what in ("calls", "notes")),
+            *(number(fmean(at_end(own, figure)), 1) for figure in ("calls", "notes")),
         ]
         for arm, own in curves.items()
     ]
@@ -219,10 +219,10 @@ def draw(worlds: Mapping[str, Curves]) -> None:
     figure.savefig(PICTURE)
 
 
-def _curves(axes: Any, curves: Curves, what: str, title: str) -> None:
+def _curves(axes: Any, curves: Curves, figure: str, title: str) -> None:
     for arm, own in curves.items():
         episodes = [look.episodes for look in next(iter(own.values()))]
-        seeds = [[getattr(look, what) for look in curve] for curve in own.values()]
+        seeds = [[getattr(look, figure) for look in curve] for curve in own.values()]
         low, middle, high = (
             [of(column) for column in zip(*seeds, strict=True)] for of in (min, median, max)
         )

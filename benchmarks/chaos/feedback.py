@@ -205,11 +205,11 @@ async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]])
         episodes = await read_episodes(connection, await episode_ids(connection))
     await engine.dispose()
     by_credit = {one.key: reward_of(one.feedback, SUM).value for one in episodes}
-    wanted = {name: reward_of(said, SUM).value for name, said in stated.items()}
+    wanted = {name: reward_of(own, SUM).value for name, own in stated.items()}
     return {
         "stored": sum(stored.values()),
-        "missing": sum(max(0, len(said) - stored.get(k, 0)) for k, said in stated.items()),
-        "twice": sum(max(0, stored.get(k, 0) - len(said)) for k, said in stated.items()),
+        "missing": sum(max(0, len(own) - stored.get(k, 0)) for k, own in stated.items()),
+        "twice": sum(max(0, stored.get(k, 0) - len(own)) for k, own in stated.items()),
         "episodes": len(wanted),
         "without_reward": sum(value is None for value in wanted.values()),
         "returns_differ": _differing(wanted, by_credit),
@@ -217,11 +217,11 @@ async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]])
     }
 
 
-def _differing(wanted: Mapping[str, float | None], found: Mapping[str, float | None]) -> list[str]:
+def _differing(wanted: Mapping[str, float | None], stored: Mapping[str, float | None]) -> list[str]:
     return [
-        f"{name}: {found.get(name)} for {value}"
+        f"{name}: {stored.get(name)} for {value}"
         for name, value in wanted.items()
-        if name not in found or not _same(value, found[name])
+        if name not in stored or not _same(value, stored[name])
     ]
 
 

@@ -236,8 +236,8 @@ def check_answers(up: Running) -> None:
         WrongAnswer: they are not.
     """
     chars = [*[wire.PROMPT_CHARS] * SAMPLE, LARGE_CHARS]
-    for number_, length in enumerate(chars):
-        headers, reply = one_call(up, wire.prompt(f"sample {number_} ", length))
+    for index, length in enumerate(chars):
+        headers, reply = one_call(up, wire.prompt(f"sample {index} ", length))
         choice = reply["choices"][0]
         tokens = places.LARGE_TOKENS if length == LARGE_CHARS else places.TOKENS
         if choice["message"]["content"] != "word " * (3 * tokens):
@@ -269,10 +269,10 @@ def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int
         output = subprocess.run(
             [*command, "-s", str(script), up.url], check=True, capture_output=True, text=True
         ).stdout
-    asked = int(found(r"(\d+) requests in", output)[0])
-    refused = sum(map(int, found(r"Non-2xx or 3xx responses: (\d+)", output, "0")))
+    asked = int(matched(r"(\d+) requests in", output)[0])
+    refused = sum(map(int, matched(r"Non-2xx or 3xx responses: (\d+)", output, "0")))
     errors = r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)"
-    broken = sum(map(int, found(errors, output, "0")))
+    broken = sum(map(int, matched(errors, output, "0")))
     calls = asked - refused
     if not calls:
         raise WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
@@ -280,7 +280,7 @@ def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int
     return Calls(
         calls=calls,
         failed=refused + broken,
-        calls_per_s=float(found(r"Requests/sec:\s+([\d.]+)", output)[0]) * calls / asked,
+        calls_per_s=float(matched(r"Requests/sec:\s+([\d.]+)", output)[0]) * calls / asked,
         median_ms=latency_ms("50%", output),
         p99_ms=latency_ms("99%", output),
         cpu_us=each_us(before, watch.cpu_seconds(), calls),
@@ -306,7 +306,7 @@ end
 """
 
 
-def found(pattern: str, output: str, *default: str) -> Sequence[str]:
+def matched(pattern: str, output: str, *default: str) -> Sequence[str]:
     """Return what a pattern's groups match of wrk's output; raise where there is no default."""
     match = re.search(pattern, output)
     if match is None and not default:
@@ -315,7 +315,7 @@ def found(pattern: str, output: str, *default: str) -> Sequence[str]:
 
 
 def latency_ms(share: str, output: str) -> float:
-    value, unit = found(rf"{share}\s+([\d.]+)(us|ms|s|m)\b", output)
+    value, unit = matched(rf"{share}\s+([\d.]+)(us|ms|s|m)\b", output)
     return float(value) * MILLISECONDS[unit]
 
 
@@ -638,8 +638,8 @@ def draw(peers: Iterable[Peer]) -> None:
     }
     for axes, (title, values) in zip(panels, drawn.items(), strict=True):
         colours = ["#0b7285" if name == "pawl" else "#adb5bd" for name in values]
-        bars_ = axes.barh(list(values), list(values.values()), color=colours)
-        axes.bar_label(bars_, [number(one, 0 if one > 100 else 2) for one in values.values()])
+        drawn_bars = axes.barh(list(values), list(values.values()), color=colours)
+        axes.bar_label(drawn_bars, [number(one, 0 if one > 100 else 2) for one in values.values()])
         axes.set_xscale("log")
         axes.margins(x=0.3)
         axes.invert_yaxis()
