@@ -1,5 +1,4 @@
-"""Set up a model server, PostgreSQL, and `pawl proxy`, each of which can be killed; and a disk
-that can be full or give I/O errors."""
+"""Set up `pawl proxy` with all that it needs: each part can be killed, and its disk can fail."""
 
 import asyncio
 import errno
