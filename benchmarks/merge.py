@@ -8,7 +8,6 @@ turns, is timed against TRL's own loss over padded rows. Ends with status 1 wher
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -73,9 +72,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny model, few rows")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"draw {PICTURE.name}")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
-    console = Console(stderr=options.json)
+    console = Console()
     keep_freed_memory()
     if options.quick:
         torch.set_num_threads(1)
@@ -88,8 +86,6 @@ def main() -> None:
         console.print(table.rich())
     if options.write:
         draw(result)
-    if options.json:
-        print(json.dumps(result))
     sys.exit(0 if all(bar.holds for bar in promises) else 1)
 
 

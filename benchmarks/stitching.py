@@ -84,7 +84,6 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recorded", action="store_true", help="replay the recordings (always)")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
     plans = make_plans(options.episodes, options.seed)
     runs = recorded_runs(plans, options.seed)
@@ -96,15 +95,12 @@ def main() -> None:
     methods = Counter(call.who.method for call in replayed[1])
     identity_us = statistics.median(call.seconds for call in replayed[1]) * 1e6
     alike = ALIKE_CALLS * sum(kind == "alike" for _, kind in plans)
-    console = Console(stderr=options.json)
+    console = Console()
     console.print(table)
     console.print(f"{len(replayed[1])} calls of {options.episodes} episodes, of which {alike}")
     console.print("continue a conversation that others began to the letter alike.")
     console.print(f"One proxy identified them by: {dict(sorted(methods.items()))}.")
     console.print(f"Identity took {identity_us:.1f} µs a call (median), request and reply.")
-    if options.json:
-        shares = {proxies: one._asdict() | {"share": one.share} for proxies, one in scores.items()}
-        print(json.dumps({"proxies": shares, "identity_us": identity_us, "methods": methods}))
 
 
 def make_plans(episodes: int, seed: int) -> list[tuple[str, str]]:

@@ -49,7 +49,6 @@ _SIZES: Final = text("""
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=20, help="of the agent")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
     figures = asyncio.run(measure(options.runs))
     table = Table("", "figure", "")
@@ -57,8 +56,6 @@ def main() -> None:
         for figure, value in own.items():
             table.add_row(name, figure, f"{value:g}")
     Console().print(table)
-    if options.json:
-        print(json.dumps(figures))
 
 
 async def measure(runs: int) -> dict[str, dict[str, float]]:

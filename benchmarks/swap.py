@@ -167,17 +167,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, help="of the packaged model's 30 (4)")
     parser.add_argument("--slots", type=int, default=USUAL_SLOTS, help="vLLM's --max-loras")
     parser.add_argument("--retire-after", type=float, default=RETIRE_AFTER_S, help="in seconds")
-    parser.add_argument("--json", action="store_true", help="the bars as JSON on the last line")
     options = parser.parse_args()
-    console = Console(stderr=options.json)
+    console = Console()
     shutil.rmtree(FOLDER, ignore_errors=True)
     (FOLDER / "model").mkdir(parents=True)
     with console.status("starting") as status:
         tables, bars = asyncio.run(measure(options, status.update))
     for table in [*tables, bars_table(bars)]:
         console.print(table.rich())
-    if options.json:
-        print(json.dumps([bar._asdict() | {"holds": bar.holds} for bar in bars]))
     return 0 if all(bar.holds for bar in bars) else 1
 
 

@@ -7,7 +7,6 @@ says what this shows, and what not. Ends with status 1 where a bar does not hold
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -53,7 +52,7 @@ Curves = Mapping[Arm, Mapping[int, Sequence[Look]]]
 
 def main() -> None:
     options = parse()
-    console, started = Console(stderr=options.json), perf_counter()
+    console, started = Console(), perf_counter()
     worlds, steps = [SPARSE, EASY], BASE_STEPS
     seeds, others = options.seeds, options.other_seeds
     if options.quick:
@@ -84,8 +83,6 @@ def main() -> None:
         machine = f"{os.cpu_count()} cores, Python {python}, {date.today()}, in {seconds:.0f} s"
         write_figures(PAGE, tables, machine, PICTURE.name)
         draw(judged)
-    if options.json:
-        print(json.dumps([bar._asdict() | {"holds": bar.holds} for bar in promises]))
     sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 
 
@@ -102,7 +99,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="one seed, short: does it run")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, {PICTURE.name}")
-    parser.add_argument("--json", action="store_true", help="the bars as JSON on the last line")
     return parser.parse_args()
 
 

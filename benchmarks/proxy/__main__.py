@@ -133,7 +133,7 @@ def main() -> None:
     whole_calls(list(peers.values()), options.rounds, round_s, console)
     for peer in peers.values():
         if not (peer.missing or peer.contender.no_streams):
-            streams(peer, options.streams, options.seconds, console)
+            streams(peer, options.seconds, console)
     promises = bars(peers)
     tables = [calls_table(peers.values()), streams_table(peers.values()), bars_table(promises)]
     for table in tables:
@@ -158,12 +158,6 @@ def parse() -> argparse.Namespace:
         type=lambda given: given.split(","),
         default=list(CONTENDERS),
         help=f"some of {','.join(CONTENDERS)}",
-    )
-    parser.add_argument(
-        "--streams",
-        type=lambda given: [int(count) for count in given.split(",") if count],
-        default=list(STREAMS),
-        help="at once, in turn (1,256,1000)",
     )
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with a checkout")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} and its picture")
@@ -334,7 +328,7 @@ def combined(rounds: Sequence[Calls]) -> Calls:
     )
 
 
-def streams(peer: Peer, counts: Sequence[int], seconds: int, console: Console) -> None:
+def streams(peer: Peer, seconds: int, console: Console) -> None:
     """Keep so many streams open at once, one number after the other."""
     upstream = free_port()
     server = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(INTERVAL_S)]
@@ -343,7 +337,7 @@ def streams(peer: Peer, counts: Sequence[int], seconds: int, console: Console) -
         with running(server, log, {}, LOAD_CORE) as process:
             wait_for(lambda: answers(f"http://127.0.0.1:{upstream}/v1/models"), process, log)
             with peer.contender.start(folder, upstream) as up:
-                for at_once in counts:
+                for at_once in STREAMS:
                     console.print(f"{peer.name}: {at_once} streams at once")
                     plan = Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds)
                     measured = load_streams(up, folder, plan)
@@ -590,7 +584,7 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
         title = peer.contender.title
         if not peer.streams:
             lines.append([title, "none", *[NONE] * (len(heads) - 2)])
-            reason = peer.missing or peer.contender.no_streams or "not asked for (--streams)"
+            reason = peer.missing or peer.contender.no_streams
             notes.append(f"{title} has no streams: {reason}.")
         for at_once, one in peer.streams.items():
             reasons = ", ".join(f"{count} {reason}" for reason, count in one["failed"].items())
