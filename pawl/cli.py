@@ -1,47 +1,67 @@
-"""Put the commands together, run one, and report what is expected in one line.
+"""Put the commands together, run one, and report what is expected in one line."""
 
-Each command imports only what it needs, so that none starts slower for the sake of another.
-"""
-
-from collections.abc import Iterable
+from importlib import import_module
 from inspect import getdoc
-from typing import Final
+from typing import Any, Final
 
 import typer
-from typer.models import CommandInfo
+from typer.core import TyperGroup
 
-from pawl.commands.common import fail
-from pawl.commands.deleting import app as episodes
-from pawl.commands.episodes import credit, export
-from pawl.commands.judging import judge
-from pawl.commands.keys import app as keys
-from pawl.commands.local import demo, example, up
-from pawl.commands.moving import freeze, promote, retrain, rollback
-from pawl.commands.policies import app as policies
-from pawl.commands.processes import proxy, steward, trainer
-from pawl.commands.records import migrate, spool
-from pawl.commands.rollout import rollout
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
 from store.errors import StoreError
 
-# In the order of the help.
-COMMANDS: Final = (
-    proxy,
-    trainer,
-    steward,
-    up,
-    demo,
-    example,
-    rollout,
-    export,
-    judge,
-    credit,
-    spool,
-    migrate,
-)
+# In the order of the help: a function, or an app with commands of its own, and its module.
+COMMANDS: Final = {
+    "proxy": "pawl.commands.processes:proxy",
+    "trainer": "pawl.commands.processes:trainer",
+    "steward": "pawl.commands.processes:steward",
+    "up": "pawl.commands.local:up",
+    "demo": "pawl.commands.local:demo",
+    "example": "pawl.commands.local:example",
+    "rollout": "pawl.commands.rollout:rollout",
+    "export": "pawl.commands.episodes:export",
+    "judge": "pawl.commands.judging:judge",
+    "credit": "pawl.commands.credit:credit",
+    "spool": "pawl.commands.spool:spool",
+    "migrate": "pawl.commands.processes:migrate",
+    "episodes": "pawl.commands.episodes:app",
+    "policies": "pawl.commands.policies:app",
+    "keys": "pawl.commands.keys:app",
+}
+
+
+class Commands(TyperGroup):
+    """Load a command's module once the command is asked for, so that none slows another down."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name; None: there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        target = getattr(import_module(module), name)
+        is_group = isinstance(target, typer.Typer)
+        loaded = target if is_group else typer.Typer(add_completion=False)
+        if not is_group:
+            loaded.command(cmd_name)(target)
+        for command in loaded.registered_commands:
+            # typer keeps the line breaks of a docstring, but for its first paragraph: the help is
+            # to be wrapped where the terminal ends, and not where the source does.
+            paragraphs = (getdoc(command.callback) or "").split("\n\n")
+            command.help = "\n\n".join(" ".join(one.split("\n")) for one in paragraphs)
+        if not is_group:
+            return typer.main.get_command(loaded)
+        group = typer.main.get_group(loaded)
+        group.name = cmd_name
+        return group
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,31 +74,16 @@ app = typer.Typer(
         "given on standard error. The commands' own help names further ones."
     ),
 )
-for command in COMMANDS:
-    app.command()(command)
-for verb in (promote, rollback, retrain, freeze):
-    policies.command()(verb)
 
 
-def wrap_to_the_terminal(commands: Iterable[CommandInfo]) -> None:
-    """Let the help of commands be wrapped where the terminal ends, and not where the source does.
-
-    typer keeps the line breaks of a docstring, but for those of its first paragraph.
-    """
-    for one in commands:
-        paragraphs = (getdoc(one.callback) or "").split("\n\n")
-        one.help = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-
-
-for group in (app, episodes, policies, keys):
-    wrap_to_the_terminal(group.registered_commands)
-app.add_typer(episodes, name="episodes")
-app.add_typer(policies, name="policies")
-app.add_typer(keys, name="keys")
+@app.callback()
+def _commands() -> None:
+    pass
 
 
 def main() -> None:
     """Run the command line; report an expected failure in one line, without a traceback."""
+    from pawl.commands.common import fail
     from proxy.errors import ProxyError
 
     configure_logging()

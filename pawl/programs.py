@@ -1,7 +1,6 @@
 """Run a program once, within limits: bytes in, bytes and a status out, nothing left behind."""
 
 import asyncio
-import ctypes
 import os
 import signal
 from asyncio.subprocess import PIPE
@@ -9,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final, cast
 
+from pawl.processes import die_with_parent
 from store.records import Record
 
-PR_SET_PDEATHSIG: Final = 1
 # Of standard error only the end is kept.
 LAST_BYTES: Final = 2**16
 # Once a program has ended, what it wrote is there; this is for what is on the way.
@@ -163,14 +162,6 @@ def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name != "DATABASE_URL" and not name.startswith("PAWL_")
     }
-
-
-def die_with_parent() -> None:
-    """Have the kernel send this child SIGTERM when its parent ends, however it ends.
-
-    Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def last_line(errors: bytes | str, most_chars: int = 300) -> str:

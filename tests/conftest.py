@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 from xdist.scheduler import LoadScopeScheduling
 
-from pawl.imports import large_imports
+from pawl.processes import large_imports
 from store.connection import engine as engines
 from store.connection.engine import make_engine
 from store.embedded import DATABASE, EmbeddedPostgres

@@ -1,21 +1,29 @@
-"""Share what several commands need: options that select episodes, and the end with status 2."""
+"""Share what several commands need: common options, the database, and how results are printed."""
 
 import asyncio
+import inspect
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
+import msgspec
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from pawl.settings import StackSettings, read_settings
+from store.records import Record
 from store.tenants import PATTERN
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 Result = TypeVar("Result")
+Flags = TypeVar("Flags")
+Line = TypeVar("Line", bound=Record)
 
 Since = Annotated[
     datetime | None,
@@ -50,6 +58,11 @@ OfTenant = Annotated[
 ]
 
 
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
+]
+
+
 def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
     """Run `work` in a transaction of its own, and return its result."""
 
@@ -62,10 +75,10 @@ def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Resul
 
 def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
     """Run `work`, which makes its own transactions, and return its result."""
+    # Not every command opens the database.
+    from pawl.database import open_engine
 
     async def run() -> Result:
-        from pawl.stack.database import open_engine
-
         async with open_engine(read_settings(StackSettings)) as engine:
             return await work(engine)
 
@@ -77,7 +90,7 @@ def require_torch() -> None:
 
     Other errors of an import are faults of the code, and keep their traceback.
     """
-    from pawl.stack.torch_build import unusable
+    from pawl.stack.preflight import unusable
 
     try:
         import torch  # noqa: F401
@@ -88,3 +101,42 @@ def require_torch() -> None:
 def with_zone(moment: datetime | None) -> datetime | None:
     """Return the time with a zone; a time without one is read in the machine's zone."""
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
+
+
+def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
+    """Give a command the fields of `flags` as its options.
+
+    Typer reads a command's options from its signature. That of the command made here is the
+    record's: a field's annotation says how the option is written, its default what it is without.
+    """
+
+    def make(run: Callable[[Flags], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            run(flags(**given))
+
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__module__ = run.__module__
+        command.__annotations__ = inspect.get_annotations(flags)
+        command.__signature__ = inspect.signature(flags)  # type: ignore[attr-defined]
+        return command
+
+    return make
+
+
+def write_lines(
+    lines: Sequence[Line], table: Callable[[Sequence[Line]], Table], *, as_json: bool
+) -> None:
+    """Write to standard output: `table` of the lines to a terminal, JSON lines if `as_json`."""
+    if as_json or not sys.stdout.isatty():
+        text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    else:
+        Console().print(table(lines))
+
+
+def cell(value: Any) -> Text:
+    """Return a value as plain text: clients choose many names, so rich must not read markup."""
+    if value is None:
+        return Text()
+    return Text(f"{value:.4f}" if isinstance(value, float) else str(value))

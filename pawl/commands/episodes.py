@@ -1,23 +1,44 @@
-"""Define `pawl export` and `pawl credit`, which show what was recorded and what it is worth."""
+"""Define `pawl export` and `pawl episodes delete`: what was recorded, written or deleted."""
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import Annotated, Final
 from uuid import UUID
 
+import msgspec
 import typer
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import OfAgent, OfPolicy, OfTenant, Since, fail, with_zone
-from pawl.settings import StackSettings, read_settings, refuse_unread
+from pawl import export as exporting
+from pawl.commands.common import (
+    OfAgent,
+    OfPolicy,
+    OfTenant,
+    Since,
+    a_tenant,
+    fail,
+    takes,
+    with_engine,
+    with_zone,
+)
+from pawl.settings import read_settings
+from proxy.ingester.removing import letters_of, remove_letters, waiting
+from proxy.settings import ProxySettings
+from store.deleting.delete import delete_episode, deleted_before, mark_deleted
+from store.deleting.receipts import Receipt
+from store.errors import StoreError
+from store.records import Record
+from store.selecting import Chosen, Selection, named, selected
+from store.tenants import DEFAULT, bare, scoped
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+LOOK_S: Final = 0.5
+# Names that a message shows.
+SHOWN: Final = 5
 
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from pawl.crediting.explain import Explained
-    from pawl.export import Selection
+app = typer.Typer(no_args_is_help=True, help="Delete recorded episodes from everywhere.")
 
 
 def export(
@@ -44,119 +65,233 @@ def export(
     in it. Status 2: an episode cannot be read back; each such episode is named with the reason,
     and all others are written; or --curve stands with an option that chooses episodes.
     """
-    from pawl.export import Selection, export, export_curve
-
     if curve and any(option is not None for option in (since, agent)):
         fail(
             "--curve is about all evaluation episodes of a policy, so none can be chosen: leave out"
             " --since and --agent"
         )
-    selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
-    write, what = (export_curve, "versions") if curve else (export, "episodes")
-    asyncio.run(_export(read_settings(StackSettings), selection, out, write, what))
+    selection = exporting.Selection(
+        since=with_zone(since), agent=agent, policy=policy, tenant=tenant
+    )
+    write = exporting.export_curve if curve else exporting.export
+    if out is None:
+        with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
+        return
+    with out.open("wb") as file:
+        count = with_engine(lambda engine: write(engine, selection, file))
+    print(f"{count} {'versions' if curve else 'episodes'} written to {out}", file=sys.stderr)
 
 
-async def _export(
-    settings: StackSettings,
-    selection: "Selection",
-    out: Path | None,
-    write: "Callable[[AsyncEngine, Selection, IO[bytes]], Awaitable[int]]",
-    what: str,
-) -> None:
-    from pawl.stack.database import open_engine
+class DeleteFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl episodes delete`."""
 
-    async with open_engine(settings) as engine:
-        if out is None:
-            await write(engine, selection, sys.stdout.buffer)
-            return
-        with out.open("wb") as file:
-            count = await write(engine, selection, file)
-    print(f"{count} {what} written to {out}", file=sys.stderr)
-
-
-File = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[FILE.jsonl]",
-        help="File of episodes as `pawl export` writes them; - reads standard input.",
-        show_default=False,
-    ),
-]
-RecipeName = Annotated[
-    str | None,
-    typer.Option(
-        help="Recipe to assign credit by: path of a TOML file, or name of a packaged one; "
-        "default: `default`."
-    ),
-]
-Update = Annotated[
-    str | None,
-    typer.Option(
-        help="Update to explain instead of a file: the number of the version that it made, "
-        "or its id."
-    ),
-]
-VersionOf = Annotated[
-    str | None,
-    typer.Option(help="With --update: policy of the version, if several have that number."),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
-]
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[EPISODE]...", help="Keys or ids of episodes.", show_default=False),
+    ] = None
+    task: Annotated[
+        str | None, typer.Option(help="Instead of names: all episodes of this task.")
+    ] = None
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Instead of names: all whose key begins so, such as a user's name."),
+    ] = None
+    since: Annotated[
+        datetime | None,
+        typer.Option(help="Instead of names: all whose last call was at or after this time."),
+    ] = None
+    before: Annotated[
+        datetime | None,
+        typer.Option(help="Instead of names: all whose last call was before this time."),
+    ] = None
+    tenant: Annotated[
+        str,
+        typer.Option(
+            callback=a_tenant,
+            help="Whose episodes: names and selections are of this tenant alone.",
+        ),
+    ] = DEFAULT
+    unrecorded: Annotated[
+        bool,
+        typer.Option(
+            "--unrecorded",
+            help="Names may be unknown: what is recorded of them later is not stored either.",
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the receipts, and delete nothing.")
+    ] = False
+    patience_s: Annotated[
+        float, typer.Option("--wait", min=0, help="How long to wait for the spool, in seconds.")
+    ] = 30.0
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines on a terminal too, not text.")
+    ] = False
 
 
-def credit(
-    file: File = None,
-    recipe: RecipeName = None,
-    update: Update = None,
-    policy: VersionOf = None,
-    tenant: OfTenant = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show each call's return, advantage and loss weight, and why a call is not trained.
+@app.callback()
+def episodes() -> None:
+    """Delete recorded episodes from everywhere."""
 
-    With a file, only the file and a recipe are needed. With --update, the database is; the
-    update is computed again from what was known when it claimed its episodes.
 
-    Status 2: the file, the recipe or the update cannot be used; nothing is printed then.
+@app.command()
+@takes(DeleteFlags)
+def delete(flags: DeleteFlags) -> None:
+    """Delete episodes: their calls, feedback, judgements and all else, with a receipt for each.
+
+    Several of --task, --prefix, --since and --before select the episodes that meet all of them.
+    Records of a deleted episode that arrive later (calls, feedback) are not stored. A receipt lists
+    what was removed, and the versions that had been trained on the episode; the database still
+    knows that it was consumed. Run it again after a kill: nothing is deleted twice.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR), and PAWL_SPOOL_DIR for
+    the dead letters of this machine; ingesters elsewhere remove their own. Status 1: records of a
+    deleted episode still wait in the spool, and `pawl proxy` has to run to remove them. Status 2: a
+    name is not recorded; nothing is deleted then.
     """
-    from pawl.crediting.explain import explain_file
-    from pawl.crediting.show import write
-    from trainer.errors import TrainerError
-    from trainer.recipes.recipe import load_recipe
+    selection = _selection(flags)
+    if (selection is not None) == bool(flags.names):
+        fail(
+            "the episodes to delete must be either named or selected: give names, or --task,"
+            " --prefix, --since or --before; one of both"
+        )
+    if with_engine(lambda engine: _delete(engine, flags, selection)):
+        raise SystemExit(1)
 
-    if (file is None) == (update is None):
-        fail("name a file of episodes, - for standard input, or --update: exactly one of them")
-    if update is None and tenant is not None:
-        fail("--tenant is for --update: a file has the episodes that it was written with")
-    if update is not None and recipe is not None:
-        fail("an update is explained by the recipe that it ran with: leave out --recipe")
-    try:
-        if update is not None:
-            settings = read_settings(StackSettings)
-            explained = asyncio.run(
-                _explain_update(settings, _version_or_id(update), policy, tenant)
+
+def _selection(flags: DeleteFlags) -> Selection | None:
+    """Return which episodes are selected, or None if nothing selects any."""
+    selection = Selection(
+        tenant=flags.tenant,
+        task=flags.task,
+        prefix=flags.prefix,
+        since=with_zone(flags.since),
+        before=with_zone(flags.before),
+    )
+    return None if selection == Selection(tenant=flags.tenant) else selection
+
+
+async def _delete(engine: AsyncEngine, flags: DeleteFlags, selection: Selection | None) -> int:
+    """Print each receipt once its episode is deleted; return how many records wait."""
+    spool_dir = read_settings(ProxySettings).spool_dir
+    as_lines = flags.as_json or not sys.stdout.isatty()
+    names = [scoped(flags.tenant, name) for name in flags.names or ()]
+    chosen = await choose(engine, names, selection, marking=flags.unrecorded)
+    async for kept in delete_episodes(engine, spool_dir, chosen, dry=flags.dry_run):
+        receipt = as_given(kept)
+        line = msgspec.json.encode(receipt).decode() if as_lines else None
+        print(line or as_text(receipt, dry=flags.dry_run), flush=True)
+    left = 0 if flags.dry_run else await drained(engine, spool_dir, flags.patience_s)
+    if left:
+        print(
+            f"{left} records of deleted episodes still wait in {spool_dir}: the ingester of "
+            "`pawl proxy` removes them; start it, or look again once it is not busy",
+            file=sys.stderr,
+        )
+    return left
+
+
+class UnknownEpisodes(StoreError):
+    """Report names that no recorded episode has; nothing was deleted."""
+
+
+async def choose(
+    engine: AsyncEngine, names: Sequence[str], selection: Selection | None, *, marking: bool
+) -> Chosen:
+    """Return what the names, or a selection, stand for; names are as they are kept.
+
+    Raises:
+        UnknownEpisodes: a name is not recorded, and such names are not to be marked.
+    """
+    async with engine.connect() as connection:
+        chosen = await named(connection, names)
+        if chosen.unknown and not marking:
+            shown = ", ".join(repr(bare(name)) for name in chosen.unknown[:SHOWN])
+            raise UnknownEpisodes(
+                f"{len(chosen.unknown)} of these names are not recorded ({shown}), and nothing was "
+                "deleted: correct them, or add --unrecorded if their calls may still wait in the "
+                "spool of a proxy"
             )
-        else:
-            refuse_unread()
-            explained = explain_file(str(file), load_recipe(recipe or "default"))
-    except TrainerError as error:
-        fail(str(error))
-    write(explained, as_json=as_json)
+        matching = [] if selection is None else await selected(connection, selection)
+    return msgspec.structs.replace(chosen, wholes=(*chosen.wholes, *matching))
 
 
-def _version_or_id(text: str) -> int | UUID:
-    try:
-        return int(text) if text.isdecimal() else UUID(text)
-    except ValueError:
-        fail(f"--update is a version's number or an update's id, not {text!r}")
+async def delete_episodes(
+    engine: AsyncEngine, spool_dir: Path, chosen: Chosen, *, dry: bool
+) -> AsyncIterator[Receipt]:
+    """Delete the chosen episodes one by one, and yield each one's receipt once it is deleted.
+
+    With `dry` everything is done and nothing is kept, so that the receipts are those of a deletion;
+    dead letters are left as they are.
+    """
+    for name, whole in chosen.deleted_before.items():
+        async with engine.connect() as connection:
+            receipt = await deleted_before(connection, name, whole)
+        yield await _with_letters(engine, spool_dir, receipt, dry=dry)
+    ones: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
+    for one in ones:
+        async with engine.connect() as connection:
+            receipt_of_one = await _delete_one(connection, one)
+            await (connection.rollback() if dry else connection.commit())
+        if receipt_of_one is not None:
+            yield await _with_letters(engine, spool_dir, receipt_of_one, dry=dry)
 
 
-async def _explain_update(
-    settings: StackSettings, which: int | UUID, policy: str | None, tenant: str | None
-) -> "Explained":
-    from pawl.crediting.past import explain_update
-    from pawl.stack.database import open_engine
+async def _delete_one(connection: AsyncConnection, one: UUID | str) -> Receipt | None:
+    if isinstance(one, UUID):
+        return await delete_episode(connection, one)
+    return await mark_deleted(connection, one)
 
-    async with open_engine(settings) as engine:
-        return await explain_update(engine, which, policy, tenant)
+
+async def _with_letters(
+    engine: AsyncEngine, spool_dir: Path, receipt: Receipt, *, dry: bool
+) -> Receipt:
+    """Remove an episode's dead letters of this machine, and count them."""
+    if dry:
+        return receipt
+    names = receipt.keys or (receipt.episode,)
+    async with engine.connect() as connection:
+        letters = await remove_letters(connection, letters_of(spool_dir), names)
+    return msgspec.structs.replace(receipt, removed={**receipt.removed, "dead_letters": letters})
+
+
+async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
+    """Wait until no segment of this machine has a record of a deleted episode.
+
+    Return how many such records are left after `within_s` seconds.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + within_s
+    while True:
+        async with engine.connect() as connection:
+            left = await waiting(connection, spool_dir)
+        if not left or clock() >= deadline:
+            return left
+        await asyncio.sleep(LOOK_S)
+
+
+def as_given(receipt: Receipt) -> Receipt:
+    """Return a receipt with the names that clients gave."""
+    return msgspec.structs.replace(
+        receipt,
+        episode=bare(receipt.episode),
+        keys=tuple(map(bare, receipt.keys)),
+        linked=tuple(map(bare, receipt.linked)),
+    )
+
+
+def as_text(receipt: Receipt, *, dry: bool) -> str:
+    """Return a receipt as a line of text."""
+    if receipt.state == "marked":
+        return f"{receipt.episode}: not recorded; nothing of it will be stored"
+    done = {"deleted": "would be deleted" if dry else "deleted", "deleted_before": "deleted before"}
+    counts = [f"{number} {table}" for table, number in receipt.removed.items() if number]
+    line = f"{receipt.episode}: {done[receipt.state]}"
+    line += f" ({', '.join(counts)})" if counts else ""
+    if receipt.trained:
+        carried = receipt.carried_by
+        line += f"; trained on by {', '.join(receipt.trained)}, carried by {len(carried)} versions"
+        line += " (`pawl policies retrain` starts again before them)"
+    if receipt.linked:
+        line += f"; linked with {', '.join(receipt.linked[:SHOWN])}, not deleted"
+    return line

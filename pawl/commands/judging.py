@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from pawl.commands.common import OfAgent, OfPolicy, Since, fail, with_zone
-from pawl.commands.flags import takes
+from pawl.commands.common import OfAgent, OfPolicy, Since, fail, takes, with_zone
 from store.records import Record
 
 if TYPE_CHECKING:

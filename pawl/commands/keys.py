@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pawl.commands.common import OfTenant, in_database
-from pawl.commands.flags import takes
+from pawl.commands.common import OfTenant, in_database, takes
 from store.records import Record
 from store.tenants import DEFAULT
 
@@ -113,7 +112,7 @@ def list_all(
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it.
     """
-    from pawl.output import write_lines
+    from pawl.commands.common import write_lines
     from store.keys import list_keys
 
     listed = in_database(lambda connection: list_keys(connection, tenant))
@@ -125,7 +124,7 @@ def table(keys: "Sequence[ApiKey]") -> "Table":
     import msgspec
     from rich.table import Table
 
-    from pawl.output import cell
+    from pawl.commands.common import cell
     from store.keys import ApiKey
 
     grid = Table(box=None, pad_edge=False)

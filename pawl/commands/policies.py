@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pawl.commands.common import OfTenant, fail, require_torch
-from pawl.imports import large_imports
+from pawl.commands.common import AsJson, OfTenant, fail, require_torch
+from pawl.commands.moving import freeze, promote, retrain, rollback
+from pawl.processes import large_imports
 from pawl.settings import StackSettings, read_settings
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ app = typer.Typer(
 )
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
-]
+for verb in (promote, rollback, retrain, freeze):
+    app.command()(verb)
 
 
 @app.command("list")
@@ -37,7 +37,7 @@ def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Status 2: PAWL_POLICIES cannot be used.
     """
-    from pawl.output import write_lines
+    from pawl.commands.common import write_lines
     from pawl.policies.listing import policies_of, table
     from store.policy_table import open_policies
     from trainer.settings import TrainerSettings
@@ -46,7 +46,7 @@ def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     policies = open_policies(settings.policies)
 
     async def look() -> None:
-        from pawl.stack.database import open_engine
+        from pawl.database import open_engine
 
         async with open_engine(settings) as engine:
             lines = await policies_of(engine, policies, settings.recipe, tenant)
@@ -78,7 +78,7 @@ def show(
 
     Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
     """
-    from pawl.output import write_lines
+    from pawl.commands.common import write_lines
     from pawl.policies.events import events_of, events_table
     from pawl.policies.show import table, versions_of
     from store.policy_table import open_policies
@@ -88,7 +88,7 @@ def show(
     policies = open_policies(settings.policies)
 
     async def look() -> None:
-        from pawl.stack.database import open_engine
+        from pawl.database import open_engine
 
         async with open_engine(settings) as engine:
             if events:
@@ -112,11 +112,11 @@ def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Status 1: some versions lack files.
     """
-    from pawl.output import write_lines
+    from pawl.commands.common import write_lines
     from pawl.policies.check import faults, table
 
     async def look() -> bool:
-        from pawl.stack.database import open_engine
+        from pawl.database import open_engine
 
         async with open_engine(read_settings(StackSettings)) as engine:
             lines = await faults(engine, tenant)
@@ -154,7 +154,7 @@ def export_version(
     from trainer.publishing.adapters import export_adapter
 
     async def look() -> "PolicyVersion":
-        from pawl.stack.database import open_engine
+        from pawl.database import open_engine
 
         async with open_engine(read_settings(StackSettings)) as engine, engine.connect() as one:
             return chosen_version(await policy_versions(one, name, tenant), version)
@@ -215,7 +215,7 @@ def import_version(
 
 
 async def _import(settings: "TrainerSettings", name: str, directory: Path) -> "PolicyVersion":
-    from pawl.stack.database import open_engine
+    from pawl.database import open_engine
     from trainer.importing import import_adapter
 
     async with open_engine(settings) as engine:

@@ -1,4 +1,4 @@
-"""Define `pawl proxy`, `pawl trainer` and `pawl steward`, each one process of this machine."""
+"""Define `pawl proxy`, `pawl trainer`, `pawl steward` and `pawl migrate`: one part of Pawl each."""
 
 import asyncio
 from typing import Annotated
@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from pawl.commands.common import fail, require_torch
-from pawl.imports import large_imports
-from pawl.settings import read_settings
+from pawl.processes import large_imports
+from pawl.settings import StackSettings, read_settings
 
 
 def proxy(
@@ -102,3 +102,28 @@ def steward() -> None:
             f"the steward cannot start: {error.strerror or error}. If its port is taken, stop the "
             "program that listens on it, or set PAWL_STEWARD_LISTEN"
         )
+
+
+def migrate(
+    revision: Annotated[
+        str, typer.Argument(help="Revision of the schema to go to; `head` is the newest.")
+    ] = "head",
+    down: Annotated[
+        bool, typer.Option("--down", help="Go down to an older revision; may lose data.")
+    ] = False,
+) -> None:
+    """Upgrade the database's schema to a revision, or downgrade it with --down.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxy, trainer and
+    `pawl export` upgrade the schema themselves when they start.
+    """
+    from pawl.database import open_database
+    from store.schema.migrate import downgrade, upgrade
+
+    settings = read_settings(StackSettings)
+
+    async def run() -> None:
+        async with open_database(settings) as url:
+            await (downgrade(url, revision) if down else upgrade(url, revision))
+
+    asyncio.run(run())

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pawl.commands.common import fail
-from pawl.commands.flags import takes
+from pawl.commands.common import fail, takes
 from pawl.rollout.agents import Agent, CommandAgent
 from pawl.rollout.journal import Journal, Plan
 from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from pydantic import HttpUrl
 
+from pawl.database import open_engine
 from pawl.export import Selection
 from pawl.judging.answers import Judge
 from pawl.judging.desk import FeedbackClient
@@ -22,7 +23,6 @@ from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
-from pawl.stack.database import open_engine
 from proxy.settings import ProxySettings
 from store.judge.judgements import forget_unjudged
 from store.keys import tenant_of_key

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.output import cell
+from pawl.commands.common import cell
 from store.records import Record
 from store.version_queries import versions_with_files
 from store.versions import PolicyState, PolicyVersion

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.output import cell
+from pawl.commands.common import cell
 from pawl.policies.lookup import policy_versions
 from pawl.steward.evidence import OnTrial, rule_of
 from pawl.steward.gate.records import Decision

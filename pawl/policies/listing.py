@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.output import cell
+from pawl.commands.common import cell
 from store.policy_table import PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT

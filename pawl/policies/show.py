@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.output import cell
+from pawl.commands.common import cell
 from pawl.policies.events import trial_of, unwatched_of, waiting_of
 from pawl.policies.lookup import policy_versions
 from pawl.steward.gate.records import Decision

@@ -19,7 +19,8 @@ import msgspec
 from pawl.judging.answers import Statement, metrics_of, read_verdict
 from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import JudgeFailed
-from pawl.programs import die_with_parent, not_ours
+from pawl.processes import die_with_parent
+from pawl.programs import not_ours
 from pawl.rollout.agents import Agent, Request, Result, environment, out_of_time
 from pawl.rollout.functions import NOWHERE, FunctionAgent
 from pawl.rollout.journal import Ended, Journal, Key, Plan

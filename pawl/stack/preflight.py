@@ -2,8 +2,12 @@
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
+
+from pawl.processes import run_code
 
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
@@ -90,3 +94,26 @@ def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
             f"{free:.1f} GiB are free on the disk of {folder}, {needed_gib:g} are needed: "
             "delete files, or choose a folder on another disk"
         )
+
+
+def unusable(reason: str) -> str:
+    """Return the message for an import of torch, or of what needs it, that failed."""
+    return (
+        f"the trainer cannot be imported: {reason}. torch is missing, or its build does not fit "
+        f"Python {sys.version_info[0]}.{sys.version_info[1]} and this machine: run `make install "
+        "PYTHON=python3.11`, or install a build that fits"
+    )
+
+
+def check_torch() -> None:
+    """Check, in a process of its own, that torch can be imported.
+
+    A build for another machine fails at its import: the CUDA build where there is no CUDA.
+
+    Raises:
+        NotReady: it cannot be imported; the message ends with the remedy.
+    """
+    done = subprocess.run(run_code("import torch"), capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise NotReady(unusable(lines[-1]))

@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from pawl.programs import die_with_parent
+from pawl.processes import die_with_parent
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import aiohttp
 
-from pawl.interpreter import run_module
-from pawl.stack.database import kept_postgres
+from pawl.database import kept_postgres
+from pawl.processes import run_module
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment

@@ -1,4 +1,7 @@
-"""Build vLLM's command line and environment: the CPU build with our LoRA plugin, or a GPU."""
+"""Run vLLM: the CPU build with our LoRA plugin, or a GPU.
+
+`python -m pawl.stack.vllm` has the arguments of `vllm serve`.
+"""
 
 import json
 import os
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pawl.interpreter import run_module
+from pawl.processes import large_imports, run_module
 from store.records import Record
 from trainer.settings import USUAL_SLOTS
 
@@ -56,7 +59,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
     """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
     command = [
-        *run_module("pawl.stack.vllm_server"),
+        *run_module("pawl.stack.vllm"),
         *("--model", options.model),
         *("--served-model-name", options.served_name),
         *("--host", "127.0.0.1", "--port", str(options.port)),
@@ -98,3 +101,15 @@ def vllm_environment(cores: int) -> dict[str, str]:
             "OMP_NUM_THREADS": str(cores),
         }
     return environment
+
+
+def main() -> None:
+    """Be vLLM's server."""
+    # To import it is half of its start.
+    with large_imports():
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
+    serve()
+
+
+if __name__ == "__main__":
+    main()

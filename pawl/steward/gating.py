@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.stack.database import open_engine
+from pawl.database import open_engine
 from pawl.steward.evidence import one_look
 from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
 from pawl.steward.policy_gate import STEWARD, PolicyGate

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.stack.database import open_engine
+from pawl.database import open_engine
 from pawl.steward.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
 from store.connection.availability import is_unavailable
 from store.settings import StoreSettings

@@ -8,8 +8,8 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pawl.processes import stop_event
 from pawl.settings import StewardSettings
-from pawl.signals import stop_event
 from pawl.steward.gating import Gating
 from pawl.steward.replicas import ReplicaKeeper, ServableVersions, show_troubles
 from proxy.admin_port import listen_on

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from pawl.programs import die_with_parent
+from pawl.processes import die_with_parent
 from pawl.settings import StewardSettings, read_settings
 from pawl.steward.run import steward
 

@@ -52,7 +52,7 @@ def server_url(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> It
     # A cached prefix would be computed in one batch and read in another.
     arguments += ["--no-enable-prefix-caching"]
     port, log = free_port(), tmp_path_factory.mktemp("vllm") / "vllm.log"
-    command = [sys.executable, "-m", "pawl.stack.vllm_server", "--enforce-eager"]
+    command = [sys.executable, "-m", "pawl.stack.vllm", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
     # As the stack starts it: one process, which does not burn a core while it waits for another.
     environment = vllm_environment(2) | {"VLLM_PLUGINS": "pawl_cpu_lora"}

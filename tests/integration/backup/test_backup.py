@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from pawl.commands.spool import look
 from pawl.policies.check import faults
-from pawl.spool import look
 from proxy.ingester.ingester import ingesting
 from store.connection.engine import make_engine
 from store.embedded import EmbeddedPostgres

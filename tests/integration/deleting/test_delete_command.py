@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.deleting import UnknownEpisodes, as_text, choose, delete, drained
+from pawl.commands.episodes import UnknownEpisodes, as_text, choose, delete_episodes, drained
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import Frame, Gap, decode_payload, encode_frame, encode_payload
@@ -39,7 +39,7 @@ async def receipts(
 ) -> list[Receipt]:
     selection = Selection(**chosen) if chosen else None
     found = await choose(engine, names, selection, marking=False)
-    return [receipt async for receipt in delete(engine, spool, found, dry=dry)]
+    return [receipt async for receipt in delete_episodes(engine, spool, found, dry=dry)]
 
 
 def files_with(folder: Path, word: str) -> list[Path]:
@@ -158,7 +158,7 @@ async def test_a_name_that_is_not_recorded_is_refused(engine: AsyncEngine, tmp_p
         await choose(engine, ["e1", "e2"], None, marking=False)
     assert list(await exported(engine)) == ["e1"]
     chosen = await choose(engine, ["e1", "e2"], None, marking=True)
-    done = [receipt async for receipt in delete(engine, tmp_path, chosen, dry=False)]
+    done = [receipt async for receipt in delete_episodes(engine, tmp_path, chosen, dry=False)]
     assert [receipt.state for receipt in done] == ["deleted", "marked"]
     assert [as_text(receipt, dry=False) for receipt in done] == [
         "e1: deleted (1 transitions)",

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.crediting.past import explain_update
+from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store.connection.engine import make_engine
 from store.errors import UnknownUpdate

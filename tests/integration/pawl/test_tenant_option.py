@@ -117,7 +117,6 @@ async def test_what_cannot_be_a_tenant_is_said(
         ("export",),
         ("spool",),
         ("episodes", "delete", "e"),
-        ("rollout",),
     ):
         done = await pawl(*command, "--tenant", "a b")
         assert done.exit_code == 2

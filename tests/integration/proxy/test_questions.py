@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.spool import replay
+from pawl.commands.spool import replay_letters
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import CapturedCall, encode_frame, encode_payload
@@ -29,7 +29,7 @@ async def drained(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCal
 async def replayed(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCall]) -> None:
     letters = [DeadLetter(call.episode, encode_payload(call), "tested") for call in calls]
     write_dead_letters(folder, letters)
-    assert await replay(folder, engine) == (len(calls), [])
+    assert await replay_letters(folder, engine) == (len(calls), [])
 
 
 @pytest.mark.parametrize("store", [drained, replayed])

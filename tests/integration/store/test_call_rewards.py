@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.crediting.past import explain_update
+from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store

@@ -16,7 +16,7 @@ import asyncpg
 import psutil
 import pytest
 
-from pawl.stack.database import kept_postgres
+from pawl.database import kept_postgres
 from store import embedded
 from store.connection.availability import is_unavailable
 from store.embedded import EmbeddedPostgres

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.crediting.past import explain_update
+from pawl.commands.credit import explain_update
 from store.records import Tokens
 from store.updates import claims
 from store.version_states import ensure_base

@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 
-from pawl.imports import large_imports
-from pawl.programs import die_with_parent
+from pawl.processes import die_with_parent, large_imports
 
 
 def main() -> None:

@@ -119,9 +119,11 @@ def check_pawl(arguments: list[str]) -> None:
     if not arguments:
         return
     name, rest = arguments[0], arguments[1:]
-    require(name in PAWL.commands, f"pawl has no command {name!r}")
+    command = PAWL.get_command(typer.Context(PAWL), name)
+    if command is None:
+        raise NoSuchCommand(f"pawl has no command {name!r}")
     try:
-        PAWL.commands[name].make_context(f"pawl {name}", list(rest))
+        command.make_context(f"pawl {name}", list(rest))
     except typer.Exit:
         return
     except Exception as error:  # a usage error: typer does not export their class

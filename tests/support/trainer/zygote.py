@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from pawl.imports import large_imports
+from pawl.processes import large_imports
 from tests.support.trainer.scored_episodes import BASE, fill, write_model
 
 # A process killed is gone in this time; one that is not is stuck in the kernel.

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pawl.cli import app
-from pawl.crediting.show import table
+from pawl.commands.credit import table
 from tests.conftest import ROOT
 from tests.support.lines import call, calls, episode, event, reward
 from trainer.credit.lines import CreditLine

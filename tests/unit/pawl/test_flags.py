@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from pawl.commands.flags import takes
+from pawl.commands.common import takes
 from store.records import Record
 
 

@@ -1,6 +1,7 @@
 """The help of each command is wrapped where the terminal ends, not where the source is."""
 
 import typer.main
+from typer import Context
 from typer.core import TyperGroup
 
 from pawl.cli import app
@@ -9,7 +10,10 @@ from pawl.cli import app
 def helps(group: TyperGroup, name: str) -> dict[str, str]:
     """Return the help of a group's commands, by what is typed."""
     texts: dict[str, str] = {}
-    for verb, command in group.commands.items():
+    context = Context(group)
+    for verb in group.list_commands(context):
+        command = group.get_command(context, verb)
+        assert command is not None
         if isinstance(command, TyperGroup):
             texts |= helps(command, f"{name} {verb}")
         else:

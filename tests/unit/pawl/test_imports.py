@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from pawl.imports import large_imports
-from pawl.interpreter import run_code
+from pawl.processes import large_imports, run_code
 
 
 def test_the_collector_rests_in_the_block_and_leaves_out_what_it_made() -> None:
@@ -27,7 +26,7 @@ def test_it_works_again_after_an_import_that_failed() -> None:
 
 AT_EXIT = """
 import atexit, gc
-from pawl.imports import large_imports
+from pawl.processes import large_imports
 atexit.register(lambda: print(gc.get_freeze_count()))
 with large_imports():
     pass

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pawl.commands.local import up
+from pawl.commands import local
 from pawl.settings import StackSettings
-from pawl.stack import up as stack
 from pawl.stack.process import ProcessFailed
 from tests.conftest import ROOT
 
@@ -41,9 +40,9 @@ def test_a_process_that_cannot_be_kept_running(
         await asyncio.sleep(0)
         raise ProcessFailed("vllm ended with code 1; the end of vllm.log:\nno memory")
 
-    monkeypatch.setattr(stack, "run_stack", failing)
+    monkeypatch.setattr(local, "run_stack", failing)
     with pytest.raises(SystemExit) as ended:
-        up()
+        local.up()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
         "pawl: vllm ended with code 1; the end of vllm.log:\nno memory\n"
@@ -61,6 +60,6 @@ def test_one_trainer_trains_all_policies_of_a_file(
     )
     monkeypatch.setenv("PAWL_POLICIES", str(policies))
     monkeypatch.setenv("PAWL_MODEL", "some/model")
-    plan = stack._plan(StackSettings(model="some/model"))
+    plan = local._plan(StackSettings(model="some/model"))
     assert (plan.policy, plan.policies) == (None, policies)
     assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)

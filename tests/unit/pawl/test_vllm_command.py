@@ -25,7 +25,7 @@ def command(**options: float) -> list[str]:
 
 def test_it_is_started_by_our_own_program() -> None:
     """vLLM's, but imported sooner."""
-    assert command()[:4] == [sys.executable, "-P", "-m", "pawl.stack.vllm_server"]
+    assert command()[:4] == [sys.executable, "-P", "-m", "pawl.stack.vllm"]
 
 
 def test_the_model_cards_settings_are_never_used() -> None:

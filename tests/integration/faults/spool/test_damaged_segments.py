@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.spool import replay
+from pawl.commands.spool import replay_letters
 from proxy.calls.answer import ReplyBuffer
 from proxy.ingester import batch_writer, segment_reader
 from proxy.ingester.drain import Drainer
@@ -37,7 +37,7 @@ async def test_few_bytes_that_stand_for_very_many_are_not_inflated(
     assert (await spooled.stored(), len(spooled.letters())) == (1, 1)
     assert "PAWL_MAX_REPLY_MB" in spooled.reasons()
     # With more room it is stored after all.
-    assert await replay(tmp_path, engine) == (1, [])
+    assert await replay_letters(tmp_path, engine) == (1, [])
     assert (await spooled.stored(), spooled.letters()) == (2, [])
     assert_adds_up()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.spool import as_json, as_lines, look, replay
+from pawl.commands.spool import as_lines, look, replay_letters
 from proxy.spool.segments import Frame, Gap, encode_frame, read_frames
 from store.ids import new_id
 from store.read.episodes import episode_ids
@@ -40,7 +40,7 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
     assert (view.segments, view.records) == (1, 2)
     assert "episode e7" in view.dead_letters[0].about
     assert view.dead_letters[1].about == "not a record"
-    assert as_json(view)["dead_letters"][1]["reason"] == "a torn frame"
+    assert view.dead_letters[1].reason == "a torn frame"
     assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
 
 
@@ -61,7 +61,7 @@ async def test_a_tenants_letters_alone_are_shown_and_replayed(
     assert shown("default") == ["default"]
     assert shown("nobody") == []
     assert len(shown(None)) == 5
-    assert await replay(tmp_path, engine, tenant="default") == (1, [])
+    assert await replay_letters(tmp_path, engine, tenant="default") == (1, [])
     assert shown(None) == ["a", "b", "gap", "torn"]
 
 
@@ -73,10 +73,10 @@ async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
     write_dead_letters(tmp_path, "1", payload(bad), "refused")
     write_dead_letters(tmp_path, "2", b"torn", "a torn frame")
     write_dead_letters(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
-    stored, refused = await replay(tmp_path, engine)
+    stored, refused = await replay_letters(tmp_path, engine)
     assert stored == 2
     assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]
     assert [Path(d.path).name for d in look(tmp_path).dead_letters] == ["1.letter", "2.letter"]
     async with engine.connect() as connection:
         assert len(await episode_ids(connection)) == 1
-    assert await replay(tmp_path, engine) == (0, refused)
+    assert await replay_letters(tmp_path, engine) == (0, refused)

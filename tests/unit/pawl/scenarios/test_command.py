@@ -13,7 +13,7 @@ from pawl.commands.local import example
 @pytest.fixture(autouse=True)
 def _ready_but_for_one_thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is unpacked or started, whatever becomes of the rest."""
-    monkeypatch.setattr("pawl.stack.torch_build.check_torch", lambda: None)
+    monkeypatch.setattr("pawl.commands.local.check_torch", lambda: None)
     monkeypatch.setattr("pawl.scenarios.run.unpacked_model", lambda folder: folder)
     monkeypatch.chdir(tmp_path)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pawl.crediting.show import table
+from pawl.commands.credit import table
 from store.values.rewards import REWARD_ALONE, RewardRule
 from tests.support.lines import call, credited, episode, reward
 from trainer.credit.lines import credit_lines, read_lines

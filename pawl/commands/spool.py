@@ -1,16 +1,22 @@
-"""Show the records that wait on disk and the dead letters, and replay letters (`pawl spool`)."""
+"""Define `pawl spool`: records that wait on disk, and dead letters, which it stores again."""
 
+import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 from uuid import UUID
 
 import msgspec
+import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.commands.common import OfTenant, with_engine
+from pawl.settings import read_settings
 from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
 from proxy.ingester.transcribe import NO_READERS, question_of, record_of
-from proxy.redaction import Redactor
+from proxy.redaction import Redactor, open_redactor
+from proxy.settings import ProxySettings
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import (
     MOST_INFLATED,
@@ -25,6 +31,35 @@ from store.connection.availability import is_no_records_fault
 from store.records import CallRecord, Record
 from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
+
+
+def spool(
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Try to store the dead letters again first.")
+    ] = False,
+    tenant: OfTenant = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show the records that wait on disk, and the dead letters that could not be stored.
+
+    With --tenant only dead letters of the tenant are shown and tried again; a segment holds records
+    of all tenants. Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if
+    --replay could not store some letters: they stay on disk, and each is listed with the reason.
+    """
+    settings = read_settings(ProxySettings)
+    folder = settings.spool_dir
+    if replay:
+        redactor, max_reply = open_redactor(settings), settings.max_reply_mb * 2**20
+        stored, refused = with_engine(
+            lambda engine: replay_letters(
+                folder, engine, settings.tool_results, max_reply, redactor, tenant
+            )
+        )
+        print(f"{stored} dead letters stored, {len(refused)} refused again", file=sys.stderr)
+        for reason in refused:
+            print(f"  {reason}", file=sys.stderr)
+    view = look(folder, tenant)
+    print(json.dumps(msgspec.to_builtins(view)) if as_json else "\n".join(as_lines(view)))
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
@@ -130,7 +165,7 @@ def _about(payload: bytes) -> str:
     return f"feedback {record.id} ({len(record.items)} statements)"
 
 
-async def replay(
+async def replay_letters(
     folder: Path,
     engine: AsyncEngine,
     readers: ResultReaders = NO_READERS,
@@ -190,8 +225,3 @@ def as_lines(view: SpoolView) -> list[str]:
 
 def _first(reason: str) -> str:
     return reason.splitlines()[0][:200] if reason else ""
-
-
-def as_json(view: SpoolView) -> Any:
-    """Return the view as objects that `json.dumps` takes."""
-    return msgspec.to_builtins(view)

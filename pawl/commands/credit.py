@@ -1,0 +1,214 @@
+"""Define `pawl credit`: what each call of a file, or of an update that ran, is worth."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import UUID
+
+import msgspec
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.commands.common import AsJson, OfTenant, cell, fail, with_engine, write_lines
+from pawl.settings import refuse_unread
+from store.read.past import PastUpdate, past_update
+from store.updates.claims import Outcome
+from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
+from trainer.errors import CreditLineError, RecipeError, TrainerError
+from trainer.recipes.recipe import Recipe, load_recipe
+from trainer.updates.plan import LeftOut, Plan, plan_update
+
+File = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[FILE.jsonl]",
+        help="File of episodes as `pawl export` writes them; - reads standard input.",
+        show_default=False,
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        help="Recipe to assign credit by: path of a TOML file, or name of a packaged one; "
+        "default: `default`."
+    ),
+]
+Update = Annotated[
+    str | None,
+    typer.Option(
+        help="Update to explain instead of a file: the number of the version that it made, "
+        "or its id."
+    ),
+]
+VersionOf = Annotated[
+    str | None,
+    typer.Option(help="With --update: policy of the version, if several have that number."),
+]
+
+
+def credit(
+    file: File = None,
+    recipe: RecipeName = None,
+    update: Update = None,
+    policy: VersionOf = None,
+    tenant: OfTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show each call's return, advantage and loss weight, and why a call is not trained.
+
+    With a file, only the file and a recipe are needed. With --update, the database is; the
+    update is computed again from what was known when it claimed its episodes.
+
+    Status 2: the file, the recipe or the update cannot be used; nothing is printed then.
+    """
+    if (file is None) == (update is None):
+        fail("name a file of episodes, - for standard input, or --update: exactly one of them")
+    if update is None and tenant is not None:
+        fail("--tenant is for --update: a file has the episodes that it was written with")
+    if update is not None and recipe is not None:
+        fail("an update is explained by the recipe that it ran with: leave out --recipe")
+    try:
+        if update is not None:
+            which = _version_or_id(update)
+            explained = with_engine(lambda engine: explain_update(engine, which, policy, tenant))
+        else:
+            refuse_unread()
+            explained = explain_file(str(file), load_recipe(recipe or "default"))
+    except TrainerError as error:
+        fail(str(error))
+    for note in explained.notes:
+        print(f"pawl: {note}", file=sys.stderr)
+    write_lines(explained.lines, table, as_json=as_json)
+
+
+def _version_or_id(text: str) -> int | UUID:
+    try:
+        return int(text) if text.isdecimal() else UUID(text)
+    except ValueError:
+        fail(f"--update is a version's number or an update's id, not {text!r}")
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """Hold the credit of some transitions, with notes on how to read it.
+
+    Attributes:
+        lines: one for each transition, in the order of episodes and calls.
+        notes: warnings for the user, one line each; they go to standard error.
+    """
+
+    lines: Sequence[CreditLine]
+    notes: Sequence[str]
+
+
+def explain_file(file: str, recipe: Recipe) -> Explained:
+    """Assign credit to the episodes in a file, or on standard input if `file` is `-`.
+
+    Raises:
+        CreditLineError: the file cannot be read, or a line is not an episode as `pawl export`
+            writes it.
+    """
+    if file == "-":
+        episodes = read_lines(sys.stdin.buffer, "standard input")
+    else:
+        try:
+            with Path(file).open("rb") as lines:
+                episodes = read_lines(lines, file)
+        except OSError as error:
+            raise CreditLineError(
+                f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
+            ) from error
+    credited = credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
+    return Explained(credited, [])
+
+
+async def explain_update(
+    engine: AsyncEngine, which: int | UUID, policy: str | None, tenant: str | None = None
+) -> Explained:
+    """Compute the credit of a past update again: its recipe, its claim, its feedback.
+
+    Args:
+        engine: the database.
+        which: the number of the version that the update made, or the update's id.
+        policy: the policy of that version; needed only if several policies have the number.
+        tenant: whose the policy is; None: anybody's.
+
+    Raises:
+        UnknownUpdate: there is no such update, there are several, or it is not finished.
+        RecipeError: the update's recipe has keys that this version of Pawl does not know.
+        Damaged: a call of the update cannot be read back.
+    """
+    async with engine.connect() as connection:
+        past = await past_update(connection, which, policy, tenant)
+    recipe = _recipe(past)
+    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    lines = [
+        credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
+        for credit in plan.credited
+    ]
+    return Explained(lines, _differences(past, plan))
+
+
+def _recipe(past: PastUpdate) -> Recipe:
+    try:
+        return Recipe.model_validate(past.recipe)
+    except ValidationError as error:
+        raise RecipeError(
+            "this version of Pawl cannot read the recipe that the update recorded"
+            f" ({error.errors()[0]['msg']}): explain it with the version that trained it"
+        ) from error
+
+
+def _differences(past: PastUpdate, plan: Plan) -> list[str]:
+    """Return a note for each figure that differs now from what the update recorded."""
+    notes = [
+        f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
+        " a statement from before the update reached the ledger after it"
+        for name, value in plan.metrics.items()
+        if name in past.metrics and past.metrics[name] != value
+    ]
+    recorded, present = _by_episode(past.outcomes), _by_episode(plan.outcomes)
+    changes = sorted(
+        {(recorded[episode], present[episode]) for episode in recorded.keys() & present.keys()}
+    )
+    return notes + [
+        f"episodes that were {before} in the update are {after} now"
+        for before, after in changes
+        if before != after
+    ]
+
+
+def _by_episode(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
+    return {outcome.episode_id: outcome.reason or "trained" for outcome in outcomes}
+
+
+def table(lines: Sequence[CreditLine]) -> Table:
+    """Return the lines as a table for a terminal, one column for each field that any line has."""
+    grid = Table(box=None, pad_edge=False)
+    names = [name for name in CreditLine.__struct_fields__ if _has(lines, name)]
+    for name in names:
+        is_number = name.startswith("r_") or name in ("advantage", "weight")
+        grid.add_column(
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+        )
+    for line in lines:
+        grid.add_row(*[cell(_shown(getattr(line, name))) for name in names])
+    return grid
+
+
+def _has(lines: Sequence[CreditLine], name: str) -> bool:
+    return name != "parts" or any(line.parts for line in lines)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as the table has it: of the parts of a reward each with its metric."""
+    if value is msgspec.UNSET:
+        return None
+    if not isinstance(value, dict):
+        return value
+    return ", ".join(f"{metric} {part:+.4g}" for metric, part in value.items())

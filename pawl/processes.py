@@ -1,0 +1,60 @@
+"""Share what Pawl's processes have in common: their start, their imports, and their end."""
+
+import asyncio
+import atexit
+import ctypes
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def run_module(name: str) -> list[str]:
+    """Return the command line that runs a module with this Python; append its arguments.
+
+    `-P`: an agent's project, the working directory, may well have a folder `proxy` or `store`.
+    """
+    return [sys.executable, "-P", "-m", name]
+
+
+def run_code(code: str) -> list[str]:
+    """Return the command line that runs a piece of Python, likewise."""
+    return [sys.executable, "-P", "-c", code]
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this child SIGTERM when its parent ends, however it ends.
+
+    Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_event() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set, in the loop that runs now."""
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    return stop
+
+
+@contextmanager
+def large_imports() -> Iterator[None]:
+    """Import within the block without garbage collection, and exempt from it what is there then.
+
+    Modules live as long as the process. To go through those of torch, transformers and TRL again
+    and again takes a seventh of the processor time of their import, and later, in a trainer of
+    several policies, a part of every turn.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        # At its end the process looks through all of it, or libraries complain of leftovers.
+        atexit.register(gc.unfreeze)
