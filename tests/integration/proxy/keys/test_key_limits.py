@@ -20,7 +20,7 @@ async def limited(
         return bearer((await create_key(connection, name, (scope,), limits)).key)
 
 
-async def test_what_is_more_in_a_minute_is_told_when_to_come_back(
+async def test_request_beyond_the_limit_of_a_minute_is_told_when_to_retry(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     few = await limited(engine, "few", Limits(per_minute=3))
@@ -41,7 +41,7 @@ async def test_what_is_more_in_a_minute_is_told_when_to_come_back(
     assert (await proxy.chat(headers=bearer(free))).status == 200
 
 
-async def test_no_more_run_at_once_and_the_next_is_let_in_when_one_has_ended(
+async def test_request_beyond_the_limit_at_once_is_let_in_when_another_has_ended(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     two = await limited(engine, "two", Limits(at_once=2))
@@ -64,7 +64,7 @@ async def test_no_more_run_at_once_and_the_next_is_let_in_when_one_has_ended(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_has_used_up_the_tokens_of_a_minute_may_call_no_more(
+async def test_call_is_refused_once_the_tokens_of_a_minute_are_used_up(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, stream: bool
 ) -> None:
     # Each of the server's replies takes three tokens of a prompt and two of its own, as its ids
@@ -82,7 +82,7 @@ async def test_who_has_used_up_the_tokens_of_a_minute_may_call_no_more(
     assert (await proxy.chat(headers=bearer(free))).status == 200
 
 
-async def test_feedback_is_taken_from_who_has_used_up_the_tokens(
+async def test_feedback_is_taken_when_the_tokens_are_used_up(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:
@@ -95,7 +95,7 @@ async def test_feedback_is_taken_from_who_has_used_up_the_tokens(
     assert status == 200
 
 
-async def test_a_client_that_leaves_makes_room(
+async def test_client_that_leaves_makes_room(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     one = await limited(engine, "one", Limits(at_once=1))
@@ -119,9 +119,7 @@ async def test_a_client_that_leaves_makes_room(
     await eventually(let_in)
 
 
-async def test_the_admin_port_holds_a_key_to_its_limits_too(
-    proxy: Proxy, engine: AsyncEngine
-) -> None:
+async def test_admin_port_has_limits_of_its_own(proxy: Proxy, engine: AsyncEngine) -> None:
     few = await limited(engine, "few", Limits(per_minute=3, at_once=1), "read")
     free = await made(engine, "free", "infer", "read")
     await taken(proxy, free)

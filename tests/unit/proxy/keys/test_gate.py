@@ -1,4 +1,4 @@
-"""Who is let in: every state of the keys, every scope, and what each refusal says."""
+"""Who is let in: credentials in headers, every state of the keys and of their file, every scope."""
 
 import os
 import stat
@@ -6,25 +6,24 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
-from proxy.keys.gate import NO_KEYS, Gate, KeyFile, Shown
-from proxy.settings import Access
-from store.errors import BadKey
-from store.keys import (
-    MARK,
-    SCOPES,
-    Grant,
-    KeyRing,
-    Scope,
-    check_name,
-    check_tenant,
-    hash_of,
-    new_secret,
-    read_scopes,
+from proxy.http.server import is_loopback
+from proxy.keys.gate import (
+    NO_KEYS,
+    NOTHING,
+    Gate,
+    KeyFile,
+    Shown,
+    shown_in,
+    without_credentials,
 )
+from proxy.settings import Access
+from proxy.upstreams.server import CREDENTIALS
+from store.keys import MARK, SCOPES, Grant, KeyRing, Scope, hash_of, new_secret
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:
@@ -58,7 +57,7 @@ RELAYED = Shown(relayed=True)
 
 
 @pytest.mark.parametrize(("scope", "others"), list(product(SCOPES, (False, True))))
-def test_a_key_opens_exactly_what_it_is_for(scope: Scope, others: bool) -> None:
+def test_key_opens_exactly_its_scopes(scope: Scope, others: bool) -> None:
     scopes = tuple(one for one in SCOPES if (one == scope) != others)
     grant, shown = made(*scopes)
     gate = gate_with(ring(grant))
@@ -66,7 +65,7 @@ def test_a_key_opens_exactly_what_it_is_for(scope: Scope, others: bool) -> None:
         assert refused(gate, shown, asked) is (None if asked in scopes else OutOfScope)
 
 
-def test_a_wrong_a_revoked_and_no_key_are_refused_from_anywhere() -> None:
+def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:
     grant, shown = made("infer")
     revoked, shown_revoked = made("infer")
     gate = gate_with(ring(grant, revoked))
@@ -81,14 +80,14 @@ def test_a_wrong_a_revoked_and_no_key_are_refused_from_anywhere() -> None:
         assert refused(gate, Shown(credential)) is NoKey
 
 
-def test_the_last_key_revoked_locks_the_door() -> None:
+def test_revoking_the_last_key_lets_nobody_in() -> None:
     for access in get_args(Access):
         assert refused(gate_with(ring(), access), ANYBODY) is NoKey
 
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("shown", [ANYBODY, RELAYED])
-def test_without_any_key_made_only_loopback_may_call(shown: Shown, local: bool) -> None:
+def test_loopback_alone_may_call_while_no_key_was_made(shown: Shown, local: bool) -> None:
     let_in = local and not shown.relayed
     gate = gate_with(NO_KEYS)
     assert refused(gate, shown, local=local) is (None if let_in else Forbidden)
@@ -96,14 +95,14 @@ def test_without_any_key_made_only_loopback_may_call(shown: Shown, local: bool) 
     assert refused(gate_with(NO_KEYS, "keys"), shown, local=local) is NoKey
 
 
-def test_what_opens_a_port_is_named_where_it_is_closed() -> None:
+def test_refusal_of_a_relayed_request_names_what_opens_the_port() -> None:
     with pytest.raises(Forbidden, match=r"pawl keys create NAME.*PAWL_ACCESS=anyone") as told:
         gate_with(NO_KEYS).check(RELAYED, "infer", local=True)
     assert "reverse proxy" in str(told.value)
 
 
 @pytest.mark.parametrize("access", get_args(Access))
-def test_keys_that_are_not_known_let_nobody_in(access: Access) -> None:
+def test_unknown_keys_let_nobody_in(access: Access) -> None:
     _, shown = made("infer")
     assert refused(Gate(access), shown) is KeysUnknown
     gate = gate_with(None, access)
@@ -111,7 +110,7 @@ def test_keys_that_are_not_known_let_nobody_in(access: Access) -> None:
     assert refused(gate, ANYBODY) is KeysUnknown
 
 
-def test_keys_that_cannot_be_read_any_more_go_on_to_count() -> None:
+def test_known_keys_stay_valid_when_they_cannot_be_read_any_more() -> None:
     grant, shown = made("infer")
     gate = gate_with(ring(grant))
     gate.take(None)
@@ -124,7 +123,7 @@ def test_keys_that_cannot_be_read_any_more_go_on_to_count() -> None:
 
 
 @pytest.mark.parametrize("access", get_args(Access))
-def test_a_removed_file_of_keys_opens_no_port_that_asked_for_one(access: Access) -> None:
+def test_removed_file_of_keys_opens_no_port(access: Access) -> None:
     grant, shown = made("infer")
     gate = gate_with(ring(grant), access)
     gate.take(NO_KEYS)
@@ -135,7 +134,7 @@ def test_a_removed_file_of_keys_opens_no_port_that_asked_for_one(access: Access)
 # The file
 
 
-def test_the_file_is_private_holds_hashes_only_and_gives_back_what_was_written(
+def test_file_of_keys_is_private_and_holds_hashes_alone(
     tmp_path: Path,
 ) -> None:
     grant, shown = made("infer", "read")
@@ -156,7 +155,7 @@ def test_the_file_is_private_holds_hashes_only_and_gives_back_what_was_written(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"made": 1}', b"\xff", b"[" * 100_000])
-def test_a_file_that_cannot_be_read_opens_nothing(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_file_of_keys_is_no_empty_one(tmp_path: Path, content: bytes) -> None:
     file = KeyFile(tmp_path)
     file.write(ring(made("infer")[0]))
     [path] = [one for one in tmp_path.rglob("*") if one.is_file()]
@@ -166,7 +165,7 @@ def test_a_file_that_cannot_be_read_opens_nothing(tmp_path: Path, content: bytes
     assert KeyFile(tmp_path).read() is None
 
 
-def test_a_file_that_is_written_lost_or_written_again_has_changed(tmp_path: Path) -> None:
+def test_file_of_keys_that_is_written_or_lost_has_changed(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     assert file.changed()
     assert not file.changed()
@@ -181,36 +180,63 @@ def test_a_file_that_is_written_lost_or_written_again_has_changed(tmp_path: Path
         assert not file.changed()
 
 
-# Names and scopes
+# Credentials in headers
+
+KEY = new_secret()[1].encode()
 
 
-def test_scopes_are_read_in_their_order_each_once() -> None:
-    assert read_scopes("read, infer,read") == ("infer", "read")
-    for text in ("", " , ", "infer,all", "INFER"):
-        with pytest.raises(BadKey, match="infer, feedback, read, train, admin"):
-            read_scopes(text)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"Authorization", b"Bearer " + KEY)],
+        [(b"authorization", b"bearer   " + KEY)],
+        [(b"X-Api-Key", KEY)],
+        [(b"api-key", KEY + b" ")],
+        # A gateway's own beside ours, in any order.
+        [(b"Authorization", b"Bearer other"), (b"x-api-key", KEY)],
+        [(b"x-api-key", b"other"), (b"Authorization", b"Bearer " + KEY)],
+    ],
+)
+def test_key_is_found_in_each_header_that_clients_use(headers: list[tuple[bytes, bytes]]) -> None:
+    other = (b"Content-Type", b"application/json")
+    shown = shown_in([other, *headers])
+    assert (shown.credential, shown.relayed) == (KEY, False)
+    assert without_credentials([other, *headers], shown) == [other]
 
 
-def test_a_name_is_plain_and_does_not_look_like_an_id() -> None:
-    assert check_name("ci-agent.2") == "ci-agent.2"
-    for name in ("", "a b", "-a", "a" * 65, "0123456789abcdef", "é", "a\n"):
-        with pytest.raises(BadKey, match="cannot be the name of a key"):
-            check_name(name)
+def test_headers_without_credentials_show_nothing() -> None:
+    assert shown_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NOTHING
 
 
-def test_a_tenant_has_a_name_and_no_key_for_what_all_share() -> None:
-    for tenant in ("a", "team-1", "x" * 64, "default"):
-        assert check_tenant(tenant, ("infer", "read")) == tenant
-    for tenant in ("", "a b", "a/b", "-a", "x" * 65, "a\x1fb", "a\n", "ä"):
-        with pytest.raises(BadKey, match="cannot be the name of a tenant"):
-            check_tenant(tenant, ("infer",))
-    assert check_tenant("default", SCOPES) == "default"
-    with pytest.raises(BadKey, match="cannot be for admin"):
-        check_tenant("a", SCOPES)
+@pytest.mark.parametrize("name", [b"Forwarded", b"X-Forwarded-For", b"x-real-ip", b"Via"])
+def test_relayed_request_is_known_by_its_headers(name: bytes) -> None:
+    assert shown_in([(name, b"for=127.0.0.1")]) == Shown(relayed=True)
 
 
-def test_keys_of_a_file_from_before_tenants_are_the_default_ones() -> None:
-    grant, _ = made("infer")
-    known = msgspec.json.decode(msgspec.json.encode(ring(grant)))
-    del known["grants"][0]["tenant"]
-    assert msgspec.convert(known, KeyRing, strict=False).grants[0].tenant == "default"
+@given(st.lists(st.tuples(st.sampled_from(sorted(CREDENTIALS)), st.binary(max_size=80))))
+def test_every_credential_is_removed_from_the_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    upper = [(name.title(), value) for name, value in headers]
+    both = [*headers, (b"Host", b"h"), *upper]
+    assert without_credentials(both, shown_in(both)) == [(b"Host", b"h")]
+    assert (shown_in(upper).credential is None) == (not headers)
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        (("127.0.0.1", 4000), True),
+        (("127.9.9.9", 4000), True),
+        (("::1", 4000, 0, 0), True),
+        (("::ffff:127.0.0.1", 4000, 0, 0), True),
+        (("::ffff:10.0.0.1", 4000, 0, 0), False),
+        (("172.17.0.1", 4000), False),
+        (("fe80::1%eth0", 4000, 0, 2), False),
+        (("0.0.0.0", 4000), False),
+        (("localhost", 4000), False),
+        ("", False),
+        (None, False),
+        ((), False),
+    ],
+)
+def test_loopback_is_an_address_of_this_machine(peer: object, local: bool) -> None:
+    assert is_loopback(peer) is local

@@ -1,10 +1,14 @@
-"""The limits of a key: no minute has more than so many requests, and no more run at once."""
+"""The limits of a key, and how many tokens a call took, from the bytes of its reply."""
+
+import json
+import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.keys.limits import WINDOW_S, Usage, share_of
+from proxy.keys.limits import WINDOW_S, Usage, share_of, tokens_of
 from store.keys import Grant
 
 
@@ -18,7 +22,7 @@ def usage(workers: int = 1, **limits: int) -> Usage:
     st.integers(1, 5),
     st.lists(st.floats(0, 30), min_size=1, max_size=60),
 )
-def test_no_minute_has_more_than_the_limit_and_who_waits_as_told_is_let_in(
+def test_no_minute_has_more_requests_than_the_limit_and_the_wait_suffices(
     limit: int, pauses: list[float]
 ) -> None:
     held, now = usage(per_minute=limit), 1000.0
@@ -40,7 +44,7 @@ def test_no_minute_has_more_than_the_limit_and_who_waits_as_told_is_let_in(
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=60))
-def test_no_more_run_than_the_limit(limit: int, steps: list[bool]) -> None:
+def test_no_more_requests_run_than_the_limit(limit: int, steps: list[bool]) -> None:
     held, running = usage(at_once=limit), 0
     for begins in steps:
         if begins:
@@ -52,7 +56,7 @@ def test_no_more_run_than_the_limit(limit: int, steps: list[bool]) -> None:
             running -= 1
 
 
-def test_without_limits_all_are_let_in() -> None:
+def test_key_without_limits_is_never_refused() -> None:
     held = usage()
     assert [held.begin(0.0) for _ in range(1000)] == [None] * 1000
 
@@ -60,13 +64,13 @@ def test_without_limits_all_are_let_in() -> None:
 @pytest.mark.parametrize(
     ("limit", "workers", "share"), [(None, 4, None), (1, 4, 1), (8, 4, 2), (9, 4, 3), (5, 1, 5)]
 )
-def test_a_worker_has_its_share_rounded_up(
+def test_worker_has_its_share_of_a_limit_rounded_up(
     limit: int | None, workers: int, share: int | None
 ) -> None:
     assert share_of(limit, workers) == share
 
 
-def test_a_limit_that_changes_counts_from_then_on() -> None:
+def test_changed_limit_counts_at_once() -> None:
     held = usage(per_minute=3)
     assert [held.begin(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
     held.hold_to(Grant(id="a", hash=b"", scopes=(), per_minute=1), 1)
@@ -76,7 +80,7 @@ def test_a_limit_that_changes_counts_from_then_on() -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 40)), max_size=60))
-def test_while_a_minute_has_more_tokens_than_the_limit_no_call_begins(
+def test_no_call_begins_while_a_minute_has_used_up_the_tokens(
     limit: int, calls: list[tuple[float, int]]
 ) -> None:
     held, now = usage(tokens_per_minute=limit), 1000.0
@@ -101,7 +105,7 @@ def test_while_a_minute_has_more_tokens_than_the_limit_no_call_begins(
         held.end()
 
 
-def test_tokens_are_a_workers_share_and_count_only_where_they_are_limited() -> None:
+def test_tokens_count_by_worker_and_only_where_they_are_limited() -> None:
     held = usage(workers=4, tokens_per_minute=10)
     held.spend(0.0, 3)
     assert held.begin(0.0) == 60
@@ -110,3 +114,81 @@ def test_tokens_are_a_workers_share_and_count_only_where_they_are_limited() -> N
     free.spend(0.0, 1000)
     free.hold_to(Grant(id="a", hash=b"", scopes=(), tokens_per_minute=10), 1)
     assert free.begin(0.0) is None
+
+
+# Tokens
+
+REQUEST = b'{"model":"m"}'
+CHAT = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+DETAILED = CHAT | {"prompt_tokens_details": {"cached_tokens": 100}}
+ANTHROPIC = {"input_tokens": 7, "output_tokens": 5, "cache_read_input_tokens": 3}
+
+
+def events(*values: Any) -> bytes:
+    return b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in values)
+
+
+@pytest.mark.parametrize(
+    ("reply", "tokens"),
+    [
+        (json.dumps({"choices": [], "usage": CHAT}).encode(), 12),
+        (json.dumps({"usage": DETAILED}, indent=1).encode(), 12),
+        (json.dumps({"content": [], "usage": ANTHROPIC}).encode(), 15),
+        # A stream that tells at its beginning and at its end, and one that tells all the time.
+        (
+            events(
+                {"message": {"usage": {"input_tokens": 7, "output_tokens": 1}}},
+                {"usage": {"output_tokens": 5}},
+            ),
+            12,
+        ),
+        (events({"usage": None}, {"usage": CHAT | {"completion_tokens": 1}}, {"usage": CHAT}), 12),
+        # Without usage, the ids; those of the prompt once.
+        (
+            events(
+                {"prompt_token_ids": [1, 2, 3], "choices": [{"token_ids": None}]},
+                {"choices": [{"token_ids": [4]}]},
+                {"choices": [{"token_ids": [5, 6]}]},
+            ),
+            6,
+        ),
+        # With neither, four bytes of the request a token, and each event of the reply.
+        (events({"choices": []}, {"choices": []}), 4 + 2),
+        (b"x" * 40, 4 + 10),
+        # What a model says is not taken for what the server tells.
+        (
+            json.dumps(
+                {"text": json.dumps({"usage": {"total_tokens": 1}}), "usage": CHAT}
+            ).encode(),
+            12,
+        ),
+        (b'{"usage": {"total_tokens": "many"}}', 4 + 9),
+        (b'{"usage": {', 4 + 3),
+        # There was no reply.
+        (b"", 0),
+    ],
+)
+def test_tokens_are_the_usages_or_the_ids_or_estimated(reply: bytes, tokens: int) -> None:
+    assert tokens_of(REQUEST, reply) == tokens
+
+
+def test_deflated_reply_is_inflated_for_its_usage() -> None:
+    reply = json.dumps({"usage": CHAT}).encode()
+    assert tokens_of(REQUEST, zlib.compress(reply), deflated=True) == 12
+
+
+def test_very_long_reply_counts_by_its_length() -> None:
+    reply = zlib.compress(b" " * (33 * 2**20))
+    assert tokens_of(b"", reply, deflated=True) == 8 * 2**20
+
+
+def test_error_costs_what_its_usage_says() -> None:
+    refusal = b'{"error":{"message":"busy"}}'
+    assert tokens_of(REQUEST, refusal) > 0
+    assert tokens_of(REQUEST, refusal, refused=True) == 0
+    assert tokens_of(REQUEST, b'{"error":{},"usage":{"total_tokens":3}}', refused=True) == 3
+
+
+def test_usage_may_hold_costs_and_times() -> None:
+    usage = b'{"usage":{"prompt_tokens":5,"completion_tokens":2,"queue_time":0.037,"cost":1e-5}}'
+    assert tokens_of(REQUEST, usage) == 7

@@ -120,34 +120,6 @@ def assert_read_or_refused(text: str) -> None:
     assert all(spec.models or spec.default for spec in specs)
 
 
-_values = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from(["a", "http://a/v1", "m*"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["a", "name", "urls"]), inner, max_size=3)
-    ),
-    max_leaves=4,
-)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return {True: "true", False: "false"}.get(value, repr(value)) if value is not None else "0"  # type: ignore[call-overload]
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["name", "kind", "urls", "models", "default", "options", "nmae"]), _values
-    )
-)
-def test_any_table_is_read_or_refused(table: dict[str, object]) -> None:
-    text = "[[upstream]]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in table.items())
-    assert_read_or_refused(text)
-
-
 def test_keys_come_from_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(WHOLE)

@@ -31,7 +31,7 @@ with urllib.request.urlopen(request, timeout=30) as reply:
 """
 
 
-async def test_a_judge_posts_its_verdict_with_the_key(
+async def test_judge_posts_its_verdicts_with_the_key(
     proxy: Proxy,
     engine: AsyncEngine,
     bench: Bench,
@@ -52,7 +52,7 @@ async def test_a_judge_posts_its_verdict_with_the_key(
     assert key not in err
 
 
-async def test_a_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
+async def test_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
     proxy: Proxy,
     engine: AsyncEngine,
     bench: Bench,
@@ -90,7 +90,7 @@ async def test_a_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
     assert await eventually(scored) == [scoped("a", "good-1"), scoped("a", "good-a")]
 
 
-async def test_a_rollout_shows_its_key_and_the_agent_its_own(
+async def test_rollout_shows_its_key_and_the_agent_its_own(
     proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

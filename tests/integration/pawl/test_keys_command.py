@@ -28,7 +28,7 @@ async def pawl_keys(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["keys", *arguments])
 
 
-async def test_a_key_is_printed_alone_and_only_its_hash_is_kept(engine: AsyncEngine) -> None:
+async def test_new_key_is_printed_once_and_only_its_hash_is_stored(engine: AsyncEngine) -> None:
     made = await pawl_keys("create", "agent")
     assert made.exit_code == 0
     key = made.stdout.strip()
@@ -46,13 +46,13 @@ async def test_a_key_is_printed_alone_and_only_its_hash_is_kept(engine: AsyncEng
         assert key[22:] not in shown.output
 
 
-async def test_a_scope_that_opens_nothing_yet_says_so(engine: AsyncEngine) -> None:
+async def test_scope_train_is_said_to_open_nothing(engine: AsyncEngine) -> None:
     made = await pawl_keys("create", "trainer", "--scope", "train,read")
     assert "no endpoint asks for the scope train yet" in made.stderr
     assert "train" not in (await pawl_keys("create", "agent")).stderr
 
 
-async def test_scripts_read_json(engine: AsyncEngine) -> None:
+async def test_json_output_has_each_keys_fields(engine: AsyncEngine) -> None:
     options = ("--scope", "read,infer", "--per-minute", "60", "--at-once", "8", "--json")
     made = json.loads((await pawl_keys("create", "ci", *options)).stdout)
     assert list(made) == [
@@ -68,7 +68,7 @@ async def test_scripts_read_json(engine: AsyncEngine) -> None:
     assert [json.loads(line) for line in lines] == [revoked]
 
 
-async def test_a_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine) -> None:
+async def test_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine) -> None:
     first = (await pawl_keys("create", "agent")).stdout.strip()
     taken = await pawl_keys("create", "agent")
     assert isinstance(taken.exception, BadKey)
@@ -92,7 +92,7 @@ async def test_a_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine)
     assert [line.count("UTC") for line in lines] == [2, 1]
 
 
-async def test_what_cannot_be_done_is_said(engine: AsyncEngine) -> None:
+async def test_impossible_key_is_refused(engine: AsyncEngine) -> None:
     for arguments, kind in (
         (("create", "a b"), BadKey),
         (("create", "a", "--scope", "everything"), BadKey),
