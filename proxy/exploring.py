@@ -1,16 +1,9 @@
-"""Choose the episodes that explore, by their names alone (pure).
+"""Sample a share of a policy's episodes with changed settings, so that something is learned (pure).
 
-The choice has no state: every worker and proxy makes the same one, also after a restart. It does
-not depend on the policy, so that an episode of several policies explores with all or none of those
-that have the same share, and a smaller share lies within a larger one.
-
-
-Make the request of an exploring call, the client's but for what is changed (pure).
-
-Choose what exploration changes of a call, where the call can be learned from then (pure).
-
-A change maps a setting's name to its new value, or to None if it is left out. The worker sends and
-records it; the ingester makes it again, and reads of the changed request what was sampled with.
+The episodes are chosen by their names alone: every worker and proxy makes the same choice, also
+after a restart. A change maps a setting's name to its new value, or to None if it is left out. The
+worker sends and records it; the ingester makes it again, and reads of the changed request what was
+sampled with.
 """
 
 from collections.abc import Mapping

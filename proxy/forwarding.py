@@ -1,24 +1,17 @@
-"""Refuse redirects by which a client would show its API key to somebody else (pure).
-
-Clients follow a redirect by themselves, and some show the new place all of their headers: HTTP
-libraries leave out `Authorization` where the host is another, and `x-api-key` not.
-
-
-Forward requests that are not recorded: untouched, streamed both ways, of any size.
+"""Forward requests that are not recorded: untouched, streamed both ways, of any size.
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
 lists of models are joined. With several tenants, it is read to see whose version it names, and the
 list has those of the tenant alone; nor may it name what the provider keeps for all of them.
 """
 
-import re
 from functools import partial
 from typing import Final
 
 import structlog
 
 from proxy.error_replies import UPSTREAM_SAID, refuse
-from proxy.errors import Forbidden, NotAllowed, ProxyError, Redirected, ReplyTorn, UpstreamBroke
+from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
 from proxy.formats.base import ModelRequest, read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
@@ -28,41 +21,12 @@ from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
-from proxy.upstreams.replies import Reply, comes_in_events
+from proxy.upstreams.replies import Reply, check_redirect, comes_in_events
 from proxy.upstreams.server import Upstream
 from proxy.upstreams.upstreams import Upstreams
 from store.tenants import DEFAULT
 
 log = structlog.get_logger()
-
-LOCATION: Final = b"location"
-REDIRECTS: Final = range(300, 400)
-# Of what is relative to this proxy a path's beginning is all that there is. Browsers' rules take a
-# backslash for a slash, and leave tabs out.
-_STAYS: Final = re.compile(rb"(?:/(?![/\\\t])|\?|#|\.{1,2}(?:/|\Z)|\Z)")
-
-
-def check_redirect(reply: Reply, api_key: str | None) -> None:
-    """Check that a reply sends nobody who has one of this proxy's keys to another place.
-
-    Args:
-        reply: the upstream's.
-        api_key: the id of the key that the request came with; None: no key is asked for.
-
-    Raises:
-        Redirected: it does.
-    """
-    if api_key is None or reply.status not in REDIRECTS:
-        return
-    for name, value in reply.headers:
-        if name.lower() == LOCATION and _STAYS.match(value.strip()) is None:
-            raise Redirected(
-                f"The model server answered {reply.status} and sends the client to another "
-                "address. That is not passed on, as the client would show its API key of this "
-                "proxy there. Set the upstream's address to the one that it names",
-                code="upstream_redirects",
-            )
-
 
 MODELS: Final = "/v1/models"
 # Tells whose the key is that a client shows.

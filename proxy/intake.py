@@ -1,16 +1,12 @@
-"""Limit what requests take of one worker (pure): memory, and what parsing their content costs.
-
-The numbers were measured: docs/decisions/030-limits-on-what-is-parsed.md.
+"""Limit what requests take of one worker: memory, size, and the cost of parsing them.
 
 A request claims room before it is read, and as it grows; if there is none, it is refused. A reply
-is charged without being asked, because the model has done the work already.
+is charged without being asked, because the model has done the work already. The numbers were
+measured: docs/decisions/030-limits-on-what-is-parsed.md.
 
 Two kinds of request are admitted past the limit, so that the budget shuts nobody out for good:
 one large request while there is no other large one, however small the budget is; and small
 requests up to a quarter of the budget in all, whatever else is in flight.
-
-
-Read request bodies within their limits: memory, size, and the cost of parsing them.
 """
 
 import asyncio

@@ -4,14 +4,12 @@ Workers and ingester count in shared files, and the ingester adds up (`proxy.sha
 gauge's `multiprocess_mode` says how its values are joined.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 from http import HTTPStatus
 from typing import Final, TypeVar
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -19,26 +17,6 @@ from prometheus_client.registry import Collector
 from proxy.shared_memory import registry
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
-
-
-class Counter(prometheus_client.Counter):
-    """Count things; `inc` is on a call's path: without exemplars and without checks.
-
-    One with labels raises `AttributeError` where prometheus_client's raises `ValueError`.
-    """
-
-    def inc(self, amount: float = 1, exemplar: object = None) -> None:
-        """Add `amount`, which is not negative."""
-        self._value.inc(amount)
-
-
-class Histogram(prometheus_client.Histogram):
-    """Observe values on a call's path as cheaply as `Counter` counts."""
-
-    def observe(self, amount: float, exemplar: object = None) -> None:
-        """Count `amount`, which is a number, in its bucket; the last bound is infinite."""
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 @cache

@@ -1,15 +1,9 @@
-"""List the paths of OpenAI's API beside calls, forwarded untouched and unrecorded (pure).
-
-This is an allow-list of methods and paths, as in `proxy.routing`: files, audio, images,
-batches, stored conversations and the like. No rule matches a path of vLLM that is not OpenAI's too.
-
-
-Decide on method and path alone which requests are let through, and how (pure).
-
-The routes of recorded calls are those of the wire formats (`proxy.formats.registry`).
+"""Decide on method and path alone which requests are let through, and how (pure).
 
 This is an allow-list, never a prefix rule: vLLM serves its adapter and admin endpoints under the
-same `/v1`. A path that is not exactly one of these, in any spelling, is refused.
+same `/v1`. A path that is not exactly one of these, in any spelling, is refused. The routes of
+recorded calls are those of the wire formats (`proxy.formats.registry`); the rest of OpenAI's API is
+forwarded untouched and unrecorded.
 """
 
 import re
@@ -151,12 +145,6 @@ class Route(msgspec.Struct, frozen=True):
         if self.kind is STATED:
             return "feedback"
         return "admin" if self.administers else "infer"
-
-    @property
-    def speaks(self) -> WireFormat:
-        """Return the format of a recorded call; other routes have none."""
-        assert self.wire_format is not None
-        return self.wire_format
 
 
 _FORWARDED: Final = (

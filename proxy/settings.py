@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
-from proxy.identity.names import EVAL_TASKS
+from proxy.identity.identify import EVAL_TASKS
 from proxy.tool_events import ResultReaders, parse_readers
 from store.retaining.periods import Periods, read_periods
 from store.settings import Listen, PoliciesFile, StoreSettings

@@ -412,13 +412,9 @@ def _texts(value: object) -> Iterator[str]:
             waiting.extend(part)
 
 
-def responses_named(
-    tenant: str, wire_format: WireFormat, request: ModelRequest, owners: Owners
-) -> list[str]:
-    """Return the ids of responses that a call goes on from and that may be another tenant's."""
+def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]:
+    """Return the ids of the responses that a call goes on from."""
     fields = request.fields
-    if tenant == DEFAULT and not owners.other_tenants:
-        return []
     # Gateways take what is in `extra_body` as if it stood beside it.
     extra = fields.get("extra_body")
     holders = [fields, extra] if isinstance(extra, dict) else [fields]

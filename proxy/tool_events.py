@@ -1,27 +1,10 @@
-"""Name texts that agents execute: digests of replies, and of tool calls' arguments (pure).
+"""Tell how each tool execution ended, by a call's headers and by the results in its request (pure).
 
-Some agents have a model write a text (a query, a program), execute it in code of their own, and
-tell the next model about it as a tool call with its result, which no reply asked for. The store
-finds by these digests whose text it was (`store.read.quoting`).
-
-
-Read from a tool's result how the tool ended, by rules that the user chose (pure).
-
-`PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`. A rule
-that recognises nothing in a result gives no verdict.
-
-
-Read the tool events of a call's request: how each tool ended whose result it brings (pure).
-
-Where a format's requests hold results is known to its `Turns`. A client may state how a tool ended;
-where it does not, some APIs mean that the tool succeeded. The ledger keeps the two apart
-(`docs/decisions/019-tool-event-sources.md`).
-
-
-Read the header `x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
-
-It is an RFC 9651 list of tokens with parameters: `ok;id="call_1", error;id="call_2";detail="exit
-2"`.
+A client may state how a tool ended: in the header `x-pawl-tool-status`, an RFC 9651 list such as
+`ok;id="call_1", error;id="call_2";detail="exit 2"`, or with the result, where the API has a field
+for it. `PAWL_TOOL_RESULTS` names rules that read results, tool by tool:
+`search=json_error,shell=exit_code+timeout`. Where nothing is stated, some APIs mean that the tool
+succeeded; the ledger keeps the three apart (docs/decisions/019-tool-event-sources.md).
 """
 
 import re

@@ -1,11 +1,8 @@
-"""Decide whether a call can carry loss, and give the reason if it cannot (pure).
+"""Read what a call was sampled with, and decide whether it can carry loss (pure).
 
 A trainable call has ids that the policy sampled under a distribution that the trainer can compute
 again (`store.values.distribution`). The log-probabilities that they had are recorded, or left to
 the trainer, which computes them with the version that sampled the ids.
-
-
-Read the settings that a call was sampled with, as the model server understood them (pure).
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
 never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting

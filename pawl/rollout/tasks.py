@@ -11,7 +11,7 @@ from store.records import Record
 from store.values.documents import parse
 
 ID_FIELD: Final = "id"
-# What the proxy takes as a name; see `proxy.identity.names`.
+# What the proxy takes as a name; see `proxy.identity.identify`.
 MAX_NAME_CHARS: Final = 256
 
 

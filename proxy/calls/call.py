@@ -21,7 +21,6 @@ from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
 from proxy.feedback.endpoint import RecentTargets
 from proxy.formats.base import ModelRequest, WireFormat, read_request
 from proxy.formats.conversation import Conversation
-from proxy.forwarding import check_redirect
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_upstream
 from proxy.identity.call_memory import CallMemory
@@ -42,11 +41,11 @@ from proxy.tenants import (
 )
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_events import ToolStatusError, parse_tool_status
-from proxy.upstreams.replies import Reply, comes_in_events, readable
+from proxy.upstreams.replies import Reply, check_redirect, comes_in_events, readable
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
 from store.ids import new_name
 from store.records import EVAL, CallStatus, ToolEvent
-from store.tenants import scoped
+from store.tenants import DEFAULT, scoped
 from store.version_queries import pinned_version
 
 log = structlog.get_logger()
@@ -150,7 +149,8 @@ class Call:
         self.claim = claim
         self.usage = usage
         self.arrived_at = perf_counter()
-        self.format: WireFormat = route.speaks
+        assert route.wire_format is not None
+        self.format: WireFormat = route.wire_format
         # Of a request whose reading takes long: its conversation, which is read as well.
         self.conversation: Conversation | None = None
         self.tool_events: tuple[ToolEvent, ...] = ()
@@ -261,10 +261,11 @@ class Call:
         tenant, owners = self.exchange.tenant, parts.versions.owners
         if tenant != owners.sole:
             await self._check_names()
-        for named in responses_named(tenant, self.format, self.request, owners):
-            await check_continued(
-                tenant, self.format.name, named, owners, parts.memory, parts.lookup
-            )
+        if tenant != DEFAULT or owners.other_tenants:
+            for named in responses_named(self.format, self.request):
+                await check_continued(
+                    tenant, self.format.name, named, owners, parts.memory, parts.lookup
+                )
         if model is not None and identity.follows != self.own:
             await self._learn_pin(model)
         serving = self._choose_version()

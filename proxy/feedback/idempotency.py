@@ -1,16 +1,9 @@
-"""Keep the keys that one machine's workers have taken, each a symbolic link to its body's hash.
+"""Accept one body for each idempotency key: in this worker, on this machine, at other proxies.
 
-symlink(2) is atomic: it succeeds for one worker only, and the link's target can never be read
-half written. Nothing is synced: after a crash of the machine a key may be taken again, even for
-another body, and then the ledger keeps both.
-
-
-Accept one body for each idempotency key: in this worker, on this machine, at other proxies.
-
-The key is taken first in this worker's memory, before anything is awaited; then on this machine
-(`key_files`); then in PostgreSQL, if that answers in time. Another body under the same key is
-refused if any of the three knows the key. A repeat of the same body gets the same answer. It is
-recorded again unless it is known to be durable; the ledger then counts it once.
+The key is taken first in this worker's memory, before anything is awaited; then on this machine, by
+a symbolic link to the body's hash; then in PostgreSQL, if that answers in time. Another body under
+the same key is refused if any of the three knows the key. A repeat of the same body gets the same
+answer. It is recorded again unless it is known to be durable; the ledger then counts it once.
 """
 
 import asyncio

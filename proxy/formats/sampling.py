@@ -42,7 +42,7 @@ SERVERS_OWN: Final = frozenset(
         *("media_io_kwargs", "mm_processor_kwargs"),
     }
 )
-# Names that agent tools put beside an API's own fields (`proxy.identity.names`), and litellm's.
+# Names that agent tools put beside an API's own fields (`proxy.identity.identify`), and litellm's.
 TOOLS_OWN: Final = frozenset(
     {"metadata", "conversation", "client_metadata", "litellm_session_id", "litellm_trace_id"}
 )

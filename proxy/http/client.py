@@ -6,7 +6,7 @@ A request is sent with its whole body, without one, or with one that comes in pi
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -14,7 +14,7 @@ import httptools
 import structlog
 
 from proxy.http import wire
-from proxy.http.body import BodyStream, Reply
+from proxy.http.exchange import BodyStream
 from proxy.http.wire import Headers
 
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
@@ -215,6 +215,62 @@ class UpstreamConnection(asyncio.Protocol):
         if self._reply is not None:
             self._reply.body.fail(Torn(why))
             self._reply = None
+
+
+class Reply:
+    """Give a reply whose head has come; its body may still be on its way."""
+
+    __slots__ = ("_connection", "body", "headers", "reason", "status")
+
+    def __init__(
+        self, connection: UpstreamConnection, status: int, reason: bytes, headers: Headers
+    ) -> None:
+        """Store the head, and begin to receive the body."""
+        self._connection = connection
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.body = BodyStream(connection.transport, connection.loop)
+
+    def header(self, wanted: bytes) -> bytes | None:
+        """Return a header's value, or None; `wanted` is its name in lower case."""
+        return wire.first_value(self.headers, wanted)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+        while data := await self.body.more():
+            yield data
+
+    def read(self, limit: int | None = None) -> Coroutine[Any, Any, bytes | None]:
+        """Return the whole body, or None once it is longer than `limit` bytes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+        return self.body.whole(limit)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the whole body has come and was taken."""
+        return self.body.exhausted
+
+    def unread(self) -> bytes:
+        """Return the bytes of a torn body that came and were not taken."""
+        return self.body.take()
+
+    def close(self) -> None:
+        """Release the reply; if it has not ended, its connection is closed and the server stops."""
+        if not self.body.ended:
+            self._connection.abort()
+
+    def discard(self) -> None:
+        """Release the reply and close its connection, unless another request has that by now."""
+        if not self.body.ended or self._connection.usable:
+            self._connection.abort()
 
 
 class Pool:

@@ -18,8 +18,7 @@ import httptools
 import structlog
 
 from proxy.http import wire
-from proxy.http.body import Brake
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import Brake, Exchange
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:

@@ -1,14 +1,8 @@
-"""Tell connections of this machine from those of others (pure).
+"""Serve HTTP/1.1: a listening socket, its connections, and the deadlines of their clients.
 
-Set deadlines for a client, and measure its progress against them (pure).
-
-No deadline has a timer of its own: a sweep looks at every connection now and then and checks
-whether it made progress. A deadline is late by at most two sweeps, which nobody notices.
-
-
-Answer the requests of a client's connection one after another, within its deadlines.
-
-Serve HTTP/1.1: a listening socket, its connections, and their deadlines.
+A connection's requests are answered one after another. No deadline has a timer of its own: a sweep
+looks at every connection now and then and checks whether it made progress, so a deadline is late by
+at most two sweeps.
 """
 
 import asyncio
@@ -24,8 +18,7 @@ import msgspec
 import structlog
 
 from proxy.http import wire
-from proxy.http.body import SharedBrake
-from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
+from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange, SharedBrake
 from proxy.http.parsing import Feeding, RequestParser, Turns
 
 log = structlog.get_logger()

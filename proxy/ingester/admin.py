@@ -1,10 +1,4 @@
-"""Know whose each policy is, as the file of policies says now.
-
-Workers are replaced when the file is to be read again, and the ingester is not.
-
-
-Serve the admin port: `/healthz`, `/readyz` and `/metrics`.
-"""
+"""Serve the admin port: `/healthz`, `/readyz` and `/metrics`."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial

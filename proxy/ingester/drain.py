@@ -1,9 +1,7 @@
-"""Report the drain's state to `/readyz` and the metrics (pure, except for its clock).
+"""Move records from the spool to PostgreSQL, in batches, off every request's path.
 
-Move records from the spool to PostgreSQL, in batches, off every request's path.
-
-A batch is stored in one transaction and only then counted as drained. Records carry their ids,
-so that draining one twice stores it once. A batch that the database refuses is halved until the
+A batch is stored in one transaction and only then counted as drained. Records carry their ids, so
+that draining one twice stores it once. A batch that the database refuses is halved until the
 refused record stands alone; that one becomes a dead letter, with the reason beside it. While the
 database is away, everything waits on disk and is counted.
 

@@ -30,17 +30,18 @@ class Owners:
         """Replace what is known of the store's policies."""
         self._began: Mapping[str, str] = {one.name: one.tenant for one in versions}
         self._of_policies = {*self._said.values(), *self._began.values()} - {DEFAULT}
+        self._learn_others()
         # The tenant whose all policies are, and to whom nothing is hidden; None: there are several.
         self.sole = None if self._of_policies else DEFAULT
 
     def learn_keys(self, tenants: Iterable[str]) -> None:
         """Replace the tenants that ever had a key."""
         self._of_keys = frozenset(tenants) - {DEFAULT}
+        self._learn_others()
 
-    @property
-    def other_tenants(self) -> frozenset[str]:
-        """Return all known tenants but the default one."""
-        return self._of_keys | self._of_policies
+    def _learn_others(self) -> None:
+        # All known tenants but the default one; an attribute, as each call looks at it.
+        self.other_tenants = self._of_keys | self._of_policies
 
     def owns(self, tenant: str, policy: str) -> bool:
         """Return whether a policy is a tenant's."""

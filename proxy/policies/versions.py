@@ -1,21 +1,11 @@
-"""Give each new episode of a policy to an arm: the base, what serves, or what is tried (pure).
-
-The choice has no state and asks nobody: it is a hash of the policy's name, the version that is
-tried and the episode's name, so every worker and proxy makes the same one, also after a restart.
-Each canary is tried on other episodes than the one before it. Once it serves, the hash stays what
-it was, so that an episode that a proxy has forgotten goes on with what it had.
-
-
-Say why a version that a request names is not served, by its state.
-
-Choose the version of a policy that serves an episode (pure).
+"""Choose the version of a policy that serves an episode (pure).
 
 The model name that an agent asks for names a policy; or, where a file names the policies, model
 name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
-its arm has then, which is the serving one for most (`proxy.policies.versions`). Its later calls
-keep it for as long as that version can be served at all: an episode is sampled by one version of
-each policy. One whose version was retired moves to the one that serves then, and keeps that. The
-workers of a proxy agree on each episode's version (`proxy.policies.shared_pins`).
+its arm has then, which is the serving one for most. Its later calls keep it for as long as that
+version can be served at all: an episode is sampled by one version of each policy. One whose version
+was retired moves to the one that serves then, and keeps that. The workers of a proxy agree on each
+episode's version (`proxy.policies.shared_pins`).
 """
 
 from collections import OrderedDict

@@ -1,25 +1,287 @@
-"""Hand records to the spool; count one that cannot be written, and leave a gap.
+"""Bring records to disk with group commit, durable before a reply's end leaves.
 
-A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into the
-spool's reserve. If that fails too (the reserve is used up, or the disk gives I/O errors), the
-episodes are remembered, and the gap is written as soon as the disk works. Meanwhile an outage on
-disk stands for them, in case this process is killed (`proxy.spool.outages`).
+The event loop gathers frames; one writer thread takes all that wait, writes them at once, and makes
+them durable with one `fdatasync`. Long frames wait for each other, so that an ordinary call does
+not wait until the disk has taken them all. Whatever the disk does, every future gets a result and
+the thread goes on: an error gives False at once, and so does a commit that takes longer than
+`PATIENCE_S`; until the disk answers, new frames are refused at once. What failed is cut off again,
+so that the segment stays readable.
+
+A record that cannot be written is counted, and leaves a `Gap`, which names its episode. The writer
+thread writes it into a reserve that a full disk cannot refuse, before anybody gets an answer. If
+that fails too, the episodes are remembered, and the gap is written as soon as the disk works; a
+recording outage on disk stands for them meanwhile, in case this process is killed.
 """
 
 import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
+from proxy.spool.folders import PASSING, Home, take_home
 from proxy.spool.segments import CapturedCall, Frame, Gap, encode_frame
-from proxy.spool.spool import Outcome, take_folder
+from proxy.spool.writer import SegmentWriter
 from store.ids import new_id
 from store.records import FeedbackRecord
 
 log = structlog.get_logger()
+
+# A segment that has not grown for this long is sealed, so that the ingester can delete it.
+QUIET_S: Final = 5.0
+# After a commit of at least `BUSY` frames the next one waits `GATHER_S` for more: each commit
+# wakes the writer thread up, and calls wait for that.
+BUSY: Final = 4
+GATHER_S: Final = 0.002
+# A frame longer than this waits until no other long one is in the commit.
+LONG_BYTES: Final = 256 * 1024
+# Longest time that a commit may take before it counts as failed.
+PATIENCE_S: Final = 15.0
+# Longest time that `close` waits for a disk that does not answer.
+CLOSE_S: Final = 5.0
+Waiting = tuple[bytes, "asyncio.Future[bool]", str]
+Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
+# `noted`: the frames are lost, and what is to be noted of them is durable.
+Outcome = Literal["durable", "noted", "lost"]
+OnCommit = Callable[[Outcome, list[str]], None]
+Note = Callable[[list[str]], bytes]
+
+
+def _nothing(_outcome: Outcome, _marks: list[str]) -> None:
+    """Ignore the outcome of a commit."""
+
+
+def _no_note(_marks: list[str]) -> bytes:
+    """Note nothing of lost frames."""
+    return b""
+
+
+class Spool:
+    """Keep one worker's segments, and the thread that writes them."""
+
+    def __init__(
+        self,
+        folder: Path | Callable[[], Home],
+        *,
+        segment_bytes: int,
+        on_commit: OnCommit = _nothing,
+        note: Note = _no_note,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Lock a folder, and start the writer thread.
+
+        If the disk is full or fails, the folder is taken as soon as the disk works.
+
+        Args:
+            folder: the folder, or a function that takes one.
+            segment_bytes: size at which a segment is sealed.
+            on_commit: called after each commit, before its futures get their result, with
+                its outcome and the marks of its frames.
+            note: called in the writer thread with the marks of lost frames; returns the frame to
+                write instead of them, or nothing.
+            patience_s: longest time that a commit may take before it counts as failed.
+
+        Raises:
+            SpoolInUse: another process holds the folder.
+            OSError: it cannot be created or written, and that will not change by itself.
+        """
+        take = folder if callable(folder) else partial(Home, folder)
+        self._on_commit = on_commit
+        self._note = note
+        self._patience_s = patience_s
+        self._gathered: list[Waiting] = []
+        self._in_commit: list[Waiting] = []
+        self._busy = False
+        # When the present commit began (loop time), and whether a timer watches it.
+        self._began = 0.0
+        self._watched = False
+        self._stalled = False
+        self._queue: queue.SimpleQueue[Commit | Callable[[], None] | None] = queue.SimpleQueue()
+        self._writer = SegmentWriter(take, _taken(take), segment_bytes=segment_bytes)
+        self._thread = threading.Thread(target=self._run, name="pawl-spool", daemon=True)
+        self._thread.start()
+
+    def append(self, frame: bytes, mark: str = "") -> "asyncio.Future[bool]":
+        """Take a frame; the future's result is whether it is durable (False: it counts as lost).
+
+        The frame is taken at once: cancelling the future does not take it back. `mark` is what
+        `on_commit` gets for it.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        if self._stalled:
+            self._answer([(frame, future, mark)], "lost")
+            return future
+        if not self._gathered and not self._in_commit:
+            if self._busy:
+                loop.call_later(GATHER_S, self._commit)
+            else:
+                # Frames that come in the same turn of the loop join the commit.
+                loop.call_soon(self._commit)
+        self._gathered.append((frame, future, mark))
+        return future
+
+    def under_way_s(self) -> float:
+        """Return for how many seconds the disk has been busy with the present commit."""
+        if not self._in_commit and not self._stalled:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._began
+
+    def _commit(self) -> None:
+        if not self._gathered:
+            return
+        loop = asyncio.get_running_loop()
+        self._in_commit, self._gathered = _split(self._gathered)
+        self._began = loop.time()
+        if not self._watched:
+            self._watched = True
+            loop.call_later(self._patience_s, self._look)
+        self._queue.put((self._in_commit, loop))
+
+    def _look(self) -> None:
+        """Give up a commit that takes too long: all waiting frames count as lost."""
+        self._watched = False
+        if not self._in_commit:
+            return
+        loop = asyncio.get_running_loop()
+        remaining_s = self._began + self._patience_s - loop.time()
+        if remaining_s > 0:
+            self._watched = True
+            loop.call_later(remaining_s, self._look)
+            return
+        waiting = [*self._in_commit, *self._gathered]
+        self._in_commit, self._gathered, self._stalled = [], [], True
+        log.error("spool_stalled", records=len(waiting), after_s=self._patience_s)
+        self._answer(waiting, "lost")
+
+    def _committed(self, waiting: list[Waiting], outcome: Outcome) -> None:
+        if self._stalled:
+            # Their futures gave False already. What is on disk of them is stored all the same.
+            self._stalled = False
+            log.warning("spool_answers_again", outcome=outcome)
+            self._answer([], outcome)
+            return
+        self._in_commit = []
+        self._busy = len(waiting) >= BUSY
+        self._answer(waiting, outcome)
+        if self._gathered and self._busy:
+            asyncio.get_running_loop().call_later(GATHER_S, self._commit)
+        else:
+            self._commit()
+
+    def _answer(self, waiting: Sequence[Waiting], outcome: Outcome) -> None:
+        try:
+            self._on_commit(outcome, [mark for _, _, mark in waiting])
+        except Exception:
+            # The futures must get their result even if `on_commit` fails.
+            log.exception("spool_not_counted", records=len(waiting), outcome=outcome)
+        for _, future, _ in waiting:
+            if not future.done():
+                future.set_result(outcome == "durable")
+
+    def end_outage(self, *, named: bool) -> None:
+        """End the outage, if one lasts; `named`: all that was lost meanwhile is marked by name."""
+        self._queue.put(partial(self._writer.end_outage, named=named))
+
+    async def flush(self) -> None:
+        """Wait until every frame that was taken is durable or given up."""
+        while waiting := [*self._gathered, *self._in_commit]:
+            await asyncio.wait([future for _, future, _ in waiting])
+
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """Seal the segment and unlock the folder; call `flush` before.
+
+        A disk that does not answer is waited for `within_s` seconds only: the folder is unlocked
+        when this process ends, in any case.
+        """
+        self._queue.put(None)
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            log.error("spool_not_closed", waited_s=within_s, reason="the disk does not answer")
+
+    # The methods below run in the writer thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                commit = self._queue.get(timeout=QUIET_S)
+            except queue.Empty:
+                self._writer.seal()
+                continue
+            if commit is None:
+                self._writer.release()
+                return
+            if callable(commit):
+                commit()
+                continue
+            waiting, loop = commit
+            outcome = self._written(waiting)
+            try:
+                loop.call_soon_threadsafe(self._committed, waiting, outcome)
+            except RuntimeError:
+                # The loop is closed, so nothing waits for these frames any more.
+                log.error("spool_answers_nobody", records=len(waiting), outcome=outcome)
+
+    def _written(self, waiting: Sequence[Waiting]) -> Outcome:
+        try:
+            if self._writer.append(b"".join([frame for frame, _, _ in waiting])):
+                return "durable"
+            note = self._note([mark for _, _, mark in waiting])
+            if note and self._writer.mark(note):
+                return "noted"
+        except Exception:
+            # Memory may be short. This thread must go on, or no frame would get a result again.
+            log.exception("spool_write_failed", records=len(waiting))
+        if any(mark for _, _, mark in waiting):
+            self._writer.begin_outage()
+        return "lost"
+
+
+def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
+    """Return the frames of the next commit, and those that wait for a later one.
+
+    A call that depends on another came after that one was durable, so frames that wait together may
+    be written in any order.
+    """
+    lengths = [len(frame) for frame, _, _ in gathered]
+    if max(lengths) <= LONG_BYTES:
+        return gathered, []
+    first = next(at for at, length in enumerate(lengths) if length > LONG_BYTES)
+    now: list[Waiting] = []
+    later: list[Waiting] = []
+    for at, waiting in enumerate(gathered):
+        (now if at == first or lengths[at] <= LONG_BYTES else later).append(waiting)
+    return now, later
+
+
+def _taken(take: Callable[[], Home]) -> Home | None:
+    try:
+        return take()
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        log.error("spool_not_taken", reason=str(error), until="the disk works")
+        return None
+
+
+def take_folder(
+    root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing, note: Note = _no_note
+) -> Spool:
+    """Return a spool in the first numbered folder under `root` that no process holds.
+
+    Raises:
+        OSError: none can be created or written, and that will not change by itself.
+    """
+    return Spool(
+        lambda: take_home(root), segment_bytes=segment_bytes, on_commit=on_commit, note=note
+    )
+
 
 # Most episodes with an unwritten gap that are remembered; beyond them only the outage is on disk.
 MOST_GAPS: Final = 100_000

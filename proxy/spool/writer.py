@@ -1,9 +1,7 @@
-"""Write one segment: bytes are durable at its end, or an error is raised.
+"""Write the segments of one worker: bytes are durable in one, or cut off again.
 
-Write the segments of one worker: bytes are durable in one, or cut off again.
-
-Nothing here raises: a disk that fails now may work in a moment, and the writer must still run
-then. Failures are logged, and `append` returns False.
+`SegmentWriter` never raises: a disk that fails now may work in a moment, and the writer must still
+run then. Failures are logged, and `append` returns False.
 
 Beside the present segment there is an empty one, the reserve, for which blocks of the disk are set
 aside. It takes the marks of lost records (`mark`) while the disk has no room for anything else.

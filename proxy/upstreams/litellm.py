@@ -1,12 +1,8 @@
-"""Translate between OpenAI's API and litellm's arguments (pure).
+"""Answer by providers that litellm knows, in place of a server: recorded, never trained.
 
-Only fields that OpenAI's API defines become arguments: litellm also takes a server's address, keys
-and credential files as arguments, which a client must not choose.
-
-
-Answer by providers that litellm knows, in place of a server: recorded, never trained.
-
-litellm is imported only if an upstream needs it.
+litellm is imported only if an upstream needs it. Only fields that OpenAI's API defines become its
+arguments: it also takes a server's address, keys and credential files as arguments, which a client
+must not choose.
 """
 
 import asyncio

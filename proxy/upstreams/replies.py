@@ -5,11 +5,12 @@ token ids can only be removed from a decoded reply. A stream then leaves without
 reply from which nothing had to be removed leaves as it came, coding and all.
 """
 
+import re
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, Protocol
 
-from proxy.errors import UnreadableCoding
+from proxy.errors import Redirected, UnreadableCoding
 from proxy.http.client import Torn
 from proxy.http.wire import Headers
 
@@ -221,3 +222,33 @@ class Decoded:
     def discard(self) -> None:
         """Discard the original reply and its connection."""
         self.coded.discard()
+
+
+LOCATION: Final = b"location"
+REDIRECTS: Final = range(300, 400)
+# Of what is relative to this proxy a path's beginning is all that there is. Browsers' rules take a
+# backslash for a slash, and leave tabs out.
+_STAYS: Final = re.compile(rb"(?:/(?![/\\\t])|\?|#|\.{1,2}(?:/|\Z)|\Z)")
+
+
+def check_redirect(reply: Reply, api_key: str | None) -> None:
+    """Check that a reply sends a client that has one of this proxy's keys to no other place.
+
+    `api_key` is the id of the client's key, None if no key is asked for.
+
+    Clients follow a redirect by themselves, and some show the new place all of their headers: HTTP
+    libraries leave out `Authorization` where the host is another, and `x-api-key` not.
+
+    Raises:
+        Redirected: it does.
+    """
+    if api_key is None or reply.status not in REDIRECTS:
+        return
+    for name, value in reply.headers:
+        if name.lower() == LOCATION and _STAYS.match(value.strip()) is None:
+            raise Redirected(
+                f"The model server answered {reply.status} and sends the client to another "
+                "address. That is not passed on, as the client would show its API key of this "
+                "proxy there. Set the upstream's address to the one that it names",
+                code="upstream_redirects",
+            )

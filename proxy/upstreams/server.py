@@ -1,8 +1,4 @@
-"""Send an upstream's key in place of the client's credentials (pure).
-
-Look up what a replica lists as served, once for all calls that ask meanwhile.
-
-Ask a model server: one or several replicas that serve the same models.
+"""Ask a model server: one or several replicas that serve the same models.
 
 A request that could not be sent to one replica goes to the next. When a call that a server refused
 is sent again is decided in `proxy.calls.retrying`.
@@ -19,17 +15,18 @@ import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
 from proxy.formats.raw_json import UNREADABLE
-from proxy.http.body import BodyStream, Reply
 from proxy.http.client import (
     NoReply,
     NotSent,
     Pool,
+    Reply,
     Silent,
     Torn,
     ask_bodyless,
     ask_streaming,
     ask_whole,
 )
+from proxy.http.exchange import BodyStream
 from proxy.http.wire import Headers
 from store.settings import without_login
 

@@ -1,7 +1,4 @@
-"""Find the upstream that answers for a model (pure).
-
-Choose the upstream that answers for a model, of all that a proxy has.
-"""
+"""Choose the upstream that answers for a model, of all that a proxy has."""
 
 import asyncio
 import os

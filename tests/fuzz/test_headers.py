@@ -8,8 +8,7 @@ from proxy.errors import NotAllowed
 from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
-from proxy.identity.identify import identify
-from proxy.identity.names import SESSION_HEADERS, parse_baggage, trace_id
+from proxy.identity.identify import SESSION_HEADERS, identify, parse_baggage, trace_id
 from proxy.routing import Route, find_route
 from proxy.tool_events import HEADER, ToolStatusError, parse_tool_status
 from store.tenants import DEFAULT
@@ -77,7 +76,7 @@ def test_any_headers_name_somebody_or_nobody(
         assert name.encode()
     summary = ReplySummary(response_id="r", text=said)
     provides = provided_fingerprints(
-        route.speaks.turns, request.fields, summary, found.conversation
+        route.wire_format.turns, request.fields, summary, found.conversation
     )
     stitches.provide(provides, found.episode, found.follows)
     assert identify(lower, route, request, "next", stitches).episode

@@ -15,7 +15,7 @@ from proxy.http.client import Torn
 from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.names import EVAL_TASKS
+from proxy.identity.identify import EVAL_TASKS
 from proxy.intake import Intake
 from proxy.keys.gate import NO_KEYS, Gate
 from proxy.policies.versions import Versions

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.identity.names import what_is_wrong
+from proxy.identity.identify import what_is_wrong
 from store.deleting.delete import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id

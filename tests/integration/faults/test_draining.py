@@ -8,8 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import drain, segment_reader
 from proxy.ingester.drain import Drainer
+from proxy.spool.recorder import Spool
 from proxy.spool.segments import encode_frame, frame_of
-from proxy.spool.spool import Spool
 from store.connection.engine import make_engine
 from store.read.episodes import episode_ids
 from tests.support.faults.counters import assert_adds_up, ledger

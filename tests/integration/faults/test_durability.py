@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from proxy.ingester.drain import Drainer
+from proxy.spool.recorder import LONG_BYTES, Spool
 from proxy.spool.segments import encode_frame
-from proxy.spool.spool import LONG_BYTES, Spool
 from store.connection.engine import make_engine
 from store.embedded import EmbeddedPostgres
 from store.ids import new_id

@@ -16,9 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
-from proxy.spool.recorder import Recorder
+from proxy.spool.recorder import Recorder, Spool
 from proxy.spool.segments import encode_frame
-from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
 from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.faults.ledger import Scrapes, kept, scrape

@@ -14,7 +14,7 @@ from proxy import errors
 from proxy import routing as routes
 from proxy.errors import BadRequest, NotAllowed, ProxyError
 from proxy.feedback.statements import parse_feedback
-from proxy.identity.names import episode_names, read_hints
+from proxy.identity.identify import episode_names, read_hints
 from proxy.ingester.admin import admin_app
 from proxy.ingester.drain import Progress
 from proxy.routing import RULES, Kind, find_route

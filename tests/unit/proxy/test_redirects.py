@@ -3,8 +3,8 @@
 import pytest
 
 from proxy.errors import Redirected
-from proxy.forwarding import check_redirect
 from proxy.upstreams.litellm import LitellmReply
+from proxy.upstreams.replies import check_redirect
 
 KEY = "0123456789abcdef"
 

@@ -12,8 +12,8 @@ from pawl.commands.spool import replay_letters
 from proxy.calls.answer import ReplyBuffer
 from proxy.ingester import batch_writer, segment_reader
 from proxy.ingester.drain import Drainer
+from proxy.spool.recorder import Spool
 from proxy.spool.segments import HEAD_BYTES, encode_frame
-from proxy.spool.spool import Spool
 from tests.integration.faults.test_poison import Spooled, spooled
 from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured

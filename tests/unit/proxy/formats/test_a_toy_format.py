@@ -76,7 +76,7 @@ async def call(
 def test_its_paths_are_routes() -> None:
     found = find_route("POST", "/task/t/v1/toys")
     assert (found.kind, found.path, found.task) == (Kind.CALL, "/v1/toys", "t")
-    assert found.speaks is TOY
+    assert found.wire_format is TOY
     assert find_route("POST", "/v1/toys/count").kind is Kind.FORWARD
 
 

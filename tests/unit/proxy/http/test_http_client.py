@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from proxy.http import client as module
 from proxy.http import wire
-from proxy.http.body import HIGH_WATER, Reply
-from proxy.http.client import NoReply, Silent, Torn
+from proxy.http.client import NoReply, Reply, Silent, Torn
+from proxy.http.exchange import HIGH_WATER
 from store.tenants import DEFAULT
 from tests.support.http_wires import Wire, cuts, feed, upstream
 

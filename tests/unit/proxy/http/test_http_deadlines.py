@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http.body import HIGH_WATER
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import HIGH_WATER, Exchange
 from proxy.http.server import (
     LATEST_S,
     MAX_PIPELINED,

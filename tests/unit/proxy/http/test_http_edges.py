@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from proxy.http.body import SMALL, BodyStream
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import SMALL, BodyStream, Exchange
 from proxy.http.parsing import MAX_HEAD_BYTES
 from tests.support.http_wires import Seen, Wire, client, cuts, feed, settle
 

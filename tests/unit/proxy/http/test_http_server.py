@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.http import server as module
-from proxy.http.body import HIGH_WATER
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import HIGH_WATER, Exchange
 from proxy.http.parsing import MAX_HEAD_BYTES
 from proxy.http.server import ClientDeadlines
 from tests.support.http_wires import Seen, client, cuts, feed, refusing, settle, swept

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.identity.names import (
+from proxy.identity.identify import (
     MAX_BAGGAGE,
     SESSION_HEADERS,
     episode_names,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest
 from proxy.formats.chat import CHAT
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.identify import CallIdentity, identify, split_outside
-from proxy.identity.names import EVAL_TASKS
+from proxy.identity.identify import EVAL_TASKS, CallIdentity, identify, split_outside
 from proxy.routing import Kind, Route, find_route
 
 PATH = "/v1/chat/completions"
