@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks import wire
 from proxy.ingester.transcribe import question_of, record_of
 from proxy.spool.segments import encode_frame, read_frames
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.ids import new_id
 from store.records import CallRecord, Tokens, ToolCall

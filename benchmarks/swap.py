@@ -31,7 +31,7 @@ from benchmarks.report import Bar, Rows, bars_table, number, percentile
 from benchmarks.stack import ROOT, small_plan
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, running_stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from tests.support.shallow import write_shallow
 from trainer.importing import Import
 from trainer.learners.learner import Learner

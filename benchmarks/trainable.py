@@ -34,7 +34,7 @@ from benchmarks.stack import (
 )
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, running_stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from store.settings import address

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _is_database_away(error: Exception) -> bool:
-    from store.connection.availability import is_unavailable
+    from store.database import is_unavailable
 
     # An OSError of a connection is Python's own, and names no file.
     is_other = isinstance(error, OSError) and (

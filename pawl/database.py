@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.settings import StoreSettings

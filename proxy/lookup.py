@@ -9,8 +9,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.settings import ProxySettings
-from store.connection.availability import is_unavailable
-from store.connection.engine import make_engine
+from store.database import is_unavailable, make_engine
 
 log = structlog.get_logger()
 

@@ -8,7 +8,7 @@ from pydantic_settings import NoDecode
 
 from proxy.identity.identify import EVAL_TASKS
 from proxy.tool_events import ResultReaders, parse_readers
-from store.retaining.periods import Periods, read_periods
+from store.keep_days import Periods, read_periods
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.distribution import parse_defaults
 

@@ -12,12 +12,11 @@ from typing import Final
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.read.pages import version_of
 from store.records import Record
 from store.schema.recorded import OF_A_VERSION
 from store.schema.trained import CALLED_BACK, LIVE
 from store.version_states import change_state
-from store.versions import Actor, PolicyVersion
+from store.versions import Actor, PolicyVersion, version_of
 
 _HERE: Final = """
     SELECT other.name FROM policies own

@@ -10,9 +10,8 @@ from typing import Final
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.read.pages import version_of
 from store.schema.trained import KL_TO_BASE
-from store.versions import PolicyState, PolicyVersion
+from store.versions import PolicyState, PolicyVersion, version_of
 
 # The versions `of` a condition with all their descendants, as the table `built`.
 DESCENDANTS: Final = """

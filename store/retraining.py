@@ -15,11 +15,10 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.claims import consume_unclaimed, release, running_update
 from store.errors import NotGated
+from store.ready import lock
 from store.records import Record
-from store.updates.claims import release, running_update
-from store.updates.expiry import consume_unclaimed
-from store.updates.ready import lock
 from store.version_queries import list_live
 from store.version_states import (
     WITHOUT_TRAFFIC,

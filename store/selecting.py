@@ -8,7 +8,6 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, and_, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.deleting.names import key_once_deleted
 from store.errors import UnknownNames
 from store.ids import lowest_id_at
 from store.read.episodes import is_of
@@ -17,6 +16,7 @@ from store.schema.keys import api_keys
 from store.schema.recorded import episodes, transitions
 from store.schema.stated import feedback, feedback_requests
 from store.tenants import DEFAULT, bare, scoped, tenant_of
+from store.tombstones import key_once_deleted
 
 
 class Chosen(Record, frozen=True, kw_only=True):

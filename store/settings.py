@@ -1,5 +1,7 @@
 """Define the settings that proxy and trainer share: the database, and the format of addresses."""
 
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -7,7 +9,6 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from store.connection.urls import check_url
 from store.errors import StoreError
 
 # PostgreSQL's integers, and numbers of bytes, have this limit or a larger one.
@@ -45,6 +46,33 @@ def without_login(url: str) -> str:
     """Return a URL without the name and password that it may hold, to tell it to anybody."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+BACKENDS: Final = ("postgresql", "postgres")
+# As far as SQLAlchemy's own parser (`sqlalchemy.engine.url`) may refuse what it reads: its import
+# would delay the start of every command.
+_PARTS: Final = re.compile(
+    r"(?P<name>[\w+]+)://([^:/]*(:[^@]*)?@)?(\[[^/?]+\]|[^/:?]+)?(:(?P<port>[^/?]*))?"
+)
+
+
+def check_url(database_url: str) -> None:
+    """Check that SQLAlchemy can read `database_url`, and that it names a PostgreSQL.
+
+    Raises:
+        StoreError: it is not a `postgresql://` URL, or its port is not a number.
+    """
+    parts = _PARTS.match(database_url)
+    if parts is None:
+        raise StoreError("DATABASE_URL must be a postgresql:// URL")
+    backend = parts["name"].partition("+")[0]
+    if backend not in BACKENDS:
+        raise StoreError(f"DATABASE_URL must be a postgresql:// URL, not {backend}://")
+    if parts["port"] is not None:
+        with suppress(ValueError):
+            int(parts["port"])
+            return
+        raise StoreError("DATABASE_URL must have a number as its port")
 
 
 class Settings(BaseSettings):

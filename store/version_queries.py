@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.lineage import DESCENDANTS
-from store.read.pages import version_of
 from store.records import Record
 from store.schema.claimable import FREE
 from store.schema.recorded import OF_A_VERSION, WITHOUT_LOGPROBS
@@ -28,7 +27,7 @@ from store.schema.trained import (
     updates,
 )
 from store.tenants import tenant_of
-from store.versions import SERVABLE, UNSERVED, PolicyState, PolicyVersion
+from store.versions import SERVABLE, UNSERVED, PolicyState, PolicyVersion, version_of
 
 
 def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:

@@ -25,11 +25,10 @@ from store.lineage import (
     unloaded_ancestors,
 )
 from store.link.scores import judged_by
-from store.read.pages import version_of
 from store.schema.trained import KL_TO_BASE, MOST_KL_TO_BASE, policies, policy_events
 from store.tenants import DEFAULT
 from store.version_queries import numbered_version, version_before
-from store.versions import Actor, PolicyState, PolicyVersion, policy_name
+from store.versions import Actor, PolicyState, PolicyVersion, policy_name, version_of
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
 # end, `serving`.

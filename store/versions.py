@@ -84,3 +84,23 @@ class PolicyEvent(Record, frozen=True, kw_only=True):
 def policy_name(policy: str, version: int, base_name: str) -> str:
     """Return the name that a version is served under: the base model's own, or `NAME@N`."""
     return base_name if version == 0 else f"{policy}@{version}"
+
+
+def version_of(row: Any) -> PolicyVersion:
+    """Return a row of `policies` as a record; figures of its update may be missing in the row."""
+    return PolicyVersion(
+        name=row.name,
+        version=row.version,
+        state=row.state,
+        served_name=row.served_name,
+        adapter_path=row.adapter_path,
+        update_id=row.update_id,
+        files_deleted=row.files_deleted_at is not None,
+        manifest_sha256=getattr(row, "manifest_sha256", None),
+        kl_to_base=getattr(row, "kl_to_base", None),
+        probe_tolerance=getattr(row, "probe_tolerance", None),
+        tenant=row.tenant,
+        share=row.share,
+        rolled_back=row.rolled_back_at is not None,
+        ended=row.ended_at is not None,
+    )

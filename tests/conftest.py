@@ -19,8 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from xdist.scheduler import LoadScopeScheduling
 
 from pawl.processes import large_imports
-from store.connection import engine as engines
-from store.connection.engine import make_engine
+from store import database
+from store.database import make_engine
 from store.embedded import DATABASE, EmbeddedPostgres
 from store.schema.migrate import upgrade
 from tests.tiers import is_slow
@@ -105,7 +105,7 @@ def _clean_environment() -> None:
 def _patient_connections() -> Iterator[None]:
     """Let a test's own connections wait out a busy machine; the processes it starts are as sold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "CONNECT_TIMEOUT_S", 60.0)
+        patch.setattr(database, "CONNECT_TIMEOUT_S", 60.0)
         yield
 
 

@@ -14,9 +14,9 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import IMPORTED_FROM
 from store.policy_table import open_policies
-from store.updates import claims
-from store.updates.claims import IMPORTED_FROM
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner

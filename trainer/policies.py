@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store import claims
 from store.policy_table import PolicySpec, PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT
-from store.updates import claims
 from trainer.errors import RecipeError, TrainerError, UpstreamAway
 from trainer.publishing.model_server import Replicas
 from trainer.recipes.recipe import Recipe, load_recipe

@@ -10,8 +10,7 @@ import structlog
 from prometheus_client import start_http_server
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.availability import is_unavailable
-from store.connection.engine import make_engine
+from store.database import is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade

@@ -12,10 +12,10 @@ from typing import Final, TypeVar
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.connection.availability import is_unavailable
+from store import claims
+from store.database import is_unavailable
 from store.errors import ClaimLost
 from store.records import Record
-from store.updates import claims
 from trainer.errors import FilesUnread, UpstreamAway
 from trainer.loop import Loop
 from trainer.metrics import LEFT

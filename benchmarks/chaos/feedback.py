@@ -19,7 +19,7 @@ import aiohttp
 from sqlalchemy import text
 
 from benchmarks import wire
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.link.scores import set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Feedback

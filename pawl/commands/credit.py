@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.common import AsJson, OfTenant, cell, fail, with_engine, write_lines
 from pawl.settings import refuse_unread
+from store.claims import Outcome
 from store.read.past import PastUpdate, past_update
-from store.updates.claims import Outcome
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.errors import CreditLineError, RecipeError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe

@@ -27,8 +27,7 @@ from pawl.commands.common import (
 from pawl.settings import read_settings
 from proxy.ingester.removing import letters_of, remove_letters, waiting
 from proxy.settings import ProxySettings
-from store.deleting.delete import delete_episode, deleted_before, mark_deleted
-from store.deleting.receipts import Receipt
+from store.deleting import Receipt, delete_episode, deleted_before, mark_deleted
 from store.errors import StoreError
 from store.records import Record
 from store.selecting import Chosen, Selection, named, selected

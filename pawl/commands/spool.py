@@ -27,7 +27,7 @@ from proxy.spool.segments import (
     read_pieces,
 )
 from proxy.tool_events import ResultReaders
-from store.connection.availability import is_no_records_fault
+from store.database import is_no_records_fault
 from store.records import CallRecord, Record
 from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
@@ -188,7 +188,7 @@ async def replay_letters(
 
     Raises:
         Exception: the database does not answer (any error for which
-            `store.connection.availability.is_no_records_fault` is true); the letters that were not
+            `store.database.is_no_records_fault` is true); the letters that were not
             tried stay.
     """
     ingester = Ingester(question_of=question_of)

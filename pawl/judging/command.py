@@ -24,7 +24,7 @@ from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
-from store.judge.judgements import forget_unjudged
+from store.judging import forget_unjudged
 from store.keys import tenant_of_key
 from store.records import Record
 from store.settings import address

@@ -21,9 +21,9 @@ from pawl.export import Selection
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import Away, JudgeError, JudgeFailed, reason_of
-from store.connection.availability import is_unavailable
+from store.database import is_unavailable
 from store.errors import Damaged
-from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
+from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import Episode, Record

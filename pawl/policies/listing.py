@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.common import cell
 from store.policy_table import PolicyTable
+from store.ready import waiting_episodes
 from store.records import Record
 from store.tenants import DEFAULT
-from store.updates.signal import waiting_episodes
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 

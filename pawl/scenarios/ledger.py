@@ -7,12 +7,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.scenarios.counting import VersionRewards, curves_of, is_trained, serving_version
 from pawl.scenarios.progress import Progress
-from store.connection.availability import is_unavailable
-from store.connection.engine import make_engine
+from store.claims import list_updates
+from store.database import is_unavailable, make_engine
 from store.read.evaluations import evaluations, rewards_of_work
 from store.read.stats import PolicyTotals, policy_totals, stored_responses, totals
 from store.records import UpdateRow
-from store.updates.claims import list_updates
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 

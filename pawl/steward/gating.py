@@ -18,7 +18,7 @@ from pawl.steward.metrics import GATE_MOVES, GATE_WATCHED
 from pawl.steward.policy_gate import STEWARD, PolicyGate
 from pawl.steward.replay.replaying import Replays
 from pawl.steward.rollback import Loaded, RollbackTarget, load_again, make_room
-from store.connection.availability import is_unavailable
+from store.database import is_unavailable
 from store.read.standing import gated_policies, unruled_policies
 from store.settings import StoreSettings
 from trainer.publishing.model_server import Replicas

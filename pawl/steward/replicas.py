@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.database import open_engine
 from pawl.steward.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
-from store.connection.availability import is_unavailable
+from store.database import is_unavailable
 from store.settings import StoreSettings
 from store.version_queries import list_servable
 from store.versions import PolicyVersion

@@ -33,8 +33,7 @@ from proxy.metrics import (
 from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
 from proxy.tool_events import ResultReaders
-from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
-from store.connection.engine import answers
+from store.database import answers, is_no_records_fault, is_read_only, is_refusal
 from store.errors import Refused
 from store.records import CallRecord, SpoolRecord
 from store.values.tokens import ITEM_BYTES
@@ -153,7 +152,7 @@ class BatchWriter:
         If the database goes away in the middle, what was settled before stays settled.
 
         Raises:
-            Exception: the database is away (`store.connection.availability.is_no_records_fault`).
+            Exception: the database is away (`store.database.is_no_records_fault`).
         """
         try:
             stored = await self._store(engine, entries)

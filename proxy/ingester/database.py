@@ -17,8 +17,7 @@ from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
-from store.connection.availability import is_refusal, is_unavailable
-from store.connection.engine import make_engine
+from store.database import is_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private

@@ -42,7 +42,7 @@ from proxy.metrics import (
 from proxy.redaction import Redactor
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
-from store.connection.availability import is_no_records_fault
+from store.database import is_no_records_fault
 
 log = structlog.get_logger()
 

@@ -27,7 +27,7 @@ from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
-from store.connection.availability import is_no_records_fault, is_unavailable
+from store.database import is_no_records_fault, is_unavailable
 from store.read.evaluations import evaluations
 from store.write.feedback_keys import forget_keys
 

@@ -20,8 +20,7 @@ from proxy.errors import SpoolInUse
 from proxy.metrics import RECORDING_OUTAGE_SECONDS
 from proxy.spool.folders import hold
 from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored, read_outage
-from store.connection.availability import is_no_records_fault
-from store.connection.engine import answers
+from store.database import answers, is_no_records_fault
 from store.records import LapseRecord
 from store.write.ingest import Ingester
 
@@ -54,7 +53,7 @@ class RecordingOutages:
         """Store all that is not stored yet, unless that was tried within the last second.
 
         Raises:
-            Exception: the database is away (`store.connection.availability.is_no_records_fault`).
+            Exception: the database is away (`store.database.is_no_records_fault`).
         """
         if monotonic() < self._not_before:
             return

@@ -31,22 +31,22 @@ from proxy.spool.segments import (
     encode_payload,
     read_frames,
 )
-from store.connection.engine import database_time
-from store.deleting.names import (
+from store.database import database_time
+from store.files import sync, write_private
+from store.ids import time_of
+from store.keep_days import Cuts, Periods, is_before
+from store.records import CallRecord, FeedbackRecord
+from store.retaining import NOWHERE, Removed, remove_some
+from store.tenants import tenant_of
+from store.tombstones import (
     Named,
     digests,
     feedback_without,
     keys_left,
+    known,
+    last_deletion,
     names_in_feedback,
 )
-from store.deleting.tombstones import known, last_deletion
-from store.files import sync, write_private
-from store.ids import time_of
-from store.records import CallRecord, FeedbackRecord
-from store.retaining.outdated import Removed, remove_some
-from store.retaining.periods import Cuts, Periods, is_before
-from store.retaining.tenant_cuts import NOWHERE
-from store.tenants import tenant_of
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.connection.engine import driver_of
+from store.database import driver_of
 from store.link.scores import score_sums
 from store.records import CallRecord
 from store.schema.recorded import CLAIMABLE

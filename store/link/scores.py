@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.connection.engine import driver_of
+from store.database import driver_of
 from store.read.rewards import ALL_TERMS, COLUMNS, TERM_ALONE, rule_of, sums
 from store.records import REWARD
 from store.schema.claimable import reward_terms

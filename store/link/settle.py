@@ -295,7 +295,7 @@ _PLACE = """
     WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
         IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
 """
-# Held episodes too: an update that holds one may still give it up (`store.updates.claims.consume`).
+# Held episodes too: an update that holds one may still give it up (`store.claims.consume`).
 _SPLIT = f"""
     UPDATE episodes e SET joined_split = s.split
     FROM (SELECT id, CASE WHEN id = ANY($2) THEN '{EVAL}' END AS split FROM unnest($1::uuid[]) id) s

@@ -9,12 +9,12 @@ import msgspec
 from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions, policies, updates
-from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):

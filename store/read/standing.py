@@ -9,10 +9,9 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.link.scores import reward_rule
-from store.read.pages import version_of
 from store.records import Record
 from store.schema.trained import LIVE, ONCE_SERVED
-from store.versions import Actor, PolicyState, PolicyVersion
+from store.versions import Actor, PolicyState, PolicyVersion, version_of
 
 _GATED: Final = text(
     f"""

@@ -88,7 +88,7 @@ episode_policies = Table(
         postgresql_include=["reward", "episode_id"],
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
-    # The same episodes in the order in which groups of one are claimed (`store.updates.ready`).
+    # The same episodes in the order in which groups of one are claimed (`store.ready`).
     Index(
         "ix_episode_policies_latest",
         "policy",

@@ -8,7 +8,7 @@ from alembic.config import Config
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from store.connection.engine import async_url
+from store.database import async_url
 
 # Any process may migrate when it starts; this advisory lock lets one at a time do so.
 MIGRATION_LOCK = 0x5041574C

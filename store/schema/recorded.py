@@ -174,7 +174,7 @@ needed_fingerprints = Table(
 )
 
 # Tombstones: the first 16 bytes of the SHA-256 of the kind and name of what was deleted
-# (`store.deleting.names`). Nothing is stored again under such a name. `deletion` counts
+# (`store.tombstones`). Nothing is stored again under such a name. `deletion` counts
 # deletions, so that whoever remembers stored calls knows when some of them may be gone.
 deleted_names = Table(
     "deleted_names",

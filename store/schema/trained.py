@@ -167,7 +167,7 @@ updates = Table(
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 
-# Episodes of a policy with a call in such a time are set aside (`store.updates.faults`).
+# Episodes of a policy with a call in such a time are set aside (`store.ready`).
 fault_times = Table(
     "fault_times",
     metadata,

@@ -20,14 +20,13 @@ import asyncpg
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.connection.availability import is_no_records_fault
-from store.connection.engine import driver_of
-from store.deleting.tombstones import admit
+from store.database import driver_of, is_no_records_fault
 from store.errors import Refused
 from store.ids import days_of
 from store.link.settle import meets_others, settle, settle_lapses
 from store.records import CallRecord, SpoolRecord
 from store.schema.partitions import ensure_partition
+from store.tombstones import admit
 from store.write.bases import Bases
 from store.write.batches import key_conflicts, write
 from store.write.rows import QuestionOf, no_question
@@ -69,7 +68,7 @@ class Ingester:
         Raises:
             Refused: the database refuses a record.
             Exception: the database takes no record now
-                (`store.connection.availability.is_no_records_fault` tells), or the error is
+                (`store.database.is_no_records_fault` tells), or the error is
                 unexpected: one record may be at fault, or none.
         """
         with _refusals():
@@ -138,7 +137,7 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
     Raises:
         Refused: the database refuses a record.
         Exception: the database takes no record now
-            (`store.connection.availability.is_no_records_fault` tells), or the error is unexpected.
+            (`store.database.is_no_records_fault` tells), or the error is unexpected.
     """
     with _refusals():
         await _ingest(connection, records)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.records import TransitionRow
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.stack import CLIENT_BINARIES, run_client
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.conftest import ROOT

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.ids import new_id
 from store.records import TransitionRow
 from store.values.tokens import unpack_ids, unpack_logprobs

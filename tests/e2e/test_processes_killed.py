@@ -17,11 +17,11 @@ from pawl.scenarios.agent import WorkingAgent, response_ids
 from pawl.scenarios.places import find_scenario
 from pawl.scenarios.tasks import make_tasks
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store import claims
+from store.database import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.read.stats import stored_responses, totals
 from store.records import Episode
-from store.updates import claims
 from store.values.tokens import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY

@@ -21,7 +21,7 @@ from rich.console import Console
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.version_states import ensure_base

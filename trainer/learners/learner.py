@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from store.updates.damage import NON_FINITE
+from store.claims import NON_FINITE
 from store.values.distribution import Distribution
 from trainer.batches import Row, split_steps
 from trainer.errors import Unusable

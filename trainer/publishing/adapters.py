@@ -25,9 +25,9 @@ from uuid import UUID
 import msgspec
 import structlog
 
+from store.claims import Outcome
 from store.files import whole_folder
 from store.records import Record
-from store.updates.claims import Outcome
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FileMissing, FilesAltered, FilesUnread
 from trainer.publishing.probe import ProbeRow

@@ -9,13 +9,11 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store import claims
+from store.claims import DAMAGED, Claim, set_aside
 from store.errors import Damaged
 from store.link.scores import lacking
-from store.updates import claims, expiry
-from store.updates.choice import find_ready
-from store.updates.claims import Claim
-from store.updates.damage import DAMAGED, set_aside
-from store.updates.ready import ClaimRule
+from store.ready import ClaimRule, find_ready
 from store.values.rewards import Lack
 from trainer.credit.baselines import BASELINES
 from trainer.errors import LearnerError, Unusable
@@ -107,7 +105,7 @@ class Claiming:
     async def _is_enough(self, connection: AsyncConnection, parent: int) -> bool:
         """Return whether an update of version `parent` could be claimed."""
         rule = self._rule
-        oldest = await expiry.oldest_version(connection, rule.policy, parent, rule.max_staleness)
+        oldest = await claims.oldest_version(connection, rule.policy, parent, rule.max_staleness)
         return bool(await find_ready(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:
@@ -147,10 +145,10 @@ class Claiming:
             version, at = self._last_look
             if version == parent and perf_counter() < at + EXPIRE_S:
                 return
-        policy, spent = self._rule.policy, expiry.MOST
-        while spent == expiry.MOST:
+        policy, spent = self._rule.policy, claims.MOST_EXPIRED
+        while spent == claims.MOST_EXPIRED:
             async with self._engine.begin() as connection:
-                by_reason = await expiry.expire(connection, self._rule, parent, self._recipe)
+                by_reason = await claims.expire(connection, self._rule, parent, self._recipe)
             for reason, count in by_reason.items():
                 EPISODES.labels(policy, reason).inc(count)
             if by_reason:

@@ -8,8 +8,8 @@ from uuid import UUID
 
 import msgspec
 
+from store.claims import Claim, Outcome
 from store.records import Group, Record, TransitionRow
-from store.updates.claims import Claim, Outcome
 from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, imitated_rows, training_rows
 from trainer.credit.advantages import AIR_SPREAD

@@ -13,11 +13,11 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.availability import is_unavailable
+from store import claims
+from store.claims import IMPORTED_FROM, Claim, Outcome
+from store.database import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
 from store.schema.trained import MANIFEST_SHA256
-from store.updates import claims
-from store.updates.claims import IMPORTED_FROM, Claim, Outcome
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread
 from trainer.metrics import EPISODES, UPDATE, UPDATES

@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 import structlog
 
-from store.updates.claims import Claim
+from store.claims import Claim
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids
 from trainer.batches import Row, RowKey

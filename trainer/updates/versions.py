@@ -6,11 +6,10 @@ from pathlib import Path
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import lineage, version_queries, version_states
+from store import claims, lineage, version_queries, version_states
 from store.link.scores import reward_rule, set_reward_rule
 from store.records import REWARD
 from store.tenants import DEFAULT
-from store.updates import claims
 from store.version_queries import deleted_versions
 from store.version_states import judge_anew, set_state
 from store.versions import PolicyVersion

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.evidence import key_of
 from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
-from store.connection.availability import is_unavailable
+from store.database import is_unavailable
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
 from store.read.standing import Standing
 from store.records import Record

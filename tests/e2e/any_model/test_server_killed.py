@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store import claims
+from store.database import make_engine
 from store.read.stats import totals
-from store.updates import claims
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import eventually

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.records import TransitionRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.stack import small_plan
 from pawl.stack.stack import Stack, running_stack
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 from tests.support.mixtures import tiny_model

@@ -14,7 +14,7 @@ from typing import Final
 import psutil
 
 from benchmarks.stack import free_port
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.keys import SCOPES, Scope, create_key, new_secret, revoke_key
 from store.tenants import DEFAULT
 from store.version_states import ensure_base

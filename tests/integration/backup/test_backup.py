@@ -17,9 +17,9 @@ from pawl.cli import app
 from pawl.commands.spool import look
 from pawl.policies.check import faults
 from proxy.ingester.ingester import ingesting
-from store.connection.engine import make_engine
+from store.claims import begin_update
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
-from store.updates.claims import begin_update
 from store.version_states import add_version, ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, settings_for

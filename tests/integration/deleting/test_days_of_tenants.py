@@ -15,14 +15,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import remove_all
-from store.deleting import statements
+from store import retaining, tombstones
 from store.ids import lowest_id_at
-from store.judge.judgements import Judgement, note
+from store.judging import Judgement, note
+from store.keep_days import Periods
 from store.records import CallRecord, FeedbackRecord, SpoolRecord
-from store.retaining import outdated
-from store.retaining.outdated import LOST_CALLS, remove_some
-from store.retaining.periods import Periods
-from store.retaining.tenant_cuts import tenant_in
+from store.retaining import LOST_CALLS, remove_some, tenant_in
 from store.tenants import DEFAULT, own_digests, scoped, tenant_of
 from store.values.digests import PREFIX
 from store.write.gaps import LOST_CALL
@@ -173,8 +171,8 @@ REMOVE = """
 import asyncio, sys
 from datetime import date
 from proxy.ingester import removing as outdated
-from store.connection.engine import make_engine
-from store.retaining.periods import read_periods
+from store.database import make_engine
+from store.keep_days import read_periods
 
 async def run():
     engine = make_engine(sys.argv[1])
@@ -213,7 +211,7 @@ async def test_each_tenants_records_go_when_its_days_are_over(
 ) -> None:
     periods = SETTINGS[setting]
     # Many steps, each of few episodes.
-    monkeypatch.setattr(outdated, "MOST", 3)
+    monkeypatch.setattr(retaining, "MOST", 3)
     episodes = ledger(len(setting), periods)
     for episode in episodes:
         await Ingester().store(engine, episode)
@@ -225,9 +223,9 @@ async def test_each_tenants_records_go_when_its_days_are_over(
         await until_idle(engine)
     cuts = periods.cuts(NOON.date())
     for target, name in (
-        (outdated, "remove_calls"),
-        (outdated, "end_updates"),
-        (statements, "_forget"),
+        (retaining, "_remove_calls"),
+        (retaining, "end_updates"),
+        (tombstones, "_forget"),
     ):
         for after in (False, True):
             with monkeypatch.context() as patch:
@@ -278,7 +276,7 @@ async def test_a_late_record_is_left_out_for_the_tenant_alone_whose_day_is_over(
 
 
 async def test_one_step_is_bounded(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.retaining.calls.MOST_CALLS", 4)
+    monkeypatch.setattr("store.retaining.MOST_CALLS", 4)
     cuts = SETTINGS["others for ever"].cuts(NOON.date())
     calls = [
         call(scoped("acme", f"e{number}"), request=body(f"{number}"), **made(9, 10 * number + turn))

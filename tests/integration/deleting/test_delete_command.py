@@ -17,7 +17,7 @@ from pawl.commands.episodes import UnknownEpisodes, as_text, choose, delete_epis
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import Frame, Gap, decode_payload, encode_frame, encode_payload
-from store.deleting.receipts import Receipt
+from store.deleting import Receipt
 from store.ids import new_id
 from store.records import FeedbackRecord
 from store.selecting import Selection

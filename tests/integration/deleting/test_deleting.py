@@ -10,15 +10,15 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.identity.identify import what_is_wrong
-from store.deleting.delete import mark_deleted
+from store import claims
+from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
-from store.judge.judgements import Judgement, note
+from store.judging import Judgement, note
 from store.read.stats import totals
+from store.ready import ClaimRule
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.selecting import Selection, named, selected
-from store.updates import claims
-from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.feedback_keys import KeyState, take_key

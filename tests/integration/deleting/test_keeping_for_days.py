@@ -17,12 +17,12 @@ from proxy.ingester.ingester import repeat
 from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
 from proxy.spool.segments import Frame, Gap, encode_payload
 from store.ids import lowest_id_at, time_of
+from store.keep_days import Cuts, Periods
 from store.read.stats import totals
+from store.ready import ClaimRule
 from store.records import CallRecord
-from store.retaining.outdated import LOST_CALLS, RETAIN_LOCK, remove_some
-from store.retaining.periods import Cuts, Periods
+from store.retaining import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.tenants import scoped
-from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -114,7 +114,7 @@ async def aside(engine: AsyncEngine) -> int:
 async def test_what_goes_on_is_set_aside_some_at_a_time_before_its_day_is_dropped(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.retaining.outdated.MOST", 2)
+    monkeypatch.setattr("store.retaining.MOST", 2)
     calls = [call(f"long {n}", **made(day, 9 * day + n)) for n in range(5) for day in (3, 1)]
     await Ingester().store(engine, [*calls, call("new", **made(1, 0))])
     steps = []

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.ids import lowest_id_at
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_delete_command import files_with, pawl

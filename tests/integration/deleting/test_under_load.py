@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import remove_all
 from store.ids import lowest_id_at
+from store.keep_days import Cuts
 from store.records import CallRecord, SpoolRecord
-from store.retaining.periods import Cuts
 from store.values.digests import PREFIX
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_delete_command import pawl

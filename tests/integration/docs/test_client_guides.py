@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, ToolSource, TransitionRow

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.ingester import batch_writer, drain
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import Psql

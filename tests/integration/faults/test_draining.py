@@ -10,7 +10,7 @@ from proxy.ingester import drain, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.recorder import Spool
 from proxy.spool.segments import encode_frame, frame_of
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.read.episodes import episode_ids
 from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured, reward, statement

@@ -11,7 +11,7 @@ import pytest
 from proxy.ingester.drain import Drainer
 from proxy.spool.recorder import LONG_BYTES, Spool
 from proxy.spool.segments import encode_frame
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.ids import new_id
 from store.read.episodes import episode_ids

@@ -21,7 +21,7 @@ from proxy.spool import recorder as recording
 from proxy.spool import writer as segment_writer
 from proxy.spool.outages import OUTAGE, OutageFile, read_outage
 from proxy.spool.recorder import Recorder
-from store.connection.engine import make_engine
+from store.database import make_engine
 from tests.integration.faults.spool.test_full_spool import fill, full_disk, incomplete
 from tests.integration.faults.test_failing_disk import failing
 from tests.support.faults.counters import assert_adds_up

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from pawl.cli import app
 from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
-from store.connection.engine import make_engine
+from store import claims
+from store.claims import Claim
+from store.database import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
+from store.ready import ClaimRule
 from store.records import Group, SpoolRecord, ToolCall
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import record_update

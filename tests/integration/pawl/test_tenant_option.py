@@ -11,10 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from store import claims
 from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
 from store.keys import create_key
 from store.tenants import DEFAULT, scoped
-from store.updates import claims
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote

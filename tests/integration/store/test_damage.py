@@ -14,11 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.cli import main
 from pawl.export import Selection, export
-from store.connection.engine import make_engine
+from store import claims
+from store.claims import set_aside
+from store.database import make_engine
 from store.errors import ClaimLost, Damaged
 from store.records import CallRecord, SpoolRecord
-from store.updates import claims
-from store.updates.damage import set_aside
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_groups import SHORT, keys, reasons, store

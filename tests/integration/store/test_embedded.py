@@ -18,7 +18,7 @@ import pytest
 
 from pawl.database import kept_postgres
 from store import embedded
-from store.connection.availability import is_unavailable
+from store.database import is_unavailable
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from tests.support.waiting import until_true

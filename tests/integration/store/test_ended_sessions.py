@@ -9,8 +9,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.availability import is_unavailable
-from store.connection.engine import answers, make_engine
+from store.database import answers, is_unavailable, make_engine
 
 END = "SELECT pg_terminate_backend({})"
 # Turns of the event loop between the end and the next query: until then asyncpg has read nothing,

@@ -8,11 +8,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import Claim, expire
+from store.ready import ClaimRule
 from store.records import SpoolRecord, Tokens
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.expiry import expire
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
 from store.link.joins import (
     DOUBTFUL_CALL,
     DOUBTFUL_NEED,
@@ -19,9 +20,8 @@ from store.link.joins import (
 )
 from store.link.settle import known_targets
 from store.read.episodes import episode_ids, read_episodes
+from store.ready import ClaimRule
 from store.records import CallRecord, Episode, SpoolRecord
-from store.updates import claims
-from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.version_queries import pinned_episodes
 from store.version_states import ensure_base

@@ -17,9 +17,8 @@ from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
 from store.link.lapses import AMONG, LAPSED, SLACK
+from store.ready import ClaimRule, waiting_updates
 from store.records import CallRecord, GapRecord, LapseRecord, SpoolRecord
-from store.updates.ready import ClaimRule
-from store.updates.signal import waiting_updates
 from store.values.digests import PREFIX
 from store.version_states import ensure_base
 from store.write.gaps import LOST_CALL

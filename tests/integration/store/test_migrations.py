@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.schema.migrate import check, downgrade, upgrade
 from tests.support.ledger.lineage import promote, trained
 

@@ -10,16 +10,14 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store import version_states
-from store.deleting.delete import delete_episode
+from store import claims, version_states
+from store.claims import Claim, expire, oldest_version
+from store.deleting import delete_episode
 from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.lineage import head_of
+from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.expiry import expire, oldest_version
-from store.updates.ready import ClaimRule
 from store.version_queries import numbered_version, rollback_targets
 from store.version_states import begin_canary, ensure_base, make_candidate, reject_orphan
 from store.write.ingest import ingest

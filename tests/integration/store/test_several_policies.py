@@ -9,13 +9,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import NON_FINITE, Claim, expire, set_aside
 from store.link.joins import TOO_LATE
+from store.ready import ClaimRule
 from store.records import CallRecord, SpoolRecord
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.damage import NON_FINITE, set_aside
-from store.updates.expiry import expire
-from store.updates.ready import ClaimRule
 from store.version_queries import idle_versions, pinned_episodes, pinned_version
 from store.version_states import ensure_base
 from store.write.ingest import Ingester

@@ -3,7 +3,7 @@
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.read.stats import PolicyTotals, policy_totals
-from store.updates.ready import ClaimRule
+from store.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed, consume_all

@@ -12,14 +12,14 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.feedback.statements import parse_feedback
-from store.deleting.delete import delete_episode
+from store import claims
+from store.deleting import delete_episode
 from store.ids import new_id
 from store.link.settle import known_targets
+from store.ready import ClaimRule
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
 from store.selecting import Selection, named, selected
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
-from store.updates import claims
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_joins import content, episodes, scenario, scores

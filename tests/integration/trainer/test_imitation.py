@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.credit import explain_update
+from store import claims
 from store.records import Tokens
-from store.updates import claims
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons

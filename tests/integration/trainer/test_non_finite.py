@@ -11,8 +11,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from transformers import AutoModelForCausalLM
 
+from store import claims
 from store.records import Tokens
-from store.updates import claims
 from store.values.tokens import pack_logprobs
 from store.version_states import ensure_base
 from store.write.ingest import ingest

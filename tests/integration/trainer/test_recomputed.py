@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from store.claims import list_updates
 from store.read.past import past_update
 from store.read.stats import totals
 from store.records import SpoolRecord, Tokens
-from store.updates.claims import list_updates
 from store.version_queries import mark_deleted
 from store.write.ingest import ingest
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from store.updates import claims
+from store import claims
 from tests.support.trainer.turns import Bench, bench
 from tests.support.waiting import until
 from trainer.errors import AdapterError, FilesUnread

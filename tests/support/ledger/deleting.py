@@ -8,8 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
-from store.deleting.delete import delete_episode
-from store.deleting.receipts import Receipt
+from store.deleting import Receipt, delete_episode
 from store.selecting import named
 
 _COLUMNS = """

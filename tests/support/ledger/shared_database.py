@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import text
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 
 Result = TypeVar("Result")
 # A table that grows for 50,000 examples makes each of them slower than the one before.

@@ -5,9 +5,9 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates import claims
-from store.updates.claims import Claim, Outcome
-from store.updates.ready import ClaimRule
+from store import claims
+from store.claims import Claim, Outcome
+from store.ready import ClaimRule
 from trainer.updates.plan import Plan
 
 

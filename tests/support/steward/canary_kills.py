@@ -25,7 +25,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.chaos.trainer import Computing, Place
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.read.events import list_events
 from store.version_queries import list_versions
 from store.versions import PolicyEvent, PolicyState, PolicyVersion

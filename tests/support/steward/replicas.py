@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.settings import StewardSettings
 from pawl.steward.replicas import ReplicaKeeper, ServableVersions, troubles
 from pawl.steward.run import app_of
+from store.claims import begin_update, consume
 from store.schema.trained import MANIFEST_SHA256
-from store.updates.claims import begin_update, consume
 from store.version_states import ensure_base
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server

@@ -117,7 +117,7 @@ async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> N
 
 async def trained_on(connection: Any, number: int, parent: int) -> None:
     """Make one more version of the policy."""
-    from store.updates.claims import begin_update, consume
+    from store.claims import begin_update, consume
 
     update = await begin_update(connection, "m", parent, {})
     await consume(

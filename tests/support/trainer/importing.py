@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
 from store.records import SpoolRecord
-from store.updates import claims
 from store.version_queries import list_versions
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens

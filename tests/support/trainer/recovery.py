@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import version_states
+from store import claims, version_states
 from store.read.stats import totals
 from store.records import SpoolRecord
-from store.updates import claims
 from store.version_queries import list_versions
 from store.version_states import ensure_base
 from store.write.ingest import ingest

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.records import CallRecord, SpoolRecord, Tokens
 from store.schema.migrate import upgrade
 from store.values.tokens import pack_ids, pack_logprobs

@@ -183,8 +183,7 @@ def boundaries() -> dict[str, Patch]:
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 
-    from store import files, version_states
-    from store.updates import claims
+    from store import claims, files, version_states
     from trainer.learners import learner
     from trainer.learners.learner import Learner
     from trainer.loop import Loop

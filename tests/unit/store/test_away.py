@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from store.connection.availability import is_no_records_fault, is_unavailable
+from store.database import is_no_records_fault, is_unavailable
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pawl.settings import UnreadSettings, read_settings
 from proxy.settings import ProxySettings
-from store.retaining.periods import MOST_DAYS, Cuts, Periods, read_periods
+from store.keep_days import MOST_DAYS, Cuts, Periods, read_periods
 
 TODAY = date(2026, 11, 22)
 tenants = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)

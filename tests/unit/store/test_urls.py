@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
-from store.connection.urls import BACKENDS, check_url
 from store.errors import StoreError
+from store.settings import BACKENDS, check_url
 
 WORDS = (
     "postgresql",

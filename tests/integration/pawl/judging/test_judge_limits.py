@@ -17,7 +17,7 @@ from pawl.judging.desk import FeedbackClient
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging
-from store.judge.judgements import forget_unjudged
+from store.judging import forget_unjudged
 from store.tenants import scoped
 from tests.integration.pawl.judging.test_judge import (
     LONG_AGO,

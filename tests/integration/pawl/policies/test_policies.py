@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from pawl.policies.show import table, versions_of
+from store import claims
 from store.errors import UnknownPolicy
 from store.policy_table import load_policies
-from store.updates import claims
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call, reward

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from pawl.policies.listing import policies_of, table
+from store import claims
 from store.policy_table import parse_policies
-from store.updates import claims
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote

@@ -14,8 +14,8 @@ from pawl.cli import app
 from pawl.policies.retraining import BadQuery
 from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key
+from store.ready import ClaimRule
 from store.records import SpoolRecord
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote

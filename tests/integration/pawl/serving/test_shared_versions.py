@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.version_states import ensure_base
 from tests.integration.faults.test_faulty_processes import down, is_leaving, slow, up
 from tests.support.faults.stand import Stand

@@ -16,8 +16,8 @@ from pawl.policies.show import table, versions_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store import version_states
+from store.ready import rolled_back_episodes
 from store.records import Arm
-from store.updates.rolled_back import rolled_back_episodes
 from store.version_queries import list_versions
 from store.write.ingest import Ingester
 from tests.integration.pawl.steward.test_serving_again import look

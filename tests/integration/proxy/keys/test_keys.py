@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from proxy.feedback.endpoint import LONG_BYTES
-from store.connection.engine import make_engine
+from store.database import make_engine
 from store.keys import id_of, revoke_key
 from store.schema.tables import metadata
 from store.version_states import ensure_base

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates import claims
-from store.updates.ready import ClaimRule
+from store import claims
+from store.ready import ClaimRule
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.ledger.lineage import promote

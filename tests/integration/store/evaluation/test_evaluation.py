@@ -8,17 +8,15 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import Claim, expire, set_aside
 from store.errors import TurnedEvaluation
 from store.ids import lowest_id_at
 from store.link.joins import TOO_LATE
 from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import Evaluation, evaluations
+from store.ready import ClaimRule
 from store.records import CallRecord, Episode, SpoolRecord
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.damage import set_aside
-from store.updates.expiry import expire
-from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store import claims
+from store.claims import expire
 from store.errors import TurnedEvaluation
+from store.ready import ClaimRule
 from store.records import Episode, SpoolRecord
-from store.updates import claims
-from store.updates.expiry import expire
-from store.updates.ready import ClaimRule
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester

@@ -5,9 +5,9 @@ from uuid import UUID
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates import claims
-from store.updates.expiry import oldest_version
-from store.updates.ready import ClaimRule
+from store import claims
+from store.claims import oldest_version
+from store.ready import ClaimRule
 from tests.integration.store.test_groups import (
     LONG_AGO,
     SINGLE,

@@ -7,11 +7,11 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import Claim
 from store.errors import ClaimLost, UnknownPolicy
+from store.ready import ClaimRule
 from store.records import SpoolRecord
-from store.updates import claims
-from store.updates.claims import Claim
-from store.updates.ready import ClaimRule
 from store.version_queries import idle_versions, list_versions
 from store.version_states import ensure_base
 from store.write.ingest import ingest

@@ -9,11 +9,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import NON_FINITE, Outcome, set_aside
+from store.ready import ClaimRule
 from store.records import SpoolRecord
-from store.updates import claims
-from store.updates.claims import Outcome
-from store.updates.damage import NON_FINITE, set_aside
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import same_in_any_order

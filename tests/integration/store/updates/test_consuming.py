@@ -7,10 +7,10 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store import claims
+from store.claims import consume_episodes, end_update
 from store.errors import ClaimLost
-from store.updates import claims
-from store.updates.consuming import consume_episodes, end_update
-from store.updates.ready import ClaimRule
+from store.ready import ClaimRule
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
 

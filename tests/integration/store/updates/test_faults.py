@@ -7,11 +7,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claims import expire
+from store.ready import ClaimRule, note_fault, waiting_updates
 from store.records import CallRecord
-from store.updates.expiry import expire
-from store.updates.faults import note_fault
-from store.updates.ready import ClaimRule
-from store.updates.signal import waiting_updates
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed

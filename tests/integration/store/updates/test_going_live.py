@@ -3,9 +3,8 @@
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.updates.claims import begin_update
-from store.updates.ready import ClaimRule
-from store.updates.signal import waiting_updates
+from store.claims import begin_update
+from store.ready import ClaimRule, waiting_updates
 from store.version_queries import list_versions
 from store.version_states import add_version, ensure_base, make_ready, promote_together
 from store.write.ingest import ingest

@@ -8,9 +8,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.ready import ClaimRule, _ready_of, _singles_of, chosen_groups
 from store.records import SpoolRecord
-from store.updates.choice import chosen_groups
-from store.updates.ready import ClaimRule, _ready_of, _singles_of
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.deleting.delete import delete_episode
+from store.deleting import delete_episode
 from store.read.replayed import Chosen, chosen_calls, replayed_calls
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions

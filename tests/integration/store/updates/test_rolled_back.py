@@ -6,15 +6,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store.claims import expire, release
 from store.errors import HoldsRolledBack
 from store.lineage import head_of
-from store.read.pages import episode_page
+from store.ready import ClaimRule, find_ready, waiting_updates
 from store.records import SpoolRecord
-from store.updates.choice import find_ready
-from store.updates.claims import release
-from store.updates.expiry import expire
-from store.updates.ready import ClaimRule
-from store.updates.signal import waiting_updates
 from store.version_queries import numbered_version
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote, set_state, trained
@@ -67,8 +63,11 @@ async def lost(engine: AsyncEngine) -> AsyncEngine:
 
 async def keys(connection: AsyncConnection) -> dict[str, str | None]:
     """Why each episode was consumed, None while it is free."""
-    page = await episode_page(connection)
-    return {one.key: claim.reason for one in page.items for claim in one.claims}
+    query = """
+        SELECT e.key, c.reason FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
+        LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
+    """
+    return {row.key: row.reason for row in await connection.execute(text(query))}
 
 
 async def test_no_update_claims_them(lost: AsyncEngine) -> None:

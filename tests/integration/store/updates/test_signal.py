@@ -5,9 +5,9 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claims import Claim
+from store.ready import ClaimRule
 from store.records import SpoolRecord
-from store.updates.claims import Claim
-from store.updates.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.ledger.updates import claimed, consume_all

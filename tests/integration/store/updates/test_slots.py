@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, retire_longest
-from store.updates.claims import begin_update, release
+from store.claims import begin_update, release
 from store.version_queries import list_versions
 from store.version_states import ensure_base
 from store.write.ingest import ingest

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.claims import Claim
-from store.updates.ready import ClaimRule
-from store.updates.signal import waiting_updates
+from store.claims import Claim
+from store.ready import ClaimRule, waiting_updates
 from tests.integration.store.updates.test_signal import NOW, group, rule, store, tasks
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward

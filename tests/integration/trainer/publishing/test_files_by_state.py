@@ -15,7 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from store.updates import claims
+from store import claims
 from store.version_queries import list_versions, numbered_version, unasked_versions, version_before
 from store.version_states import ensure_base
 from store.versions import PolicyVersion

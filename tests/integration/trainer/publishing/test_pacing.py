@@ -7,7 +7,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from store import version_queries, version_states
-from store.updates.claims import list_updates
+from store.claims import list_updates
 from store.versions import PolicyVersion
 from tests.integration.store.updates.test_slots import VERSION, add
 from tests.support.trainer.pacing import gauge, working

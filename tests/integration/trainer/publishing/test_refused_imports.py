@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from store import version_states
-from store.updates import claims
+from store import claims, version_states
 from tests.support.trainer.importing import NOWHERE, WEIGHTS, Bench, bench, with_config
 from tests.support.training import write_adapter, write_tiny_model
 from trainer.errors import AdapterError, TrainerError

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from store.claims import list_updates
 from store.read.past import past_update
 from store.records import SpoolRecord
-from store.updates.claims import list_updates
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.trainer.pacing import working

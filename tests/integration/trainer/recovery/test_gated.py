@@ -8,10 +8,9 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from store import version_states
+from store import claims, version_states
+from store.claims import IMPORTED_FROM
 from store.read.events import list_events
-from store.updates import claims
-from store.updates.claims import IMPORTED_FROM
 from store.version_queries import numbered_version
 from store.version_states import begin_canary, roll_back
 from store.versions import PolicyVersion

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from store import version_queries
+from store import claims, version_queries
 from store.read.episodes import episode_ids
 from store.schema.trained import consumptions, updates
-from store.updates import claims
 from store.write.ingest import ingest
 from tests.support.faults.killing import Killed, killing
 from tests.support.faults.unreadable import unreadable

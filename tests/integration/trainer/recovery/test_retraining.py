@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import text
 
 from pawl.policies.retraining import Without, read_without, retrain_by_hand
+from store import claims
 from store.retraining import Retrained
-from store.updates import claims
 from tests.support.faults.killing import Killed
 from tests.support.ledger.lineage import set_state
 from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, bench, run_once

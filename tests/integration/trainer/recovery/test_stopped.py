@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from store.connection.engine import make_engine
+from store import claims
+from store.database import make_engine
 from store.errors import ClaimLost
 from store.schema.claimable import episode_policies
-from store.updates import claims
 from tests.support.trainer.recovery import Bench, FakeLearner, bench, run_once
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from proxy.ingester.drain import Drainer
 from proxy.ingester.segment_reader import BEGIN, Place, Segment
 from proxy.spool.segments import encode_frame
-from store.connection.engine import make_engine
+from store.database import make_engine
 from tests.support.records import captured
 
 

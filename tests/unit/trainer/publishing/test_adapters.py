@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from store.claims import Outcome
 from store.ids import new_id
-from store.updates.claims import Outcome
 from trainer.errors import AdapterError
 from trainer.publishing.adapters import (
     NewVersion,

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from store.claims import Claim
 from store.ids import new_id
 from store.records import Group, TransitionRow
-from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import (

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from store.claims import Claim
 from store.ids import new_id
 from store.records import Episode, Group, ToolCall, ToolEvent, ToolStatus
-from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.claiming import claim_rule

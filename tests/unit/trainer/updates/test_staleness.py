@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.claims import Claim
 from store.ids import new_id
 from store.records import Episode, Group
-from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.batches import Row, bare_row
 from trainer.recipes.recipe import Recipe

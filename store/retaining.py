@@ -1,4 +1,4 @@
-"""Remove outdated episodes, and drop the partitions of outdated days.
+"""Remove what is older than the days that records are kept for (`PAWL_KEEP_DAYS`).
 
 An episode is outdated once the last call of all its parts was made before the first day that is
 kept of its tenant's. Episodes go first, some at a time, each time in one transaction; then whole
@@ -11,52 +11,97 @@ that its episodes are looked for, and its calls counted, without any lock.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date, datetime
+from datetime import UTC, date, datetime, time
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.connection.engine import driver_of
-from store.deleting.delete import BY_EPISODE, STRIP, end_updates
-from store.deleting.names import PREFIX
-from store.deleting.statements import forget_matched
-from store.deleting.tombstones import begin_deletion
+from store.database import driver_of
+from store.deleting import BY_EPISODE, STRIP, end_updates, rewrite
+from store.ids import lowest_id_at
+from store.keep_days import Cuts
 from store.link.claimable import refresh, refresh_wholes
 from store.link.settle import SETTLE_LOCK
 from store.records import Record
-from store.retaining.calls import few, note, remove_calls
-from store.retaining.periods import Cuts
-from store.retaining.strays import remove_strays
-from store.retaining.tenant_cuts import NOWHERE, id_at, parameters, with_cut
 from store.schema.partitions import partition_name
-from store.tenants import tenant_of
+from store.tenants import DEFAULT, tenant_of
+from store.tombstones import PREFIX, begin_deletion, forget_matched
 
 # Key of the advisory lock of whoever removes: another ingester does nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
-# Most episodes, or statements, that one transaction removes.
+# Most episodes, statements or requests that one transaction removes, and most calls of a tenant,
+# unless a single episode has more.
 MOST: Final = 200
+MOST_CALLS: Final = 1000
 WHY: Final = "an episode that it held was outdated"
 LOST_CALLS: Final = (
     "calls of this episode were dropped, because they were older than PAWL_KEEP_DAYS"
 )
+NOWHERE: Final = UUID(int=0)
+
+
+def _midnight(day: date) -> datetime:
+    """Return when a day begins (UTC)."""
+    return datetime.combine(day, time(), UTC)
+
+
+def _id_at(day: date | None) -> UUID | None:
+    """Return the lowest id of a day; None: of no day."""
+    return None if day is None else lowest_id_at(_midnight(day))
+
+
+def tenant_in(column: str) -> str:
+    """Return the expression for whose a column's name is, as `store.tenants.tenant_of` says it."""
+    separator = "E'\\x1f'"
+    return (
+        f"CASE WHEN strpos({column}, {separator}) > 1 THEN split_part({column}, {separator}, 1) "
+        f"ELSE '{DEFAULT}' END"
+    )
+
+
+def _with_cut(column: str) -> str:
+    """Return a join that adds `cut.id` and `cut.at`, where the kept days of a name's tenant begin.
+
+    Both are null where all of the tenant's days are kept. Parameters 1 to 5 are `_parameters`.
+    """
+    return f"""
+        LEFT JOIN unnest($1::text[], $2::uuid[], $3::timestamptz[]) AS own (tenant, id, at)
+            ON own.tenant = {tenant_in(column)}
+        CROSS JOIN LATERAL (
+            SELECT CASE WHEN own.tenant IS NULL THEN $4::uuid ELSE own.id END AS id,
+                CASE WHEN own.tenant IS NULL THEN $5::timestamptz ELSE own.at END AS at) AS cut
+    """
+
+
+def _parameters(cuts: Cuts) -> tuple[Any, ...]:
+    """Return the first five parameters of a query with `_with_cut`."""
+    others = cuts.others
+    return (
+        list(cuts.of),
+        [_id_at(cut) for cut in cuts.of.values()],
+        [None if cut is None else _midnight(cut) for cut in cuts.of.values()],
+        _id_at(others),
+        None if others is None else _midnight(others),
+    )
+
 
 _IS_OUTDATED: Final = """
     w.root IS NULL AND w.deleted_at IS NULL AND w.last_call_id < cut.id AND NOT EXISTS (
         SELECT FROM episodes p WHERE p.root = w.id AND p.last_call_id >= cut.id)
 """
 _OUTDATED: Final = f"""
-    SELECT w.id FROM episodes w {with_cut("w.key")}
+    SELECT w.id FROM episodes w {_with_cut("w.key")}
     WHERE {_IS_OUTDATED} AND w.id > $6 ORDER BY w.id LIMIT $7
 """
 _STILL_OUTDATED: Final = f"""
-    SELECT w.id, w.key FROM episodes w {with_cut("w.key")}
+    SELECT w.id, w.key FROM episodes w {_with_cut("w.key")}
     WHERE {_IS_OUTDATED} AND w.id = ANY($6) ORDER BY w.id
 """
 # Parts with outdated calls on days that are kept for others, after a day of which nothing is kept.
 _WITH_OLD_CALLS: Final = f"""
-    SELECT w.id, w.key FROM episodes w {with_cut("w.key")}
+    SELECT w.id, w.key FROM episodes w {_with_cut("w.key")}
     CROSS JOIN LATERAL (
         SELECT 1 FROM transitions t WHERE t.episode_id = w.id AND t.id < cut.id LIMIT 1) AS old
     WHERE w.deleted_at IS NULL AND w.first_call_id < cut.id AND cut.id > $6
@@ -92,6 +137,29 @@ _IS_NOTED: Final = "SELECT COALESCE(max(day) >= $1, false) FROM dropped_days"
 _NOTE: Final = """
     INSERT INTO dropped_days (day, calls) VALUES ($1, $2)
     ON CONFLICT (day) DO UPDATE SET calls = dropped_days.calls + excluded.calls, at = now()
+"""
+_COUNTS: Final = """
+    SELECT episode_id, count(*) FROM transitions WHERE episode_id = ANY($1) GROUP BY 1
+"""
+_OLD_CALLS: Final = "SELECT id FROM transitions WHERE episode_id = ANY($1) AND id < $2"
+_DELETE_CALLS: Final = "DELETE FROM transitions WHERE episode_id = ANY($1) AND id < $2"
+# Until all ingesters have seen that a day is outdated, and after it, no call of it is stored.
+_NOTE_OF_TENANTS: Final = """
+    INSERT INTO outdated_days (tenant, day) SELECT unnest($1::text[]), unnest($2::date[]) - 1
+    ON CONFLICT (tenant) DO UPDATE SET day = greatest(outdated_days.day, excluded.day)
+"""
+_STRAY: Final = f"""
+    DELETE FROM {{table}} WHERE id IN (
+        SELECT s.id FROM {{table}} s {_with_cut("s.target")}
+        WHERE s.episode_id IS NULL AND s.at < cut.at LIMIT $6)
+"""
+# Whose a request without a key was, nobody knows once its statements are gone.
+_REQUESTS: Final = f"""
+    DELETE FROM feedback_requests WHERE id IN (
+        SELECT r.id FROM feedback_requests r {_with_cut("r.idempotency_key")}
+        WHERE r.id < $6 AND r.at < $7 AND (r.idempotency_key IS NULL OR r.at < cut.at)
+            AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
+        ORDER BY r.id LIMIT $8)
 """
 
 
@@ -156,7 +224,7 @@ async def _alone(driver: Any) -> None:
 
 async def _remove_outdated(step: _Step) -> Removed | None:
     """Remove some episodes that are outdated."""
-    driver, values = step.driver, parameters(step.cuts)
+    driver, values = step.driver, _parameters(step.cuts)
     outdated = [row[0] for row in await driver.fetch(_OUTDATED, *values, step.after, MOST)]
     if not outdated:
         return None
@@ -167,7 +235,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     for part, whole in await driver.fetch(_PARTS, list(still)):
         parts[whole].append(part)
     groups = {whole: (tenant_of(key), parts[whole]) for whole, key in still.items()}
-    some = list(groups)[: await few(driver, step.cuts, groups)]
+    some = list(groups)[: await _count_that_fit(driver, step.cuts, groups)]
     removed = await _remove_episodes(step, {whole: groups[whole] for whole in some})
     last = outdated[-1] if len(some) == len(groups) else some[-1]
     return msgspec.structs.replace(removed, last=last)
@@ -179,10 +247,10 @@ async def _remove_episodes(step: _Step, groups: Mapping[UUID, tuple[str, list[UU
     parts_of = _by_tenant(groups.values())
     ids = [part for parts in parts_of.values() for part in parts]
     # A call that comes once more would begin a removed episode anew.
-    await note(driver, cuts, list(parts_of))
+    await _note(driver, cuts, list(parts_of))
     await end_updates(connection, driver, ids, WHY)
     spent = await driver.fetchval(_SPENT, ids)
-    calls = await remove_calls(connection, driver, cuts, parts_of)
+    calls = await _remove_calls(connection, driver, cuts, parts_of)
     statements = await forget_matched(driver, ids)
     for table in BY_EPISODE:
         await driver.execute(f"DELETE FROM {table} WHERE episode_id = ANY($1)", ids)
@@ -204,17 +272,17 @@ async def _remove_episodes(step: _Step, groups: Mapping[UUID, tuple[str, list[UU
 async def _remove_old_calls(step: _Step) -> Removed | None:
     """Remove outdated calls of some episodes that go on, from days that are kept for others."""
     driver, cuts = step.driver, step.cuts
-    nobodys = id_at(cuts.of_all) or NOWHERE
-    episodes = await driver.fetch(_WITH_OLD_CALLS, *parameters(cuts), nobodys, MOST)
+    nobodys = _id_at(cuts.of_all) or NOWHERE
+    episodes = await driver.fetch(_WITH_OLD_CALLS, *_parameters(cuts), nobodys, MOST)
     if not episodes:
         return None
     await _alone(driver)
     groups = {part: (tenant_of(key), [part]) for part, key in episodes}
-    some = list(groups)[: await few(driver, cuts, groups)]
+    some = list(groups)[: await _count_that_fit(driver, cuts, groups)]
     parts_of = _by_tenant(groups[part] for part in some)
-    await note(driver, cuts, list(parts_of))
+    await _note(driver, cuts, list(parts_of))
     await _set_aside(step, some)
-    calls = await remove_calls(step.connection, driver, cuts, parts_of)
+    calls = await _remove_calls(step.connection, driver, cuts, parts_of)
     return Removed(calls=calls, last=step.after)
 
 
@@ -269,6 +337,57 @@ async def _drop_day(step: _Step, partition: str, day: date) -> Removed:
 
 
 async def _remove_strays(step: _Step) -> Removed | None:
-    """Remove outdated statements about what never came, and what is left of requests."""
-    removed = await remove_strays(step.driver, step.cuts, step.latest, MOST)
+    """Remove outdated statements about what never came, and requests that nothing is left of."""
+    driver, values = step.driver, _parameters(step.cuts)
+    done = [
+        await driver.execute(_STRAY.format(table=table), *values, MOST)
+        for table in ("feedback", "tool_events")
+    ]
+    latest = _id_at(step.latest), _midnight(step.latest)
+    done.append(await driver.execute(_REQUESTS, *values, *latest, MOST))
+    removed = sum(int(status.rpartition(" ")[2]) for status in done)
     return Removed(statements=removed, last=step.after) if removed else None
+
+
+# A tenant's calls, row by row, from days that are kept for other tenants
+
+
+async def _count_that_fit(
+    driver: Any, cuts: Cuts, groups: Mapping[UUID, tuple[str, Sequence[UUID]]]
+) -> int:
+    """Return how many of these episodes, from the first on, one transaction removes.
+
+    `groups` has the tenant of each, and the ids of its parts. Only calls that are removed row by
+    row count.
+    """
+    apart = [part for tenant, parts in groups.values() if cuts.apart(tenant) for part in parts]
+    counts = dict(await driver.fetch(_COUNTS, apart)) if apart else {}
+    total = 0
+    for number, (_, parts) in enumerate(groups.values()):
+        total += sum(counts.get(part, 0) for part in parts)
+        if number and total > MOST_CALLS:
+            return number
+    return len(groups)
+
+
+async def _note(driver: Any, cuts: Cuts, tenants: Sequence[str]) -> None:
+    """Note which days of these tenants are outdated: no call of them is stored any more."""
+    await driver.execute(_NOTE_OF_TENANTS, tenants, [cuts.before(tenant) for tenant in tenants])
+
+
+async def _remove_calls(
+    connection: Any, driver: Any, cuts: Cuts, parts_of: Mapping[str, Sequence[UUID]]
+) -> int:
+    """Remove the outdated calls of episodes, by tenant, whose days are kept for others.
+
+    What other episodes add to such a call is stored whole first. Return how many were removed.
+    """
+    removed = 0
+    for tenant, parts in parts_of.items():
+        if cuts.apart(tenant):
+            before = _id_at(cuts.before(tenant))
+            calls = [row[0] for row in await driver.fetch(_OLD_CALLS, parts, before)]
+            await rewrite(connection, driver, parts, calls)
+            await driver.execute(_DELETE_CALLS, parts, before)
+            removed += len(calls)
+    return removed

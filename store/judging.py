@@ -109,7 +109,7 @@ async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
     """Store a judgement, in place of the judge's earlier one; nothing of a deleted episode."""
     # Whoever deletes an episode locks its row before looking for what is about it
-    # (`store.deleting.delete`).
+    # (`store.deleting`).
     alive = select(episodes.c.id).where(
         episodes.c.id == judgement.episode_id, episodes.c.deleted_at.is_(None)
     )

@@ -5,23 +5,94 @@ consumptions and links of other episodes refer, and tombstones of its names. So 
 it twice, no join of other episodes changes, and nothing of it is stored again.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.connection.engine import driver_of
-from store.deleting.names import Named, key_once_deleted
-from store.deleting.receipts import Receipt, adapters_of, linked_to
-from store.deleting.statements import forget_matched, forget_unmatched
-from store.deleting.tombstones import add, begin_deletion
+from store.claims import release
+from store.database import driver_of
 from store.link.claimable import refresh
 from store.link.settle import SETTLE_LOCK
 from store.read.episodes import whole_calls
+from store.records import Record
 from store.tenants import same_tenant
-from store.updates.claims import release
+from store.tombstones import (
+    Named,
+    add,
+    begin_deletion,
+    forget_matched,
+    forget_unmatched,
+    key_once_deleted,
+)
 from store.values.digests import TWIN
+
+# `marked`: nothing was recorded under that name, and nothing will be any more.
+DeletionState = Literal["deleted", "deleted_before", "marked"]
+
+
+class Receipt(Record, frozen=True, kw_only=True):
+    """State what a deletion did about one episode.
+
+    Attributes:
+        episode: the episode's key, or the name that was asked for if it is not recorded.
+        state: whether it was deleted now, or before, or was only marked.
+        keys: the keys of its parts, its own among them; empty if it was deleted before.
+        removed: how many rows of each table, and how many dead letters, were deleted.
+        rewritten_calls: calls of other episodes that were stored as additions to one of its calls,
+            and are stored whole now.
+        abandoned_updates: updates that were running and held it; their other episodes are free.
+        trained: policy versions whose update was trained on it, ended ones among them.
+        carried_by: all versions that come from these, themselves included, up to an import.
+        linked: other episodes that repeat some of it, or that it repeats; they are not deleted.
+    """
+
+    episode: str
+    id: UUID | None = None
+    state: DeletionState
+    keys: tuple[str, ...] = ()
+    removed: Mapping[str, int] = {}
+    rewritten_calls: int = 0
+    abandoned_updates: tuple[UUID, ...] = ()
+    trained: tuple[str, ...] = ()
+    carried_by: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
+
+
+_TRAINED: Final = """
+    SELECT c.policy, u.version
+    FROM (TABLE consumptions UNION ALL TABLE freed_consumptions) c
+    JOIN updates u ON u.id = c.update_id
+    WHERE c.episode_id = ANY($1) AND c.trained AND u.version IS NOT NULL
+    ORDER BY 1, 2
+"""
+# The weights of an import come from elsewhere, whatever version it follows.
+_CARRIED: Final = f"""
+    WITH RECURSIVE carried (policy, version) AS (
+        SELECT policy, version FROM ({_TRAINED}) trained
+        UNION SELECT u.policy, u.version FROM carried c
+            JOIN updates u ON u.policy = c.policy AND u.parent_version = c.version
+            WHERE u.version IS NOT NULL AND NOT u.metrics ? 'imported_from')
+    SELECT policy, version FROM carried ORDER BY 1, 2
+"""
+_LINKED: Final = """
+    SELECT DISTINCT o.key FROM links l
+    JOIN episodes o ON o.id IN (l.needed_by, l.provided_by) AND o.deleted_at IS NULL
+    WHERE (l.needed_by = ANY($1) OR l.provided_by = ANY($1)) AND NOT l.too_common
+    ORDER BY 1
+"""
+
+
+async def adapters_of(driver: Any, ids: Sequence[UUID]) -> dict[str, Any]:
+    """Return the versions that were `trained` on these episodes, and those `carried_by` these."""
+    trained = await driver.fetch(_TRAINED, list(ids))
+    carried = await driver.fetch(_CARRIED, list(ids)) if trained else []
+    return {
+        "trained": tuple(f"{policy}@{version}" for policy, version in trained),
+        "carried_by": tuple(f"{policy}@{version}" for policy, version in carried),
+    }
+
 
 WHY: Final = "an episode that it held was deleted"
 
@@ -99,9 +170,8 @@ async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | 
         removed=removed,
         rewritten_calls=rewritten,
         abandoned_updates=abandoned,
-        trained=adapters.trained,
-        carried_by=adapters.carried_by,
-        linked=await linked_to(driver, ids),
+        linked=tuple(row[0] for row in await driver.fetch(_LINKED, ids)),
+        **adapters,
     )
 
 
@@ -128,8 +198,7 @@ async def deleted_before(connection: AsyncConnection, name: str, whole: UUID) ->
         episode=name,
         id=whole,
         state="deleted_before",
-        trained=adapters.trained,
-        carried_by=adapters.carried_by,
+        **adapters,
     )
 
 

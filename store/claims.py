@@ -1,0 +1,662 @@
+"""Claim, release and consume episodes, so that each is trained whole and at most once.
+
+A claim is an update in state `running` whose id is in the `claimed_by` column of what its policy
+may claim of its episodes (`episode_policies`): each policy claims an episode for itself. It ends in
+one transaction, in one of three ways: the update is `done`, its version is recorded and its
+episodes are consumed; or it is `abandoned`, and its episodes are free again; or it is `expired`,
+and only those of its episodes are consumed that nothing can be trained on. A unique index allows
+one running update per policy (docs/decisions/024-exactly-once.md). Which episodes are claimed is
+the query of `store.ready`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import func, insert, literal_column, null, select, text, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
+from store.ids import lowest_id_at, new_id
+from store.link.claimable import refresh
+from store.read.episodes import read_episodes
+from store.ready import (
+    EARLIER_MEMBERS,
+    HAS_ROLLED_BACK,
+    ClaimRule,
+    find_ready,
+    lock,
+    lock_free,
+    rolled_back_episodes,
+)
+from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
+from store.schema.claimable import FREE, episode_policies
+from store.schema.recorded import SPLIT, episodes
+from store.schema.trained import policies, updates
+from store.version_states import add_version, lock_policies
+
+# The metric that tells an imported version's update: where the adapter came from.
+IMPORTED_FROM: Final = "imported_from"
+# How many of the episodes that spoil a claim a message names.
+TOLD: Final = 5
+
+
+class Claim(Record, frozen=True, kw_only=True):
+    """Hold the whole groups claimed for one update, and all else that their credit depends on.
+
+    Episodes with a call sampled by a version before `oldest_version` are stale. `baselines` is
+    the state of the moving baselines after the policy's last update, as JSON; None before the
+    first. `policy` is the one in training; episodes may also have calls of other policies.
+    """
+
+    update_id: UUID
+    policy: str
+    parent_version: int
+    groups: tuple[Group, ...]
+    oldest_version: int = 0
+    baselines: Mapping[str, Any] | None = None
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """State what an update came to for one episode: trained, or the reason why not."""
+
+    episode_id: UUID
+    trained: bool
+    reason: str | None = None
+
+
+async def claim(
+    connection: AsyncConnection,
+    rule: ClaimRule,
+    parent_version: int,
+    recipe: Mapping[str, Any],
+    *,
+    takes_most: bool = False,
+) -> UUID | None:
+    """Claim the freshest complete groups for a new update and return the update's id.
+
+    Return None while there are too few. With `takes_most` there may be more groups (`ClaimRule`).
+    The same ledger gives the same claim. Read the claimed episodes with `load_claim` after this
+    transaction is committed, so that writers of these episodes' calls and feedback block only while
+    the rows are marked.
+
+    Raises:
+        ClaimLost: another update of the policy is running.
+    """
+    oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
+    taken = await find_ready(connection, rule, oldest, takes_most=takes_most)
+    if not taken:
+        return None
+    limits = {"group_size": rule.group_size, "oldest_version": oldest}
+    update_id = await begin_update(connection, rule.policy, parent_version, recipe, **limits)
+    await connection.execute(
+        update(episode_policies)
+        .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(taken))
+        .values(claimed_by=update_id)
+    )
+    return update_id
+
+
+async def begin_update(
+    connection: AsyncConnection,
+    policy: str,
+    parent_version: int,
+    recipe: Mapping[str, Any],
+    **limits: int,
+) -> UUID:
+    """Add a running update that holds no episode yet, and return its id.
+
+    `limits` are the columns that say which episodes it may hold.
+
+    Raises:
+        ClaimLost: another update of the policy is running.
+    """
+    update_id = new_id()
+    started = await connection.execute(
+        postgresql.insert(updates)
+        .values(
+            id=update_id,
+            policy=policy,
+            parent_version=parent_version,
+            state="running",
+            recipe=dict(recipe),
+            **limits,
+        )
+        .on_conflict_do_nothing()
+        .returning(updates.c.id)
+    )
+    if started.first() is None:
+        raise ClaimLost(f"another update of policy {policy} is running; one runs at a time")
+    return update_id
+
+
+async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
+    """Read the groups that an update holds or held, in a stable order.
+
+    Groups that are short are filled up with members that earlier updates consumed.
+
+    Raises:
+        Damaged: a call cannot be read back.
+    """
+    head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
+    task_of = await _held(connection, update_id)
+    earlier_of = await _earlier(connection, head, Counter(task_of.values()))
+    ids = [*task_of, *(one for earlier in earlier_of.values() for one in earlier)]
+    read = {episode.id: episode for episode in await read_episodes(connection, ids)}
+    by_task: dict[str, list[Episode]] = {}
+    for one, task in task_of.items():
+        by_task.setdefault(task, []).append(read[one])
+    groups = tuple(
+        Group(
+            task=task,
+            episodes=tuple(members),
+            earlier=tuple(read[one] for one in earlier_of.get(task, ())),
+        )
+        for task, members in by_task.items()
+    )
+    return Claim(
+        update_id=update_id,
+        policy=head.policy,
+        parent_version=head.parent_version,
+        groups=groups,
+        oldest_version=head.oldest_version,
+        baselines=await _baselines_before(connection, head),
+    )
+
+
+async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
+    """Map the episodes of an update to their tasks; "" where an episode has none."""
+    task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
+    query = (
+        select(episodes.c.id, task)
+        .join(episode_policies, episode_policies.c.episode_id == episodes.c.id)
+        .where(episode_policies.c.claimed_by == update_id)
+        .order_by(task, episodes.c.first_call_id)
+    )
+    return {row[0]: row[1] for row in await connection.execute(query)}
+
+
+async def _earlier(
+    connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
+) -> dict[str, list[UUID]]:
+    """Return the newest consumed episodes of each task that is short of members, to fill it up."""
+    full = head.group_size
+    short = {task: full - size for task, size in sizes.items() if task and size < full}
+    if not short:
+        return {}
+    values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
+    earlier: dict[str, list[UUID]] = {}
+    for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
+        members = earlier.setdefault(row.task, [])
+        if len(members) < short[row.task]:
+            members.append(row.id)
+    return earlier
+
+
+async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
+    """Return the moving baselines that the policy's last update before `head` left."""
+    query = (
+        select(updates.c.baselines)
+        .where(
+            updates.c.policy == head.policy,
+            updates.c.state == "done",
+            updates.c.baselines.is_not(None),
+            updates.c.claimed_at < head.claimed_at,
+        )
+        .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
+        .limit(1)
+    )
+    baselines: Mapping[str, Any] | None = (await connection.execute(query)).scalar()
+    return baselines
+
+
+async def running_update(connection: AsyncConnection, policy: str) -> UUID | None:
+    """Return the id of the running update of `policy`, or None if there is none."""
+    query = select(updates.c.id).where(updates.c.policy == policy, updates.c.state == "running")
+    return (await connection.execute(query)).scalar()
+
+
+async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int:
+    """Abandon a running update: free its episodes and return how many there were.
+
+    If the update has ended meanwhile, its episodes stay consumed and the result is 0.
+    """
+    try:
+        await end_update(connection, update_id, "abandoned", {"abandoned": why})
+    except ClaimLost:
+        return 0
+    held = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
+    await lock(connection, list((await connection.execute(held)).scalars()))
+    freed = await connection.execute(
+        update(episode_policies)
+        .where(episode_policies.c.claimed_by == update_id)
+        .values(claimed_by=None)
+    )
+    return int(freed.rowcount)
+
+
+# It ends, and its episodes are consumed
+
+# The policy is the update's. The foreign key locks what it may claim of each episode, in the order
+# of `ids`, until the transaction ends.
+_CONSUME: Final = text(
+    """
+    INSERT INTO consumptions (episode_id, policy, update_id, trained, reason)
+    SELECT e.id, u.policy, u.id, e.trained, e.reason
+    FROM updates u,
+        unnest(CAST(:ids AS uuid[]), CAST(:trained AS boolean[]), CAST(:reasons AS text[]))
+            WITH ORDINALITY AS e (id, trained, reason, place)
+    WHERE u.id = :update_id ORDER BY e.place
+    """
+)
+
+
+async def consume(
+    connection: AsyncConnection,
+    update_id: UUID,
+    outcomes: Sequence[Outcome],
+    metrics: Mapping[str, Any],
+    *,
+    policy: str,
+    version: int | None,
+    adapter_path: str | None,
+    baselines: Mapping[str, Any] | None = None,
+) -> None:
+    """Record a finished update: consume its episodes and add the version that it made.
+
+    Args:
+        connection: an open transaction.
+        update_id: the running update.
+        outcomes: one for each claimed episode.
+        metrics: the update's figures, stored as JSON.
+        policy: the policy that was trained.
+        version: the new version, or None if nothing was trained (no signal in any group).
+        adapter_path: the folder of the new version's adapter.
+        baselines: the state that the next update's moving baselines start from.
+
+    Raises:
+        ClaimLost: the update is no longer running; nothing was written.
+        TurnedEvaluation: a call said since the claim that one of its episodes is evaluation;
+            nothing was written.
+        HoldsRolledBack: a version that sampled one of them was rolled back since; nothing was
+            written.
+        LineEnded: the version that it was trained from has ended since; nothing was written.
+    """
+    await _refuse_evaluation(connection, update_id)
+    await lock_policies(connection, [policy])
+    await _refuse_rolled_back(connection, policy, update_id)
+    await _refuse_ended(connection, update_id)
+    after = null() if baselines is None else dict(baselines)
+    await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
+    consumed = [(one.episode_id, one.trained, one.reason) for one in outcomes]
+    await consume_episodes(connection, update_id, consumed)
+    if version is not None and adapter_path is not None:
+        source = metrics.get(IMPORTED_FROM)
+        await add_version(
+            connection, policy, version, adapter_path, update_id, imported_from=source
+        )
+
+
+# Locked in the order of keys, as everywhere, until the caller's transaction ends.
+_HELD_SPLITS: Final = text(
+    f"SELECT key, {SPLIT} AS split FROM episodes"
+    " WHERE id IN (SELECT episode_id FROM episode_policies WHERE claimed_by = :update_id)"
+    " ORDER BY key FOR NO KEY UPDATE"
+)
+_HELD_ROLLED_BACK: Final = text(
+    f"""
+    SELECT e.key FROM episode_policies JOIN episodes e ON e.id = episode_policies.episode_id
+    WHERE episode_policies.claimed_by = :update_id AND {HAS_ROLLED_BACK} ORDER BY e.key
+    """
+)
+
+
+async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> None:
+    """Lock the episodes that an update holds: none becomes evaluation before they are spent.
+
+    Raises:
+        TurnedEvaluation: a call said since the claim that one of them is evaluation.
+    """
+    held = await connection.execute(_HELD_SPLITS, {"update_id": update_id})
+    turned = [row.key for row in held if row.split == EVAL]
+    if turned:
+        named = ", ".join(map(repr, turned[:TOLD]))
+        raise TurnedEvaluation(
+            f"a call said that {len(turned)} of its episodes are evaluation after update"
+            f" {update_id} had claimed them ({named}): release the update, and claim again"
+        )
+
+
+async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_id: UUID) -> None:
+    """Check that no version was rolled back since an update claimed what it sampled.
+
+    The caller holds the policy (`store.version_states.lock_policies`), so none is meanwhile.
+
+    Raises:
+        HoldsRolledBack: one was.
+    """
+    values = {"policy": policy, "update_id": update_id}
+    held = list((await connection.execute(_HELD_ROLLED_BACK, values)).scalars())
+    if held:
+        named = ", ".join(map(repr, held[:TOLD]))
+        raise HoldsRolledBack(
+            f"a version that sampled {len(held)} of its episodes was rolled back after update"
+            f" {update_id} had claimed them ({named}): release the update, and claim again"
+        )
+
+
+async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
+    """Check that the version which an update was trained from is still of the policy's line."""
+    query = select(policies.c.served_name).where(
+        policies.c.name == updates.c.policy,
+        policies.c.version == updates.c.parent_version,
+        updates.c.id == update_id,
+        policies.c.ended_at.is_not(None),
+    )
+    if (parent := await connection.scalar(query)) is not None:
+        raise LineEnded(
+            f"update {update_id} was trained from {parent}, which has ended since, as the policy's"
+            " line started again: release the update, and claim again"
+        )
+
+
+async def consume_episodes(
+    connection: AsyncConnection,
+    update_id: UUID,
+    episodes: Iterable[tuple[UUID, bool, str | None]],
+) -> None:
+    """Consume episodes for an update's policy, in the caller's transaction and the given order.
+
+    Args:
+        connection: an open transaction.
+        update_id: the update that consumes them.
+        episodes: for each its id, whether it was trained, and the reason if it was not.
+
+    Raises:
+        sqlalchemy.exc.IntegrityError: the policy has consumed an episode already, or never had a
+            call of it, or a reason is missing.
+    """
+    rows = list(episodes)
+    values = {
+        "update_id": update_id,
+        "ids": [episode for episode, _, _ in rows],
+        "trained": [trained for _, trained, _ in rows],
+        "reasons": [reason for _, _, reason in rows],
+    }
+    await connection.execute(_CONSUME, values)
+
+
+async def end_update(
+    connection: AsyncConnection,
+    update_id: UUID,
+    state: str,
+    metrics: Mapping[str, Any],
+    **columns: Any,
+) -> None:
+    """Move a running update to its last `state`, with its figures and other `columns`.
+
+    Raises:
+        ClaimLost: the update is no longer running; nothing was written.
+    """
+    ended = await connection.execute(
+        update(updates)
+        .where(updates.c.id == update_id, updates.c.state == "running")
+        .values(state=state, metrics=dict(metrics), finished_at=text("now()"), **columns)
+        .returning(updates.c.id)
+    )
+    if ended.first() is None:
+        raise ClaimLost(f"update {update_id} is no longer running")
+
+
+# What cannot be trained any more is consumed
+
+# Most episodes that one transaction expires.
+MOST_EXPIRED: Final = 1000
+# Why an episode was consumed untrained.
+ROLLED_BACK: Final = "rolled_back"
+
+_OLDEST = text(
+    """
+    SELECT version FROM policies
+    WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL AND ended_at IS NULL
+        AND state IN ('serving', 'canary', 'published', 'retired')
+    ORDER BY version DESC OFFSET :staleness LIMIT 1
+    """
+)
+_STALE = text(
+    f"""
+    SELECT episode_id FROM episode_policies
+    WHERE policy = :policy AND {FREE} AND version < :oldest
+    ORDER BY version, episode_id LIMIT :most
+    """
+)
+# One lookup per version, because each version is a range of the index. The episode's id is a
+# UUIDv7, so comparing it limits the time at which the episode began.
+_AGED = text(
+    f"""
+    SELECT a.episode_id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
+    CROSS JOIN LATERAL (
+        SELECT episode_id FROM episode_policies WHERE policy = :policy AND {FREE} AND version = v
+            AND episode_id < CAST(:began_before AS uuid)
+            AND last_call_at < now() - make_interval(secs => :age_s)
+        ORDER BY episode_id LIMIT :most) a
+    LIMIT :most
+    """
+)
+# One array: a statement has no room for as many parameters as one retraining may leave out.
+_CLAIM = text(
+    """
+    UPDATE episode_policies SET claimed_by = :update_id
+    WHERE policy = :policy AND episode_id = ANY(CAST(:ids AS uuid[]))
+    """
+)
+
+
+async def oldest_version(
+    connection: AsyncConnection, policy: str, parent: int, max_staleness: int | None
+) -> int:
+    """Return the first version whose episodes an update of version `parent` may train on.
+
+    Only versions that had traffic count, but for those that were rolled back or ended.
+    """
+    if max_staleness is None:
+        return 0
+    values = {"policy": policy, "parent": parent, "staleness": max_staleness}
+    return int(await connection.scalar(_OLDEST, values) or 0)
+
+
+async def expire(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
+) -> dict[str, int]:
+    """Consume up to `MOST_EXPIRED` episodes past `rule`'s limits; return their number by reason.
+
+    The result is empty if there are none.
+    """
+    oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+    past_limits = await _past_limits(connection, rule, parent, oldest)
+    free = await lock_free(connection, rule.policy, list(past_limits))
+    reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
+    return await consume_unclaimed(connection, rule.policy, parent, recipe, reasons, oldest=oldest)
+
+
+async def consume_unclaimed(
+    connection: AsyncConnection,
+    policy: str,
+    parent: int,
+    recipe: Mapping[str, Any],
+    reasons: Mapping[UUID, str],
+    *,
+    oldest: int = 0,
+) -> dict[str, int]:
+    """Consume free episodes, which the caller has locked, untrained; return their number by reason.
+
+    An update in state `expired` does so, of version `parent`.
+    """
+    counted = dict(Counter(reasons.values()))
+    if not counted:
+        return {}
+    update_id = new_id()
+    await connection.execute(
+        insert(updates).values(
+            id=update_id,
+            policy=policy,
+            parent_version=parent,
+            oldest_version=oldest,
+            state="expired",
+            recipe=dict(recipe),
+            metrics={"episodes": len(reasons), "trained_episodes": 0, "dropped": counted},
+            finished_at=text("now()"),
+        )
+    )
+    await connection.execute(
+        _CLAIM, {"update_id": update_id, "policy": policy, "ids": list(reasons)}
+    )
+    consumed = [(one, False, reason) for one, reason in reasons.items()]
+    await consume_episodes(connection, update_id, consumed)
+    return counted
+
+
+async def _past_limits(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, oldest: int
+) -> dict[UUID, str]:
+    reasons = dict.fromkeys(
+        await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED), ROLLED_BACK
+    )
+    values = {"policy": rule.policy, "oldest": oldest, "most": MOST_EXPIRED - len(reasons)}
+    stale = (await connection.execute(_STALE, values)).scalars()
+    reasons = dict.fromkeys(stale, "stale") | reasons
+    if rule.max_episode_age_s is not None and len(reasons) < MOST_EXPIRED:
+        age: dict[str, Any] = {
+            "age_s": rule.max_episode_age_s,
+            "newest": parent,
+            "most": MOST_EXPIRED - len(reasons),
+        }
+        now = await connection.scalar(text("SELECT now()"))
+        age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
+        aged = (await connection.execute(_AGED, values | age)).scalars()
+        reasons = dict.fromkeys(aged, "aged") | reasons
+    return reasons
+
+
+DAMAGED: Final = "damaged"
+NON_FINITE: Final = "non_finite"
+CANNOT_BE_READ: Final = "a call of this episode cannot be read back"
+
+
+async def set_aside(
+    connection: AsyncConnection,
+    update_id: UUID,
+    damaged: Mapping[UUID, str],
+    reason: str = DAMAGED,
+    figures: Mapping[str, Any] | None = None,
+) -> int:
+    """End a running update whose claim has unusable episodes; return how many were consumed.
+
+    Args:
+        connection: an open transaction.
+        update_id: the running update.
+        damaged: what is wrong with each unusable episode, by episode id.
+        reason: the reason recorded with their consumption.
+        figures: what else the update is recorded with.
+
+    Raises:
+        ClaimLost: the update is no longer running; nothing was written.
+    """
+    held = await _usable_of(connection, update_id, damaged)
+    metrics = {
+        **(figures or {}),
+        "episodes": len(held),
+        "trained_episodes": 0,
+        "dropped": {reason: len(held)} if held else {},
+        reason: {str(one): why for one, why in damaged.items()},
+    }
+    await end_update(connection, update_id, "expired" if held else "abandoned", metrics)
+    await consume_episodes(connection, update_id, [(one, False, reason) for one in held])
+    if reason == DAMAGED:
+        await connection.execute(
+            update(episodes)
+            .where(episodes.c.id.in_(damaged))
+            .values(quarantined_reason=CANNOT_BE_READ)
+        )
+        await refresh(connection, damaged)
+    await connection.execute(
+        update(episode_policies)
+        .where(
+            episode_policies.c.claimed_by == update_id,
+            episode_policies.c.episode_id.not_in(held),
+        )
+        .values(claimed_by=None)
+    )
+    return len(held)
+
+
+async def _usable_of(
+    connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
+) -> list[UUID]:
+    """Return the members of `damaged` to consume; lock all rows that will change.
+
+    They are those that the update claimed, but for what turned out to be evaluation meanwhile.
+    """
+    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
+    claimed = set((await connection.execute(query)).scalars())
+    await lock(connection, [*claimed, *damaged])
+    training = select(episodes.c.id).where(
+        episodes.c.id.in_(claimed & damaged.keys()), literal_column(SPLIT) == TRAIN
+    )
+    held = set((await connection.execute(training)).scalars())
+    return [one for one in damaged if one in held]
+
+
+# Reading, and whose turn it is
+
+
+async def next_version(connection: AsyncConnection, policy: str) -> int:
+    """Return the number for the policy's next version: one above all that were recorded."""
+    highest = await connection.scalar(
+        text("SELECT coalesce(max(version), 0) FROM policies WHERE name = :policy"),
+        {"policy": policy},
+    )
+    return int(highest) + 1
+
+
+async def list_updates(connection: AsyncConnection, policy: str | None = None) -> list[UpdateRow]:
+    """Return the updates of `policy` (None: of every policy) in the order of their claims."""
+    query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
+    if policy is not None:
+        query = query.where(updates.c.policy == policy)
+    return [
+        UpdateRow(**{name: getattr(row, name) for name in UpdateRow.__struct_fields__})
+        for row in await connection.execute(query)
+    ]
+
+
+async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
+    """Try to become the only trainer of `policy`, until the connection ends.
+
+    Return False if another connection holds the policy's advisory lock.
+    """
+    query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
+    held = await connection.scalar(query, {"name": f"pawl-trainer:{policy}"})
+    await connection.commit()
+    return bool(held)
+
+
+async def leave_policy(connection: AsyncConnection, policy: str) -> None:
+    """Give up a hold on a policy (`hold_policy`): another trainer may have it now."""
+    query = text("SELECT pg_advisory_unlock(hashtext(:name))")
+    await connection.execute(query, {"name": f"pawl-trainer:{policy}"})
+    await connection.commit()
+
+
+async def still_connected(connection: AsyncConnection) -> None:
+    """Check that the connection still works; the hold on the policy ends with it.
+
+    Raises:
+        Exception: the connection is lost; `store.database.is_unavailable` is true of
+        the error.
+    """
+    await connection.execute(text("SELECT 1"))
+    await connection.commit()

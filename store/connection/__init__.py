@@ -1,1 +1,0 @@
-"""Connect to PostgreSQL, and tell what its errors mean."""

@@ -1,1 +1,0 @@
-"""Delete episodes from everywhere, keep them from being stored again, and say what was deleted."""

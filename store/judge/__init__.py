@@ -1,1 +1,0 @@
-"""Read the episodes that wait for a judge, and record the results of judging."""

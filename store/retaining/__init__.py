@@ -1,1 +1,0 @@
-"""Remove what is older than the days that records are kept for."""

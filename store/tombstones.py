@@ -1,0 +1,280 @@
+"""Keep what was deleted from being stored again: a digest of each deleted name is its tombstone.
+
+Episodes go by their key, calls and responses by their id, as in feedback. Names are as they are
+stored (`store.tenants`), so that a tenant's tombstones are no other's.
+
+Whoever stores a batch looks the tombstones up first, and holds a shared lock from then to its
+commit. Whoever deletes holds the same lock alone. So a batch is stored wholly before a deletion,
+which then finds all of it, or wholly after it, and then sees its tombstones
+(docs/decisions/070-deleting-episodes.md).
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from datetime import date, datetime, timedelta
+from hashlib import sha256
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import func, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at, time_of
+from store.records import CallRecord, FeedbackRecord, GapRecord, SpoolRecord, TargetKind
+from store.schema.recorded import deleted_names
+from store.tenants import same_tenant, tenant_of
+
+# A kind of target, and a name of that kind.
+Named = tuple[TargetKind, str]
+# What a deleted episode's row has in place of its key, before the digest. No client can name an
+# episode so: names are printable.
+PREFIX: Final = "\x1fdeleted:"
+
+
+def digest_of(kind: TargetKind, name: str) -> UUID:
+    """Return the tombstone of a name: the first 16 bytes of a SHA-256."""
+    hashed = f"{kind}\0{name}".encode(errors="surrogatepass")
+    return UUID(bytes=sha256(hashed).digest()[:16])
+
+
+def key_once_deleted(key: str) -> str:
+    """Return what a deleted episode's row has in place of its key."""
+    return f"{PREFIX}{digest_of('episode', key).hex}"
+
+
+def names_in(record: SpoolRecord) -> Iterator[Named]:
+    """Yield the names by which it is known whether a record, or a part of it, is deleted.
+
+    A lapse names nothing.
+    """
+    if isinstance(record, CallRecord):
+        yield "episode", record.episode
+    elif isinstance(record, GapRecord):
+        yield from (("episode", key) for key in record.episodes)
+    elif isinstance(record, FeedbackRecord):
+        yield from names_in_feedback(record)
+
+
+def names_in_feedback(record: FeedbackRecord) -> list[Named]:
+    """Return the targets of a POST of feedback."""
+    return [(item.target_kind, item.target) for item in record.items]
+
+
+def names_of(call: CallRecord) -> list[Named]:
+    """Return the names that later records may have for a call alone."""
+    names: list[Named] = [("call", same_tenant(call.episode, str(call.id)))]
+    if call.response_id is not None:
+        names.append(("response", call.response_id))
+    return names
+
+
+def digests(names: Iterable[Named]) -> set[UUID]:
+    """Return the tombstones of names."""
+    return {digest_of(kind, name) for kind, name in names}
+
+
+def keys_left(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
+    """Return the keys of episodes that are not deleted."""
+    return tuple(key for key in keys if digest_of("episode", key) not in deleted)
+
+
+def without_deleted(record: SpoolRecord, deleted: Set[UUID]) -> SpoolRecord | None:
+    """Return what is left of a record without the deleted names; None: nothing is.
+
+    One POST of feedback, and one mark of lost calls, may be about several episodes.
+    """
+    if isinstance(record, CallRecord):
+        return record if keys_left([record.episode], deleted) else None
+    if isinstance(record, GapRecord):
+        keys = keys_left(record.episodes, deleted)
+        return msgspec.structs.replace(record, episodes=keys) if keys else None
+    if isinstance(record, FeedbackRecord):
+        return feedback_without(record, deleted)
+    return record
+
+
+def feedback_without(record: FeedbackRecord, deleted: Set[UUID]) -> FeedbackRecord | None:
+    """Return what is left of a POST of feedback; None: nothing is."""
+    items = tuple(
+        item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
+    )
+    return msgspec.structs.replace(record, items=items) if items else None
+
+
+# Statements whose target had not arrived when they were stored.
+_UNMATCHED: Final = """
+    DELETE FROM {table} s USING unnest($1::text[], $2::text[]) AS n (kind, name)
+    WHERE s.episode_id IS NULL AND s.target_kind = n.kind AND s.target = n.name
+    RETURNING s.at
+"""
+_MATCHED: Final = "DELETE FROM {table} s WHERE s.episode_id = ANY($1) RETURNING s.at"
+# A request's statements have its time, and all their ids are made within moments of it, so that
+# their primary keys find them. Two requests of one microsecond keep each other, which is harmless.
+_EMPTY: Final = """
+    DELETE FROM feedback_requests r
+    WHERE r.at = $1 AND r.id >= $2 AND r.id < $3
+        AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
+        AND NOT EXISTS (SELECT FROM tool_events e WHERE e.at = $1 AND e.id >= $2 AND e.id < $3
+                        AND e.target_kind IS NOT NULL)
+    RETURNING r.idempotency_key
+"""
+_KEYS: Final = "DELETE FROM feedback_keys WHERE idempotency_key = ANY($1) RETURNING 1"
+BEFORE: Final = timedelta(seconds=1)
+AFTER: Final = timedelta(hours=1)
+
+
+async def forget_unmatched(driver: Any, names: Sequence[Named]) -> dict[str, int]:
+    """Delete statements about targets that never arrived; return how many rows, by table."""
+    columns = [list(column) for column in zip(*names, strict=True)] if names else [[], []]
+    return await _forget(driver, _UNMATCHED, columns)
+
+
+async def forget_matched(driver: Any, episode_ids: Sequence[UUID]) -> dict[str, int]:
+    """Delete what was said about these episodes; return how many rows, by table."""
+    return await _forget(driver, _MATCHED, [list(episode_ids)])
+
+
+async def _forget(driver: Any, query: str, values: Sequence[Any]) -> dict[str, int]:
+    feedback = await driver.fetch(query.format(table="feedback"), *values)
+    events = await driver.fetch(query.format(table="tool_events"), *values)
+    moments = {row[0] for row in (*feedback, *events)}
+    requests, keys = await _forget_requests(driver, moments)
+    return {
+        "feedback": len(feedback),
+        "tool_events": len(events),
+        "feedback_requests": requests,
+        "feedback_keys": keys,
+    }
+
+
+async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> tuple[int, int]:
+    """Delete the requests of these times that no statement is left of, and their keys."""
+    requests, keys = 0, list[str]()
+    for at in sorted(moments):
+        bounds = lowest_id_at(at - BEFORE), lowest_id_at(at + AFTER)
+        gone = await driver.fetch(_EMPTY, at, *bounds)
+        requests += len(gone)
+        keys += [row[0] for row in gone if row[0] is not None]
+    return requests, len(await driver.fetch(_KEYS, keys)) if keys else 0
+
+
+# Key of the advisory lock that is held until the transaction ends.
+DELETE_LOCK: Final = 0x5041574E
+
+_SHARE: Final = f"SELECT pg_advisory_xact_lock_shared({DELETE_LOCK})"
+_PATIENCE: Final = "SET LOCAL idle_in_transaction_session_timeout = '30s'"
+_HOLD: Final = f"SELECT pg_advisory_xact_lock({DELETE_LOCK})"
+# A statement of its own after the lock's: it sees what was committed while that one waited.
+_LAST: Final = """
+    SELECT (SELECT max(deletion) FROM deleted_names) AS deletion,
+        (SELECT max(day) FROM dropped_days) AS dropped,
+        (SELECT json_object_agg(tenant, day)::text FROM outdated_days) AS outdated
+"""
+_DELETED: Final = "SELECT digest FROM deleted_names WHERE digest = ANY($1)"
+# One array: statements have no room for as many parameters as one record may have names.
+_KNOWN: Final = text("SELECT digest FROM deleted_names WHERE digest = ANY(CAST(:wanted AS uuid[]))")
+_NEXT: Final = "SELECT COALESCE(max(deletion), 0) + 1 FROM deleted_names"
+_ADD: Final = """
+    INSERT INTO deleted_names (digest, deletion) SELECT unnest($1::uuid[]), $2
+    ON CONFLICT DO NOTHING
+"""
+
+
+class Gone(NamedTuple):
+    """Hold the last day whose calls were dropped, and each tenant's last outdated day."""
+
+    dropped: date | None
+    outdated: Mapping[str, date]
+
+    def has(self, record: SpoolRecord) -> bool:
+        """Return whether a record is a call of such a day, or of one before."""
+        if not isinstance(record, CallRecord) or not any(self):
+            return False
+        day, outdated = time_of(record.id).date(), self.outdated.get(tenant_of(record.episode))
+        return any(last is not None and day <= last for last in (self.dropped, outdated))
+
+
+_outdated: Final = msgspec.json.Decoder(dict[str, date])
+
+
+class Admitted(NamedTuple):
+    """Hold what is left of a batch, the ids of what is not, and the number of the last deletion."""
+
+    records: list[SpoolRecord]
+    left_out: frozenset[UUID]
+    deletion: int
+
+
+async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
+    """Leave out what was deleted, in the driver's transaction, until whose end nothing is deleted.
+
+    Calls of days that are outdated are left out as well, and leave a gap. Of a deleted call, the
+    names that feedback may have for it become tombstones, too.
+    """
+    await driver.execute(_SHARE)
+    last = await driver.fetchrow(_LAST)
+    deletion = last["deletion"] or 0
+    gone = Gone(last["dropped"], _outdated.decode(last["outdated"] or "{}"))
+    # Where nothing was ever deleted, no record's names need a digest.
+    deleted = await _deleted(driver, records) if deletion else set[UUID]()
+    if not deleted and not any(gone):
+        return Admitted(list(records), frozenset(), deletion)
+    names_of_late = [name for call in _late(records, deleted) for name in names_of(call)]
+    await add(driver, names_of_late, deletion)
+    await forget_unmatched(driver, names_of_late)
+    # Feedback about such a call may be in the same batch.
+    deleted |= digests(names_of_late)
+    # The episode may go on, and misses this call then (`store.write.gaps`).
+    gaps = [
+        GapRecord(id=record.id, episodes=keys)
+        for record in records
+        if isinstance(record, CallRecord) and gone.has(record)
+        if (keys := keys_left([record.episode], deleted))
+    ]
+    left = {
+        record.id: None if gone.has(record) else without_deleted(record, deleted)
+        for record in records
+    }
+    return Admitted(
+        [*gaps, *(record for record in left.values() if record is not None)],
+        frozenset(one for one, record in left.items() if record is None),
+        deletion,
+    )
+
+
+async def _deleted(driver: Any, records: Sequence[SpoolRecord]) -> set[UUID]:
+    """Return the tombstones among the names in `records`."""
+    names = digests(name for record in records for name in names_in(record))
+    return {row[0] for row in await driver.fetch(_DELETED, list(names))}
+
+
+def _late(records: Sequence[SpoolRecord], deleted: Set[UUID]) -> list[CallRecord]:
+    """Return the calls of deleted episodes."""
+    calls = (record for record in records if isinstance(record, CallRecord))
+    return [call for call in calls if without_deleted(call, deleted) is None]
+
+
+async def begin_deletion(driver: Any) -> int:
+    """Keep all batches from being stored until the transaction ends; return its number."""
+    # Whoever loses its connection, or is stopped, must not keep all batches waiting.
+    await driver.execute(_PATIENCE)
+    await driver.execute(_HOLD)
+    return int(await driver.fetchval(_NEXT))
+
+
+async def add(driver: Any, names: Iterable[Named], deletion: int) -> None:
+    """Add tombstones in the driver's transaction."""
+    if tombstones := digests(names):
+        await driver.execute(_ADD, list(tombstones), deletion)
+
+
+async def known(connection: AsyncConnection, wanted: Collection[UUID]) -> set[UUID]:
+    """Return those digests that are tombstones."""
+    rows = await connection.execute(_KNOWN, {"wanted": list(wanted)})
+    return set(rows.scalars())
+
+
+async def last_deletion(connection: AsyncConnection) -> int:
+    """Return the number of the last deletion; 0 before the first."""
+    query = select(func.coalesce(func.max(deleted_names.c.deletion), 0))
+    return int((await connection.execute(query)).scalar_one())
