@@ -19,6 +19,8 @@ class ErrorShape:
 
     # Whose form it is, as the reference names it.
     api: str = "OpenAI"
+    # What stands before the data of an event.
+    event_line: bytes = b""
 
     def body(
         self,
@@ -30,8 +32,7 @@ class ErrorShape:
         status: int | None = None,
     ) -> bytes:
         """Return the body of an error reply, to be sent with `status`."""
-        error = {"message": message, "type": kind, "param": param, "code": code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(self._error(message, kind, param, code, status))
 
     def event(
         self,
@@ -46,24 +47,30 @@ class ErrorShape:
         `sequence_number` counts a response's events; no other API has one. `status` is what the
         error would have had before the stream began, where that is known.
         """
-        return b"data: %s\n\n" % self.body(message, kind, status=status)
+        error = msgspec.json.encode(self._event(message, kind, sequence_number, status))
+        return self.event_line + b"data: %s\n\n" % error
+
+    def _error(
+        self, message: str, kind: str, param: str | None, code: str | None, status: int | None
+    ) -> dict[str, Any]:
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def _event(
+        self, message: str, kind: str, sequence_number: int, status: int | None
+    ) -> dict[str, Any]:
+        return self._error(message, kind, None, None, status)
 
 
 class ResponsesErrors(ErrorShape):
     """State the errors of responses, which have a form of their own in a stream."""
 
-    def event(
-        self,
-        message: str,
-        kind: str = "server_error",
-        *,
-        sequence_number: int = 0,
-        status: int | None = None,
-    ) -> bytes:
-        """Return the event that ends a stream with an error."""
+    event_line = b"event: error\n"
+
+    def _event(
+        self, message: str, kind: str, sequence_number: int, status: int | None
+    ) -> dict[str, Any]:
         event: dict[str, Any] = {"type": "error", "code": kind, "message": message, "param": None}
-        event["sequence_number"] = sequence_number
-        return b"event: error\ndata: %s\n\n" % msgspec.json.encode(event)
+        return event | {"sequence_number": sequence_number}
 
 
 # Anthropic's types by HTTP status (https://docs.anthropic.com/en/api/errors). 408 and 503 are not
@@ -97,38 +104,23 @@ ERROR_STATUSES: Final = range(400, 600)
 
 
 class AnthropicErrors(ErrorShape):
-    """State the errors of Anthropic's API, which has no `param` and no `code`."""
+    """State the errors of Anthropic's API, which has no `param` and no `code`.
+
+    An error's type follows its status; without one, its kind.
+    """
 
     api = "Anthropic"
+    event_line = b"event: error\n"
 
-    def body(
-        self,
-        message: str,
-        kind: str = "server_error",
-        param: str | None = None,
-        code: str | None = None,
-        *,
-        status: int | None = None,
-    ) -> bytes:
-        """Return the body of an error reply, whose type follows `status`; without one, `kind`."""
+    def _error(
+        self, message: str, kind: str, param: str | None, code: str | None, status: int | None
+    ) -> dict[str, Any]:
         if status not in ERROR_STATUSES:
             status = STATUS_OF_KIND.get(kind, 500)
         assert status is not None
         other = "invalid_request_error" if status < 500 else "api_error"
         error = {"type": ANTHROPIC_BY_STATUS.get(status, other), "message": message}
-        value: dict[str, Any] = {"type": "error", "error": error}
-        return msgspec.json.encode(value)
-
-    def event(
-        self,
-        message: str,
-        kind: str = "server_error",
-        *,
-        sequence_number: int = 0,
-        status: int | None = None,
-    ) -> bytes:
-        """Return the event that ends a stream with an error."""
-        return b"event: error\n" + super().event(message, kind, status=status)
+        return {"type": "error", "error": error}
 
 
 OPENAI: Final = ErrorShape()

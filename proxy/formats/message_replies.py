@@ -166,7 +166,7 @@ class TranslatedReply(MessagesReply):
         # The client's name for the model, if another was put in its place.
         self._asked_model = None if self._model is None else self._request.model
         if self._streamed:
-            self._events = MessageEvents(self._asked_model)
+            self._events = _Events(self._asked_model)
             # Data that is not a chunk by itself; it may be the first line of several.
             self._parts: list[bytes] = []
 
@@ -188,10 +188,10 @@ class TranslatedReply(MessagesReply):
         self._keep_message(out)
         return out
 
-    def _translated(self, reply: "ChatReply | None") -> bytes | None:
+    def _translated(self, reply: "_Chat | None") -> bytes | None:
         if reply is None or not reply.choices or reply.choices[0].message is None:
             return None
-        message = whole_message(reply, reply.choices[0], self._asked_model or reply.model)
+        message = _whole_message(reply, reply.choices[0], self._asked_model or reply.model)
         return _encode(message)
 
     def added(self, data: bytes) -> dict[bytes, Member]:
@@ -231,7 +231,7 @@ class TranslatedReply(MessagesReply):
         data, self._parts = b"\n".join(self._parts), []
         return self._chunk(_read_chat(data), data)
 
-    def _chunk(self, chunk: "ChatReply | None", data: bytes) -> bytes:
+    def _chunk(self, chunk: "_Chat | None", data: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
             self._failed = True
             error = _error_of(decoded_object(data) or {}) or _Error(_NOT_A_CHUNK, "", None)
@@ -247,7 +247,7 @@ class TranslatedReply(MessagesReply):
             encoded += [b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n"]
         return b"".join(encoded)
 
-    def _take_tokens(self, reply: "ChatReply") -> None:
+    def _take_tokens(self, reply: "_Chat") -> None:
         """Gather the token data of a completion, or of a chunk of one."""
         if reply.prompt_token_ids is not None:
             self._prompt_ids = reply.prompt_token_ids
@@ -292,7 +292,7 @@ _ESCAPE: Final = re.compile(
 )
 
 
-def _read_chat(data: bytes) -> "ChatReply | None":
+def _read_chat(data: bytes) -> "_Chat | None":
     """Return the parsed completion or chunk, or None if it is neither."""
     try:
         return _chat_reply.decode(data)
@@ -328,88 +328,73 @@ def _error_of(payload: dict[str, Any]) -> _Error | None:
     return _Error(message, str(kind), code if type(code) is int else None)
 
 
-class ChatFunction(msgspec.Struct):
+class _Function(msgspec.Struct):
     """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ChatToolCall(msgspec.Struct):
-    """Hold a tool call, or a piece of one."""
-
+class _ToolCall(msgspec.Struct):
     index: int = 0
     id: str | None = None
-    function: ChatFunction = msgspec.field(default_factory=ChatFunction)
+    function: _Function = msgspec.field(default_factory=_Function)
 
 
-class ChatMessage(msgspec.Struct):
-    """Hold a message, or a piece of one."""
-
+class _Message(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
-class ChatToken(msgspec.Struct):
-    """Hold the log-probability of one sampled token."""
-
+class _Token(msgspec.Struct):
     logprob: float
 
 
-class ChatLogprobs(msgspec.Struct):
-    """Hold the log-probabilities of a choice, or of a piece of one."""
-
-    content: list[ChatToken] | None = None
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
 
 
-class ChatChoice(msgspec.Struct):
+class _Choice(msgspec.Struct):
     """Hold the only choice of a whole reply (`message`) or of a chunk (`delta`)."""
 
-    message: ChatMessage | None = None
-    delta: ChatMessage | None = None
+    message: _Message | None = None
+    delta: _Message | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: ChatLogprobs | None = None
+    logprobs: _Logprobs | None = None
 
 
-class Details(msgspec.Struct):
+class _Details(msgspec.Struct):
     """Count the prompt tokens that were read from a cache, or written to it."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = None
 
 
-class ChatUsage(msgspec.Struct):
-    """Count tokens, as the server states them."""
-
+class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: _Details | None = None
 
 
-class ChatReply(msgspec.Struct):
+class _Chat(msgspec.Struct):
     """Hold a chat completion, a chunk of one, or an error in its place."""
 
     id: str | None = None
     model: str | None = None
-    choices: list[ChatChoice] | None = None
-    usage: ChatUsage | None = None
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
     prompt_token_ids: list[TokenId] | None = None
     error: Any = None
 
 
-_chat_reply: Final = msgspec.json.Decoder(ChatReply)
-NO_MESSAGE: Final = ChatMessage()
+_chat_reply: Final = msgspec.json.Decoder(_Chat)
+_NO_MESSAGE: Final = _Message()
 
 
-def encode_event(event: Event) -> bytes:
-    """Return an event as bytes of a stream."""
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
-
-
-def usage_of(usage: ChatUsage | None) -> dict[str, int]:
+def _usage_of(usage: _Usage | None) -> dict[str, int]:
     """Return Anthropic's usage; it counts cached tokens beside the input, OpenAI's within it."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
@@ -423,7 +408,7 @@ def usage_of(usage: ChatUsage | None) -> dict[str, int]:
     return {"input_tokens": fresh, "output_tokens": usage.completion_tokens or 0} | present
 
 
-def stop_reason(
+def _stop_reason(
     finish: str | None, stop: int | str | None, *, tool_used: bool, tool_complete: bool
 ) -> tuple[str | None, str | None]:
     """Return a message's `stop_reason` and `stop_sequence`.
@@ -447,23 +432,23 @@ def stop_reason(
     return ("tool_use" if tool_used or finish == "tool_calls" else "end_turn"), None
 
 
-def signature_of(reply_id: str | None, index: int) -> str:
+def _signature_of(reply_id: str | None, index: int) -> str:
     """Return a thinking block's signature, which clients send back and nobody verifies."""
     return sha256(f"{reply_id}/{index}".encode()).hexdigest()[:32]
 
 
-def whole_message(reply: ChatReply, choice: ChatChoice, model: str | None) -> dict[str, Any]:
+def _whole_message(reply: _Chat, choice: _Choice, model: str | None) -> dict[str, Any]:
     """Return the message that a whole chat completion makes."""
-    answer = choice.message or NO_MESSAGE
+    answer = choice.message or _NO_MESSAGE
     calls = answer.tool_calls or []
     content: list[dict[str, Any]] = []
     if answer.reasoning:
-        signature = signature_of(reply.id, 0)
+        signature = _signature_of(reply.id, 0)
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
     if answer.content:
         content.append({"type": "text", "text": answer.content})
     content += [_tool_use(call) for call in calls]
-    reason, sequence = stop_reason(
+    reason, sequence = _stop_reason(
         choice.finish_reason, choice.stop_reason, tool_used=bool(calls), tool_complete=bool(calls)
     )
     ended = {"stop_reason": reason, "stop_sequence": sequence}
@@ -471,11 +456,11 @@ def whole_message(reply: ChatReply, choice: ChatChoice, model: str | None) -> di
         {"id": reply.id, "type": "message", "role": "assistant"}
         | {"content": content or [{"type": "text", "text": ""}], "model": model}
         | {name: value for name, value in ended.items() if value is not None}
-        | {"usage": usage_of(reply.usage)}
+        | {"usage": _usage_of(reply.usage)}
     )
 
 
-def _tool_use(call: ChatToolCall) -> dict[str, Any]:
+def _tool_use(call: _ToolCall) -> dict[str, Any]:
     block = {"type": "tool_use", "id": call.id, "name": call.function.name}
     return block | {"input": _input(call.function.arguments or "")}
 
@@ -501,11 +486,10 @@ def _is_json(text: str) -> bool:
     return True
 
 
-class MessageEvents:
+class _Events:
     """Turn a completion's chunks into events; `model`, if given, replaces the model's name."""
 
     def __init__(self, model: str | None) -> None:
-        """Begin before the first chunk."""
         self._model = model
         self._id: str | None = None
         self._started = False
@@ -520,7 +504,7 @@ class MessageEvents:
         self._finish: str | None = None
         self._stop: int | str | None = None
 
-    def take(self, chunk: ChatReply) -> list[Event]:
+    def take(self, chunk: _Chat) -> list[Event]:
         """Return a chunk's events; the first opens the message, one without choices ends it."""
         if not self._started:
             return [self._start(chunk)]
@@ -529,31 +513,31 @@ class MessageEvents:
         choice = chunk.choices[0]
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
-        return self._said(choice.delta or NO_MESSAGE)
+        return self._said(choice.delta or _NO_MESSAGE)
 
     def stop(self) -> list[Event]:
         """Return the last events."""
         return [*self._close(), {"type": "message_stop"}]
 
-    def _start(self, chunk: ChatReply) -> Event:
+    def _start(self, chunk: _Chat) -> Event:
         self._started, self._id = True, chunk.id
         message: Event = {"id": chunk.id, "type": "message", "role": "assistant", "content": []}
         message |= {"model": self._model or chunk.model, "stop_reason": None}
-        message |= {"stop_sequence": None, "usage": usage_of(chunk.usage)}
+        message |= {"stop_sequence": None, "usage": _usage_of(chunk.usage)}
         return {"type": "message_start", "message": message}
 
-    def _end(self, usage: ChatUsage | None) -> Event:
+    def _end(self, usage: _Usage | None) -> Event:
         arguments = self._arguments
-        reason, sequence = stop_reason(
+        reason, sequence = _stop_reason(
             self._finish or "stop",
             self._stop,
             tool_used=arguments is not None,
             tool_complete=arguments is not None and _is_json("".join(arguments)),
         )
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return {"type": "message_delta", "delta": delta, "usage": usage_of(usage)}
+        return {"type": "message_delta", "delta": delta, "usage": _usage_of(usage)}
 
-    def _said(self, delta: ChatMessage) -> list[Event]:
+    def _said(self, delta: _Message) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
             events += self._piece("thinking", delta.reasoning)
@@ -570,7 +554,7 @@ class MessageEvents:
         events = [] if self._open == kind else [*self._close(), self._block(kind, {kind: ""})]
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: ChatToolCall) -> list[Event]:
+    def _call(self, call: _ToolCall) -> list[Event]:
         events: list[Event] = []
         name, arguments = call.function.name, call.function.arguments
         if call.id is not None:
@@ -606,7 +590,7 @@ class MessageEvents:
             return []
         events: list[Event] = []
         if self._open == "thinking":
-            signature = signature_of(self._id, self._index)
+            signature = _signature_of(self._id, self._index)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
         events.append({"type": "content_block_stop", "index": self._index})
         self._index += 1
@@ -615,13 +599,13 @@ class MessageEvents:
 
 
 # The field of a block where a tool's input is gathered until the block ends.
-PARTIAL_INPUT: Final = "_input"
+_PARTIAL_INPUT: Final = "_input"
 # By a delta's type: its field, and the block's field that it is appended to.
 _BLOCK_DELTAS: Final = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
     "signature_delta": ("signature", "signature"),
-    "input_json_delta": ("partial_json", PARTIAL_INPUT),
+    "input_json_delta": ("partial_json", _PARTIAL_INPUT),
 }
 
 
@@ -650,8 +634,8 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
     """Append a delta to a block; a tool's input is JSON in pieces, parsed at the block's end."""
     if not isinstance(block, dict):
         return
-    if stop and PARTIAL_INPUT in block:
-        block["input"] = _input_of(block.pop(PARTIAL_INPUT))
+    if stop and _PARTIAL_INPUT in block:
+        block["input"] = _input_of(block.pop(_PARTIAL_INPUT))
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
         source, target = _BLOCK_DELTAS[delta["type"]]
         if isinstance(delta.get(source), str):
@@ -682,5 +666,5 @@ def _tool_calls_of(message: Message) -> tuple[ToolCall, ...]:
             arguments=_encode(block.get("input")).decode(),
         )
         for block in blocks_of(message.get("content"), "tool_use")
-        if PARTIAL_INPUT not in block
+        if _PARTIAL_INPUT not in block
     )

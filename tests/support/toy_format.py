@@ -123,16 +123,10 @@ class ToyErrors(ErrorShape):
 
     api = "Toy"
 
-    def body(
-        self,
-        message: str,
-        kind: str = "server_error",
-        param: str | None = None,
-        code: str | None = None,
-        *,
-        status: int | None = None,
-    ) -> bytes:
-        return msgspec.json.encode({"oops": message})
+    def _error(
+        self, message: str, kind: str, param: str | None, code: str | None, status: int | None
+    ) -> dict[str, Any]:
+        return {"oops": message}
 
 
 class ToyFormat(WireFormat):
