@@ -25,13 +25,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from proxy.errors import BadRedaction
 from proxy.formats.base import read_request
-from proxy.formats.repeated import repeated_name
 from proxy.identity.call_memory import PREFIXES
 from proxy.ingester.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
 from proxy.metrics import REDACTED as REDACTED_RECORDS
 from proxy.metrics import WITHHELD, labelled
 from proxy.settings import ProxySettings
 from proxy.spool.segments import CapturedCall, Frame, decode_payload, encode_payload
+from proxy.strict_bodies import repeated_name
 from proxy.trainable import Reason
 from store.records import (
     CallRecord,

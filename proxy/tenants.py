@@ -20,12 +20,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
 from proxy.formats.base import ModelRequest, WireFormat
-from proxy.formats.forms import FORM, is_plain, read_form
-from proxy.formats.repeated import repeated_name
 from proxy.http.wire import Headers, is_of_any_tenant
 from proxy.identity.call_memory import CallMemory, response_fingerprint
 from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
+from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
 from proxy.upstreams.upstreams import shown
 from store.link.responses import known_responses
 from store.tenants import DEFAULT, own_digests, scoped

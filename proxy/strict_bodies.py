@@ -1,9 +1,14 @@
-"""Read forms (`multipart/form-data`, RFC 7578), strictly (pure).
+"""Read bodies that mean the same to whoever reads them (pure): forms, and names within JSON.
 
-A form is read to see what it names, and is passed on as it came. So it has to say the same to
-whoever reads it: what readers take in different ways cannot be read here. Such are delimiters
-within a part, names said twice or in escapes, transfer encodings, and character sets in which the
-bytes of ASCII mean something else.
+A form (`multipart/form-data`, RFC 7578) is read to see what it names, and is passed on as it came.
+So what readers take in different ways cannot be read here: delimiters within a part, names said
+twice or in escapes, transfer encodings, and character sets in which the bytes of ASCII mean
+something else.
+
+Of a name that comes twice in a JSON object the last counts for Python's readers, and for others the
+first: the proxy would look at one value, and the upstream take the other. Escapes do not tell two
+names apart, so names are compared as they are read, at any depth. Most bodies have none, which is
+seen by counting: of the members that the bytes have, reading keeps as many.
 """
 
 import json
@@ -13,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from proxy.formats.repeated import RepeatedName, once_each
-from store.values.json_limits import nests_too_deep
+from proxy.formats.base import ModelRequest
+from store.values.json_limits import members_in, nests_too_deep
 
 FORM: Final = "multipart/form-data"
 # vLLM's reader (Starlette) takes as many fields, and as many files.
@@ -215,3 +220,53 @@ def _put(fields: dict[str, Any], name: str, value: Any) -> None:
         fields[last] = [*([known] if isinstance(known, str) else known), value]
     else:
         raise ValueError(f"{name} is said twice, and not as texts")
+
+
+_NESTED: Final = frozenset({dict, list})
+
+
+class RepeatedName(ValueError):
+    """Name what an object has twice."""
+
+
+def repeated_name(request: ModelRequest) -> str | None:
+    """Return a name that an object of a request's body has twice, or None if there is none.
+
+    Raises:
+        ValueError: a value of the body cannot be read.
+    """
+    if request.parsed is None or members_in(request.body) == _members_of(request.fields):
+        return None
+    # Values that were left unread have members too, so the names themselves are compared now.
+    try:
+        json.loads(request.body, object_pairs_hook=once_each)
+    except RepeatedName as repeated:
+        return str(repeated)
+    return None
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object that has these members, for a reader of JSON.
+
+    Raises:
+        RepeatedName: it has two of one name.
+    """
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise RepeatedName(name)
+        members[name] = value
+    return members
+
+
+def _members_of(tree: object) -> int:
+    """Return how many members the objects of a parsed value have."""
+    count = 0
+    waiting: list[Any] = [tree]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is dict:
+            count += len(value)
+            value = value.values()
+        waiting += [one for one in value if type(one) in _NESTED]
+    return count
