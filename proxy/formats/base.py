@@ -98,9 +98,7 @@ class Sampled(msgspec.Struct, frozen=True):
     thoughtless: bool = False
 
 
-NOTHING_SAMPLED: Final = Sampled(
-    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
-)
+NOTHING_SAMPLED: Final = Sampled(None, None, None, choices=1, completion_tokens=None)
 
 
 class ReplySummary(msgspec.Struct, frozen=True):
@@ -197,8 +195,6 @@ class ReplyParser:
         self._held: list[bytes] = []
         self.begin()
 
-    # What a format says of its replies.
-
     def begin(self) -> None:
         """Set up what the format keeps of a reply, before the first byte."""
 
@@ -231,8 +227,6 @@ class ReplyParser:
     def facts(self) -> ReplyFacts:
         """Return what the ledger stores of the reply, as far as it has come."""
         raise NotImplementedError
-
-    # How a reply is followed.
 
     @property
     def ended(self) -> bool:
@@ -399,8 +393,8 @@ class WireFormat(Protocol):
     turns: Turns = Turns()
     # Which of its fields tell how a call was sampled.
     sampling: SamplingRules = SamplingRules()
-    # What follows a reply; `reply` makes one for each.
-    parser: type[ReplyParser]
+    # What follows a reply.
+    parser: type[ReplyParser] = ReplyParser
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -424,4 +418,9 @@ class WireFormat(Protocol):
 
         Arguments are those of `ReplyParser`.
         """
-        return self.parser(request, served_name, streamed=streamed, status=status, reading=reading)
+        parser = self.parser_for(request)
+        return parser(request, served_name, streamed=streamed, status=status, reading=reading)
+
+    def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
+        """Return what follows the reply to a request: `parser`, unless that depends on it."""
+        return self.parser

@@ -14,11 +14,10 @@ from proxy.formats.conversation import (
     ToolCallShown,
     ToolResult,
     Turns,
-    is_given,
     objects,
     tool_result,
 )
-from proxy.formats.raw_json import Object, readable_value
+from proxy.formats.raw_json import NULL, Object, readable_value
 from proxy.formats.sampling import (
     EVERYWHERE,
     SamplingRules,
@@ -26,9 +25,8 @@ from proxy.formats.sampling import (
     free_choice,
     free_form,
     functions_of,
+    grammar_of,
     limits_thinking,
-    of_form,
-    the_grammar,
 )
 
 # What may be asked for besides nothing.
@@ -48,7 +46,7 @@ class ChatTurns(Turns):
 
     def _is_text(self, member: Object) -> bool:
         """Return whether a message is all text; an assistant's may name what it said aloud."""
-        return not is_given(member.get("audio")) and super()._is_text(member)
+        return member.get("audio", NULL) == NULL and super()._is_text(member)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         role = member.get("role")
@@ -114,13 +112,13 @@ def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, 
     if not free_choice(choice):
         forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
     tools = fields.get("tools")
-    functions = functions_of(list(map(_function, tools if isinstance(tools, list) else [])))
-    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions, tag)
-
-
-def _function(tool: Any) -> Any:
-    is_function = isinstance(tool, dict) and tool.get("type", "function") == "function"
-    return tool.get("function") if is_function else None
+    functions = [
+        tool.get("function")
+        if isinstance(tool, dict) and tool.get("type", "function") == "function"
+        else None
+        for tool in (tools if isinstance(tools, list) else [])
+    ]
+    return grammar_of(fields, fields.get("response_format"), forced, functions_of(functions), tag)
 
 
 class ChatReply(ChoicesReply):

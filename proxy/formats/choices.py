@@ -7,7 +7,7 @@ the model's name is put back, and the extra chunks that carry nothing but ids ar
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from proxy.formats.base import (
     WireFormat,
     with_changes,
 )
+from proxy.formats.conversation import objects
 from proxy.formats.raw_json import (
     ARRAY,
     NULL,
@@ -29,6 +30,7 @@ from proxy.formats.raw_json import (
     ODD_SHAPE,
     Member,
     Object,
+    TokenId,
     decoded_object,
     parse_object,
     readable_value,
@@ -195,28 +197,26 @@ class ChoicesReply(ReplyParser):
 
     def facts(self) -> ReplyFacts:
         """Return the facts of the first choice, and of the reply if it could be read."""
-        if self._merged is not None and self._merged.is_begun:
-            reply = self._merged.reply()
-            return self._facts_of(_encode(reply), reply)
-        if self._parsed is not None:
+        reply, choices = self._out, None
+        head = {} if self._merged is None else self._merged.reply()
+        if head:
+            reply, choices = _encode(head), head["choices"]
+        elif self._parsed is not None:
             # Only the few fields that the facts need are decoded, not the log-probabilities.
-            first = self._choices[0] if self._choices else {}
-            reply = _decoded_fields(self._parsed, _OF_REPLY)
-            reply["choices"] = [_decoded_fields(first, _OF_CHOICE)]
-            return self._facts_of(self._out, reply)
-        other = None if self._out is None else decoded_object(self._out)
-        return self._facts_of(self._out if other else None, other or {})
-
-    def _facts_of(self, reply: bytes | None, parsed: dict[str, Any]) -> ReplyFacts:
-        choices = parsed.get("choices")
+            head = _decoded_fields(self._parsed, _OF_REPLY)
+            choices = [_decoded_fields(choice, _OF_CHOICE) for choice in self._choices[:1]]
+        elif reply is not None:
+            head = decoded_object(reply) or {}
+            choices = head.get("choices")
+            reply = reply if head else None
         first = choices[0] if isinstance(choices, list) and choices else None
         first = first if isinstance(first, dict) else {}
-        usage = parsed.get("usage") if isinstance(parsed.get("usage"), dict) else None
-        message = first.get("message")
+        message, usage = first.get("message"), head.get("usage")
+        usage = usage if isinstance(usage, dict) else None
         text = message.get("content") if isinstance(message, dict) else first.get("text")
         return ReplyFacts(
             reply=reply,
-            response_id=string_or_none(parsed.get("id")),
+            response_id=string_or_none(head.get("id")),
             finish=string_or_none(first.get("finish_reason")),
             usage=usage,
             tool_calls=_tool_calls(message),
@@ -371,22 +371,18 @@ def _decoded_fields(holder: Object, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _tool_calls(message: Any) -> tuple[ToolCall, ...]:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    tool_calls = []
-    for call in calls if isinstance(calls, list) else []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and call.get("id"):
-            tool_calls.append(
-                ToolCall(
-                    id=str(call["id"]),
-                    name=str(function.get("name") or ""),
-                    arguments=str(function.get("arguments") or ""),
-                )
-            )
-    return tuple(tool_calls)
+    calls = objects(message.get("tool_calls")) if isinstance(message, dict) else ()
+    return tuple(
+        ToolCall(
+            id=str(call["id"]),
+            name=str(function.get("name") or ""),
+            arguments=str(function.get("arguments") or ""),
+        )
+        for call in calls
+        if isinstance(function := call.get("function"), dict) and call.get("id")
+    )
 
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Value = TypeVar("Value")
 
 
@@ -449,18 +445,17 @@ class _Tokens:
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
         """Return what was gathered, without ids if some of it could not be read."""
-        sound = not self._unsound
+        gathered: tuple[Any, ...] = (self._prompt_ids, self._ids, self._logprobs)
+        prompt_ids, ids, logprobs = (
+            None if values is None or self._unsound else tuple(values) for values in gathered
+        )
         return Sampled(
-            prompt_ids=_tuple(self._prompt_ids) if sound else None,
-            sampled_ids=_tuple(self._ids) if sound else None,
-            sampled_logprobs=_tuple(self._logprobs) if sound else None,
+            prompt_ids=prompt_ids,
+            sampled_ids=ids,
+            sampled_logprobs=logprobs,
             choices=len(self._indices),
             completion_tokens=(usage or {}).get("completion_tokens"),
         )
-
-
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
 
 
 # These strings come whole; all others come in pieces.
@@ -479,11 +474,6 @@ class _Merged:
         self._head: Object = {}
         # By index: each choice's message or text so far, and its other fields.
         self._choices: dict[int, tuple[dict[str, Any], Object]] = {}
-
-    @property
-    def is_begun(self) -> bool:
-        """Return whether there was any chunk."""
-        return bool(self._head or self._choices)
 
     def add(self, chunk: Object, choices: list[Object]) -> None:
         """Add one chunk.
@@ -512,7 +502,9 @@ class _Merged:
                 self._head[name] = raw
 
     def reply(self) -> dict[str, Any]:
-        """Return the reply that the chunks make."""
+        """Return the reply that the chunks make; an empty one if there was none."""
+        if not (self._head or self._choices):
+            return {}
         choices = []
         for index in sorted(self._choices):
             said, others = self._choices[index]

@@ -6,9 +6,9 @@ from typing import Any, Final
 import msgspec
 
 from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
-from proxy.formats.conversation import Turns, is_given
-from proxy.formats.raw_json import Object
-from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form, of_form, the_grammar
+from proxy.formats.conversation import Turns
+from proxy.formats.raw_json import NULL, Object
+from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form, grammar_of
 
 
 class CompletionsTurns(Turns):
@@ -20,7 +20,7 @@ class CompletionsTurns(Turns):
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether the prompt is text or ids, and nothing of it embeddings."""
-        return not is_given(parsed.get("prompt_embeds"))
+        return parsed.get("prompt_embeds", NULL) == NULL
 
 
 class CompletionsSampling(SamplingRules):
@@ -35,7 +35,7 @@ class CompletionsSampling(SamplingRules):
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar of the form that is asked for."""
-        return the_grammar(fields, fields.get("response_format"), of_form)
+        return grammar_of(fields, fields.get("response_format"))
 
 
 class CompletionsReply(ChoicesReply):

@@ -458,11 +458,6 @@ def is_text(content: Any) -> bool:
     return known and MEDIA_FIELDS.isdisjoint(content) and is_text(content.get("content"))
 
 
-def is_given(raw: msgspec.Raw | None) -> bool:
-    """Return whether a field has a value other than null."""
-    return raw is not None and raw != NULL
-
-
 def _has_parts(raw: msgspec.Raw | None) -> bool:
     # Without a copy: it may be all of a conversation.
     return raw is not None and memoryview(raw)[0] in STRUCTURES

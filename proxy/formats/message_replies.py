@@ -8,7 +8,7 @@ defines them. vLLM draws signatures at random; here they are derived from the re
 import json
 import re
 from hashlib import sha256
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +30,7 @@ from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
 from proxy.formats.raw_json import (
     UNREADABLE,
     Member,
-    Object,
+    TokenId,
     decoded_object,
     parse_object,
     string_or_none,
@@ -41,7 +41,6 @@ from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
 _encode: Final = msgspec.json.Encoder().encode
 Message = dict[str, Any]
 Event = dict[str, Any]
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class MessagesReply(ReplyParser):
@@ -82,13 +81,11 @@ class MessagesReply(ReplyParser):
         )
 
     def _keep_message(self, out: bytes) -> None:
-        """Keep a message that came in one piece, as it leaves."""
         message = decoded_object(out)
         if message is not None:
             self._message, self._is_message = message, True
 
     def _sampled(self) -> Sampled:
-        """Return the reply's token data."""
         return NOTHING_SAMPLED
 
     def _is_too_deep(self) -> bool:
@@ -133,19 +130,15 @@ class ForwardedReply(MessagesReply):
         parsed = parse_object(data)
         if parsed is None:
             return self.hide(data)
-        changed = _rename(parsed, self._model)
+        changed = "model" in parsed
+        if changed:
+            parsed["model"] = self._model
         inner = parse_object(bytes(parsed["message"])) if "message" in parsed else None
-        if inner is not None and _rename(inner, self._model):
+        if inner is not None and "model" in inner:
+            inner["model"] = self._model
             parsed["message"] = msgspec.Raw(_encode(inner))
             changed = True
         return _encode(parsed) if changed else data
-
-
-def _rename(holder: Object, model: msgspec.Raw) -> bool:
-    if "model" not in holder:
-        return False
-    holder["model"] = model
-    return True
 
 
 class TranslatedReply(MessagesReply):
@@ -234,8 +227,8 @@ class TranslatedReply(MessagesReply):
     def _chunk(self, chunk: "_Chat | None", data: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
             self._failed = True
-            error = _error_of(decoded_object(data) or {}) or _Error(_NOT_A_CHUNK, "", None)
-            return ANTHROPIC.event(error.message, error.kind, status=error.status)
+            error = _error_of(decoded_object(data) or {}) or (_NOT_A_CHUNK, "", None)
+            return ANTHROPIC.event(error[0], error[1], status=error[2])
         if self._reading:
             self._take_tokens(chunk)
         return self._encoded(self._events.take(chunk))
@@ -305,19 +298,16 @@ def _translated_error(body: bytes, status: int | None) -> bytes | None:
     error = _error_of(decoded_object(body) or {})
     if error is None:
         return None
-    if status not in ERROR_STATUSES:
-        status = error.status
-    return ANTHROPIC.body(error.message, error.kind, status=status)
+    message, kind, code = error
+    return ANTHROPIC.body(message, kind, status=status if status in ERROR_STATUSES else code)
 
 
-class _Error(msgspec.Struct, frozen=True):
-    message: str
-    kind: str
-    status: int | None
+def _error_of(payload: dict[str, Any]) -> tuple[str, str, int | None] | None:
+    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10.
 
-
-def _error_of(payload: dict[str, Any]) -> _Error | None:
-    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10."""
+    Returns:
+        Its message, its kind, and its status if it says one.
+    """
     error = payload.get("error")
     if not isinstance(error, dict):
         error = payload if payload.get("object") == "error" else {}
@@ -325,7 +315,7 @@ def _error_of(payload: dict[str, Any]) -> _Error | None:
     if not isinstance(message, str):
         return None
     # vLLM's code is the HTTP status, OpenAI's is a word.
-    return _Error(message, str(kind), code if type(code) is int else None)
+    return message, str(kind), code if type(code) is int else None
 
 
 class _Function(msgspec.Struct):

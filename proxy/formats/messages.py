@@ -8,7 +8,7 @@ that chat completions refuses as malformed: the refusal is then the API's own.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form_within, 
 
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
+Value = TypeVar("Value")
 
 # Fields that vLLM ignores and that chat completions do not have. It keeps no `thread`, which the
 # SDK's tool runner asks for by itself.
@@ -103,46 +104,30 @@ def _count(value: object, least: int) -> int:
     return value
 
 
-def _object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
+def _of(value: object, kind: type[Value]) -> Value:
+    if not isinstance(value, kind):
         raise Inexpressible
     return value
 
 
-def _only(value: object, *known: str) -> dict[str, Any]:
+def _only(value: object, *known: str) -> Message:
     """Return `value` as an object that has no field beside `known`."""
-    fields = _object(value)
+    fields = _of(value, dict)
     _expect(set(known).issuperset(fields))
     return fields
 
 
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise Inexpressible
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise Inexpressible
-    return value
-
-
 def _system(value: object) -> list[Message]:
-    text = _system_text(value) if value is not None else ""
+    text = "" if value is None else value
+    if not isinstance(text, str):
+        texts = [_of(block["text"], str) for block in _blocks(value, "text")]
+        text = "".join(text for text in texts if not text.startswith(BILLING))
     return [{"role": "system", "content": text}] if text else []
-
-
-def _system_text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    texts = [_text(block["text"]) for block in _blocks(value, "text")]
-    return "".join(text for text in texts if not text.startswith(BILLING))
 
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
     """Return content blocks, all of these kinds; a text among them has its text."""
-    blocks = [_object(block) for block in _list(value)]
+    blocks = [_of(block, dict) for block in _of(value, list)]
     for block in blocks:
         _expect(block.get("type") in kinds)
         _expect(block["type"] != "text" or isinstance(block.get("text"), str))
@@ -151,10 +136,11 @@ def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
 
 def _messages(value: object) -> list[Message]:
     messages: list[Message] = []
-    for message in _list(value):
+    for message in _of(value, list):
         role, content = _only(message, "role", "content").get("role"), message.get("content")
         if role == "system":
-            messages += _inline_system(content)
+            if not (isinstance(content, str) and content.startswith(BILLING)):
+                messages += _system(content)
         elif isinstance(content, str) and role in ("user", "assistant"):
             messages.append({"role": role, "content": content})
         elif role == "user":
@@ -164,12 +150,6 @@ def _messages(value: object) -> list[Message]:
         else:
             raise Inexpressible
     return messages
-
-
-def _inline_system(content: object) -> list[Message]:
-    if isinstance(content, str) and content.startswith(BILLING):
-        return []
-    return _system(content)
 
 
 def _user(content: object) -> list[Message]:
@@ -196,7 +176,7 @@ def _assistant(content: object) -> Message:
     parts: list[Message] = []
     for block in _blocks(content, "text", "image", "thinking", "redacted_thinking", "tool_use"):
         if block["type"] == "thinking":
-            thoughts.append(_text(block.get("thinking")))
+            thoughts.append(_of(block.get("thinking"), str))
         elif block["type"] == "tool_use":
             calls.append(_tool_call(block))
         elif block["type"] != "redacted_thinking":
@@ -217,24 +197,24 @@ def _part(block: dict[str, Any]) -> list[Message]:
 
 def _content(parts: list[Message]) -> str | list[Message] | None:
     if len(parts) == 1 and parts[0]["type"] == "text":
-        return _text(parts[0]["text"])
+        return _of(parts[0]["text"], str)
     return parts or None
 
 
 def _image(block: dict[str, Any]) -> Message:
-    source = _object(block.get("source"))
+    source = _of(block.get("source"), dict)
     if source.get("type") == "url":
-        url = _text(source.get("url"))
+        url = _of(source.get("url"), str)
     else:
         _expect(source.get("type") == "base64")
-        url = f"data:{_text(source.get('media_type'))};base64,{_text(source.get('data'))}"
+        url = f"data:{_of(source.get('media_type'), str)};base64,{_of(source.get('data'), str)}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tool_call(block: dict[str, Any]) -> Message:
-    arguments = _object(block.get("input") or {})
-    function = {"name": _text(block.get("name")), "arguments": json.dumps(arguments)}
-    return {"id": _text(block.get("id")), "type": "function", "function": function}
+    arguments = _of(block.get("input") or {}, dict)
+    function = {"name": _of(block.get("name"), str), "arguments": json.dumps(arguments)}
+    return {"id": _of(block.get("id"), str), "type": "function", "function": function}
 
 
 def _tool_result(block: dict[str, Any]) -> list[Message]:
@@ -250,7 +230,7 @@ def _tool_result(block: dict[str, Any]) -> list[Message]:
                 texts.append(part["text"])
             else:
                 images.append(_image(part))
-    tool: Message = {"role": "tool", "tool_call_id": _text(block.get("tool_use_id"))}
+    tool: Message = {"role": "tool", "tool_call_id": _of(block.get("tool_use_id"), str)}
     tool["content"] = "\n".join(texts)
     return [tool, {"role": "user", "content": images}] if images else [tool]
 
@@ -263,7 +243,7 @@ def _output(value: object) -> Message:
     if config.get("format") is not None:
         form = _only(config["format"], "type", "schema")
         _expect(form.get("type") == "json_schema")
-        schema = {"name": "json_schema", "schema": _object(form.get("schema"))}
+        schema = {"name": "json_schema", "schema": _of(form.get("schema"), dict)}
         settings["response_format"] = {"type": "json_schema", "json_schema": schema}
     if config.get("effort") is not None:
         _expect(config["effort"] in EFFORTS)
@@ -291,31 +271,31 @@ def _tools(tools: object, choice: object) -> Message:
     settings: Message = {}
     if not tools:
         # Chat completions refuse a tool choice without tools; leaving it out gives the same prompt.
-        _expect(_tool_choice(_object(choice or {"type": "none"})) in ("auto", "none"))
+        _expect(_tool_choice(_of(choice or {"type": "none"}, dict)) in ("auto", "none"))
         return settings
     if choice is not None:
         chosen = _only(choice, "type", "name", "disable_parallel_tool_use")
         settings["tool_choice"] = _tool_choice(chosen)
         settings["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
     settings.setdefault("tool_choice", "auto")
-    return settings | {"tools": [_tool(tool) for tool in _list(tools)]}
+    return settings | {"tools": [_tool(tool) for tool in _of(tools, list)]}
 
 
 def _tool_choice(choice: dict[str, Any]) -> str | Message:
     if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": _text(choice.get("name"))}}
-    kind = _text(choice.get("type"))
+        return {"type": "function", "function": {"name": _of(choice.get("name"), str)}}
+    kind = _of(choice.get("type"), str)
     _expect(kind in CHOICES)
     return CHOICES[kind]
 
 
 def _tool(value: object) -> Message:
     """Return a tool of the client's own; tools that a server runs have a type of their own."""
-    tool = _object(value)
+    tool = _of(value, dict)
     _expect(tool.get("type") in (None, "custom"))
-    schema = _object(tool.get("input_schema"))
+    schema = _of(tool.get("input_schema"), dict)
     function = {
-        "name": _text(tool.get("name")),
+        "name": _of(tool.get("name"), str),
         "description": tool.get("description"),
         "parameters": schema if "type" in schema else schema | {"type": "object"},
     }
@@ -367,15 +347,15 @@ class MessagesSampling(SamplingRules):
         *("user_profile_id", "workspace_id", "speed", "billing_policy", "thread"),
     }
 
-    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+    def reshapes(self, settings: Fields) -> bool:
         """Return whether a budget ends the thinking."""
         return limits_thinking(settings)
 
-    def constrains(self, settings: Mapping[str, Any]) -> bool:
+    def constrains(self, settings: Fields) -> bool:
         """Return whether a tool or a form of the reply is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("output_config"))
 
-    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+    def grammar(self, fields: Fields, tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar of the chat request that such a message is sent as."""
         as_chat = chat_request(fields)
         return None if as_chat is None else grammar_of_chat(as_chat, tag)
@@ -394,7 +374,6 @@ class MessagesFormat(WireFormat):
     errors = ANTHROPIC
     turns = MessagesTurns()
     sampling = MessagesSampling()
-    parser = TranslatedReply
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -412,18 +391,9 @@ class MessagesFormat(WireFormat):
             path=CHAT.path,
         )
 
-    def reply(
-        self,
-        request: ModelRequest,
-        served_name: str | None,
-        *,
-        streamed: bool,
-        status: int | None = None,
-        reading: bool = False,
-    ) -> ReplyParser:
-        """Return a parser that translates the reply, or forwards it if the request was."""
-        parser = ForwardedReply if request.path is None else self.parser
-        return parser(request, served_name, streamed=streamed, status=status, reading=reading)
+    def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
+        """Return what translates the reply, or what forwards it if the request was forwarded."""
+        return ForwardedReply if request.path is None else TranslatedReply
 
 
 MESSAGES: Final = MessagesFormat()

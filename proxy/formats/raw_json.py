@@ -5,7 +5,7 @@ Values stay bytes until somebody needs them, and so leave as they came.
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from store.values.json_limits import nests_too_deep
 
 # The top level of a JSON object; its values stay bytes until somebody needs them.
 Object = dict[str, msgspec.Raw]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # Errors of a parser for bytes that are not JSON, not UTF-8, or nested too deep.
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # Errors of reading JSON that is not of an API's shape.

@@ -8,10 +8,5 @@ from proxy.formats.completions import COMPLETIONS
 from proxy.formats.messages import MESSAGES
 from proxy.formats.responses import RESPONSES
 
-_ALL: Final[tuple[WireFormat, ...]] = (
-    CHAT,
-    COMPLETIONS,
-    RESPONSES,
-    MESSAGES,
-)
-FORMATS: Final[dict[str, WireFormat]] = {one.name: one for one in _ALL}
+_ALL: Final[tuple[WireFormat, ...]] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+FORMATS: Final[dict[str, WireFormat]] = {wire_format.name: wire_format for wire_format in _ALL}

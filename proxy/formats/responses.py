@@ -13,7 +13,7 @@ mask of a grammar if one held the reply (039-replay.md).
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -50,6 +50,7 @@ from proxy.formats.raw_json import (
     STRING,
     Member,
     Object,
+    TokenId,
     decoded_object,
     parse_object,
     readable_value,
@@ -63,8 +64,7 @@ from proxy.formats.sampling import (
     free_choice,
     free_form_within,
     functions_of,
-    of_text_form,
-    the_grammar,
+    grammar_of,
 )
 from store.records import ToolCall
 
@@ -200,7 +200,7 @@ class ResponsesSampling(SamplingRules):
         listed = tools if isinstance(tools, list) else []
         plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
         functions = functions_of(listed) if plain else None
-        return the_grammar(fields, form, of_text_form, forced, functions, tag)
+        return grammar_of(fields, form, forced, functions, tag, flat=True)
 
 
 IDS: Final = "enable_response_messages"
@@ -219,7 +219,6 @@ _LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "r
 _TEXT_DELTA: Final = "response.output_text.delta"
 _EMPTY: Final = msgspec.Raw(b"[]")
 _NOT_ASKED: Final = (NULL, _EMPTY)
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ResponsesReply(ReplyParser):

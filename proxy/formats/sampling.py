@@ -16,7 +16,7 @@ Sources: vLLM's `entrypoints/generate/base/protocol.py`, `tool_parsers/abstract_
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from store.values.tool_tags import Choice, OfferedTool, ToolTag, text_of
@@ -112,39 +112,42 @@ OPTIONS: Final = (
 NO_PARAMETERS: Final[Fields] = {"type": "object", "properties": {}}
 
 
-def the_grammar(
+def grammar_of(
     fields: Fields,
     form: Any,
-    read_form: Callable[[Any], Recorded | None],
     forced: Recorded | None = None,
     functions: Sequence[Fields] | None = None,
     tag: str | None = None,
+    *,
+    flat: bool = False,
 ) -> Recorded | None:
     """Return the grammar of a request that has one constraint which can be read, else None.
 
     Args:
         fields: the request.
         form: the form that it asks for, wherever its format has it.
-        read_form: reads it, if it is not plain text.
-        forced: the call that its `tool_choice` forces, as `of_forced_call` takes it.
+        forced: the call that its `tool_choice` forces, as `_of_forced_call` takes it.
         functions: its tools, likewise.
         tag: the syntax that the server holds calls to, if it is known.
+        flat: the form has its schema in itself, as a response's has, and not in `json_schema`.
     """
     own = fields.get("structured_outputs")
-    constraints = [] if own is None else [of_structured_outputs(own)]
-    constraints += [] if free_form(form) else [read_form(form)]
+    constraints = [] if own is None else [_of_structured_outputs(own)]
+    constraints += [] if free_form(form) else [_of_form(form, flat=flat)]
     offered = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
     if forced is None and not offered:
         return constraints[0] if len(constraints) == 1 else None
     single = fields.get("parallel_tool_calls")
-    if constraints or not functions or not _is_flag(single) or not _have_own_names(functions):
+    if constraints or not functions or not _is_flag(single):
+        return None
+    if len({function["name"] for function in functions}) != len(functions):
         return None
     if tag is not None:
-        return of_tag(tag, fields, forced, functions)
-    return None if forced is None else of_forced_call(forced, functions, single=single is False)
+        return _of_tag(tag, fields, forced, functions)
+    return None if forced is None else _of_forced_call(forced, functions, single=single is False)
 
 
-def of_structured_outputs(value: Any) -> Recorded | None:
+def _of_structured_outputs(value: Any) -> Recorded | None:
     """Return the grammar of vLLM's own field, `structured_outputs`."""
     if not isinstance(value, dict):
         return None
@@ -163,26 +166,18 @@ def of_structured_outputs(value: Any) -> Recorded | None:
             return None
 
 
-def of_form(form: Any) -> Recorded | None:
-    """Return the grammar of a chat's or a completion's `response_format`."""
+def _of_form(form: Any, *, flat: bool) -> Recorded | None:
     if not isinstance(form, dict):
         return None
     if form.get("type") == "json_object":
         return OBJECT
-    named = form.get("json_schema")
-    if form.get("type") != "json_schema" or not isinstance(named, dict):
+    holder = form if flat else form.get("json_schema")
+    if form.get("type") != "json_schema" or not isinstance(holder, dict):
         return None
-    return _schema(named.get("schema"))
+    return _schema(holder.get("schema"))
 
 
-def of_text_form(form: Any) -> Recorded | None:
-    """Return the grammar of a response's `text.format`, which has its schema in itself."""
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        return _schema(form.get("schema"))
-    return OBJECT if isinstance(form, dict) and form.get("type") == "json_object" else None
-
-
-def of_forced_call(
+def _of_forced_call(
     forced: Recorded, functions: Sequence[Fields], *, single: bool
 ) -> Recorded | None:
     """Return the grammar of a `tool_choice` that forces a call, of a tool or of any, as JSON.
@@ -199,7 +194,7 @@ def of_forced_call(
     return _schema(named[name] or NO_PARAMETERS) if name in named else None
 
 
-def of_tag(
+def _of_tag(
     model: str, fields: Fields, forced: Recorded | None, functions: Sequence[Fields]
 ) -> Recorded | None:
     """Return the structural tag of a request with tools, or None if vLLM makes none.
@@ -222,7 +217,13 @@ def of_tag(
         functions = [one for one in functions if one["name"] == forced.get("name")]
         if not functions:
             return None
-    tools = tuple(map(_offered, functions))
+    tools = tuple(
+        OfferedTool(
+            name=function["name"],
+            parameters=function.get("parameters") if function.get("strict") else None,
+        )
+        for function in functions
+    )
     tag = ToolTag(model=model, choice=choice, tools=tools, one_call=one_call)
     return {"kind": "tools", "text": text_of(tag)}
 
@@ -239,11 +240,9 @@ def forced_by(choice: Any, named: Any) -> Recorded:
     return {"name": name} if isinstance(name, str) else UNREAD
 
 
-def functions_of(tools: Any) -> list[Fields] | None:
+def functions_of(tools: list[Any]) -> list[Fields] | None:
     """Return the functions that `tools` holds, or None if they are not all well-formed ones."""
-    if not isinstance(tools, list) or not all(map(_is_function, tools)):
-        return None
-    return tools
+    return tools if all(map(_is_function, tools)) else None
 
 
 def _is_function(tool: Any) -> bool:
@@ -255,15 +254,6 @@ def _is_function(tool: Any) -> bool:
 def _is_flag(value: Any) -> bool:
     """Return whether a flag is what it seems: vLLM takes 0 and "no" for false, too."""
     return isinstance(value, bool | None)
-
-
-def _have_own_names(functions: Sequence[Fields]) -> bool:
-    return len({function["name"] for function in functions}) == len(functions)
-
-
-def _offered(function: Fields) -> OfferedTool:
-    parameters = function.get("parameters") if function.get("strict") else None
-    return OfferedTool(name=function["name"], parameters=parameters)
 
 
 def _schema(schema: Any) -> Recorded | None:
@@ -311,14 +301,10 @@ WITHOUT_GRAMMARS: Final = frozenset(
 
 # The syntaxes whose tags the trainer can build, by parser.
 TAGS: Final[Mapping[str, str]] = {
-    "hermes": "hermes",
-    "qwen3_json": "hermes",
+    **dict.fromkeys(("hermes", "qwen3_json"), "hermes"),
+    **dict.fromkeys(("llama3_json", "llama4_json"), "llama"),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "step3p5"), "qwen_3_coder"),
     "longcat": "longcat",
-    "llama3_json": "llama",
-    "llama4_json": "llama",
-    "qwen3_coder": "qwen_3_coder",
-    "qwen3_xml": "qwen_3_coder",
-    "step3p5": "qwen_3_coder",
     "mimo": "mimo",
     "kimi_k2": "kimi",
     "deepseek_v3": "deepseek_r1",
