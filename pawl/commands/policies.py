@@ -1,28 +1,49 @@
-"""Define `pawl policies …`: list policies, show versions, import and export adapters."""
+"""Define `pawl policies list` and `show`: what policies answer, and how their versions do."""
 
-import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import typer
+from msgspec import UNSET, UnsetType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import AsJson, OfTenant, fail, require_torch
-from pawl.commands.moving import freeze, promote, retrain, rollback
-from pawl.processes import large_imports
-from pawl.settings import StackSettings, read_settings
+from pawl.commands.common import AsJson, OfTenant, cell, with_engine, write_lines
+from pawl.commands.policy_files import check, export_version, import_version
+from pawl.commands.policy_lookup import PolicyName, policy_versions
+from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
+from pawl.settings import read_settings
+from pawl.steward.evidence import OnTrial, rule_of
+from pawl.steward.gate.records import Decision
+from pawl.steward.watching import why_not_in_line, why_unwatched
+from store.policy_table import PolicyTable, open_policies
+from store.read.evaluations import evaluations
+from store.read.events import list_events, why_stays
+from store.read.standing import gated, promotion, terms
+from store.ready import waiting_episodes
+from store.records import Record
+from store.tenants import DEFAULT
+from store.version_queries import list_versions
+from store.versions import Actor, PolicyState, PolicyVersion
+from trainer.errors import FileMissing, FilesUnread
+from trainer.publishing.adapters import reading, why_altered
+from trainer.settings import TrainerSettings
 
-if TYPE_CHECKING:
-    from store.versions import PolicyVersion
-    from trainer.settings import TrainerSettings
+# `unlisted`: it has versions, and the file of policies does not name it.
+Kind = Literal["trained", "fixed", "unlisted"]
+NUMBERS: Final = ("versions", "waiting")
+TEXTS: Final = ("version", "state")
+# As many as are shown, the newest.
+MAX_EVENTS: Final = 100
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Show policies and versions; export, import, promote, roll back or retrain them.",
 )
-
-PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
-for verb in (promote, rollback, retrain, freeze):
-    app.command()(verb)
 
 
 @app.command("list")
@@ -37,22 +58,10 @@ def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Status 2: PAWL_POLICIES cannot be used.
     """
-    from pawl.commands.common import write_lines
-    from pawl.policies.listing import policies_of, table
-    from store.policy_table import open_policies
-    from trainer.settings import TrainerSettings
-
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
-
-    async def look() -> None:
-        from pawl.database import open_engine
-
-        async with open_engine(settings) as engine:
-            lines = await policies_of(engine, policies, settings.recipe, tenant)
-        write_lines(lines, table, as_json=as_json)
-
-    asyncio.run(look())
+    lines = with_engine(lambda engine: policies_of(engine, policies, settings.recipe, tenant))
+    write_lines(lines, policies_table, as_json=as_json)
 
 
 @app.command()
@@ -78,145 +87,354 @@ def show(
 
     Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
     """
-    from pawl.commands.common import write_lines
-    from pawl.policies.events import events_of, events_table
-    from pawl.policies.show import table, versions_of
-    from store.policy_table import open_policies
-    from trainer.settings import TrainerSettings
-
-    settings = read_settings(TrainerSettings)
-    policies = open_policies(settings.policies)
-
-    async def look() -> None:
-        from pawl.database import open_engine
-
-        async with open_engine(settings) as engine:
-            if events:
-                changes = await events_of(engine, name, tenant)
-                write_lines(changes, events_table, as_json=as_json)
-            else:
-                lines = await versions_of(engine, name, policies, tenant)
-                write_lines(lines, table, as_json=as_json)
-
-    asyncio.run(look())
-
-
-@app.command()
-def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
-    """Check that each version has the files that it should have, unchanged: after a restore.
-
-    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
-    PAWL_ADAPTER_DIR; neither is changed. A line is written for each version whose files are
-    missing or are not those that were written. Versions whose files were deleted, because nothing
-    could ask for them any more, lack nothing.
-
-    Status 1: some versions lack files.
-    """
-    from pawl.commands.common import write_lines
-    from pawl.policies.check import faults, table
-
-    async def look() -> bool:
-        from pawl.database import open_engine
-
-        async with open_engine(read_settings(StackSettings)) as engine:
-            lines = await faults(engine, tenant)
-        if lines:
-            write_lines(lines, table, as_json=as_json)
-        return bool(lines)
-
-    if asyncio.run(look()):
-        raise SystemExit(1)
-
-
-@app.command("export")
-def export_version(
-    name: PolicyName,
-    directory: Annotated[
-        Path, typer.Argument(help="Folder to write; new or empty.", show_default=False)
-    ],
-    version: Annotated[
-        int | None,
-        typer.Option(min=0, help="Number of the version; default: the one that serves."),
-    ] = None,
-    tenant: OfTenant = None,
-) -> None:
-    """Copy a version's adapter into a folder that PEFT and vLLM load.
-
-    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
-    PAWL_ADAPTER_DIR; neither is changed. The folder has `base.json`, too, by which an import
-    elsewhere knows the base model.
-
-    Status 2: there is no such policy or version, its files are damaged, or the folder cannot be
-    written.
-    """
-    from pawl.policies.lookup import chosen_version, policy_versions
-    from trainer.errors import TrainerError
-    from trainer.publishing.adapters import export_adapter
-
-    async def look() -> "PolicyVersion":
-        from pawl.database import open_engine
-
-        async with open_engine(read_settings(StackSettings)) as engine, engine.connect() as one:
-            return chosen_version(await policy_versions(one, name, tenant), version)
-
-    chosen = asyncio.run(look())
-    try:
-        export_adapter(Path(chosen.adapter_path or ""), directory)
-    except TrainerError as error:
-        fail(str(error))
-    print(f"{chosen.served_name} is in {directory}")
-
-
-@app.command("import")
-def import_version(
-    name: PolicyName,
-    directory: Annotated[
-        Path, typer.Argument(help="Folder that PEFT saved the adapter in.", show_default=False)
-    ],
-    tenant: OfTenant = None,
-) -> None:
-    """Make a LoRA adapter from elsewhere the next version of a policy, and serve it.
-
-    Run it where the policy's trainer runs, with the trainer's settings, while that is stopped.
-    The adapter must be plain LoRA of the policy's base model, of layers that the recipe trains
-    and not above its rank. It is probed as a trained version is before it serves; training goes
-    on from it, with a new optimiser state. If the model server is away, the trainer publishes
-    the version when it starts. A version of a policy with publish_with waits for the others.
-
-    Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
-    nothing changes for any request then.
-    """
-    from store.policy_table import open_policies
-    from trainer.errors import TrainerError
-    from trainer.policies import importing_policy
-    from trainer.publishing.foreign import read_config
-    from trainer.settings import TrainerSettings
-
-    settings = read_settings(TrainerSettings)
-    try:
-        # Importing torch takes seconds: report a mistyped name or folder before that.
-        importing_policy(settings, open_policies(settings.policies), name, tenant)
-        read_config(directory)
-        with large_imports():
-            require_torch()
-            import trainer.importing  # noqa: F401
-
-        version = asyncio.run(_import(settings, name, directory))
-    except TrainerError as error:
-        fail(str(error))
-    if version.state == "serving":
-        print(f"{version.served_name} serves")
-    elif version.state == "ready":
-        print(f"{version.served_name} goes live with the next versions of the policies it is with")
-    elif version.state == "candidate":
-        print(f"{version.served_name} waits to be tried on a share of the new episodes")
+    policies = open_policies(read_settings(TrainerSettings).policies)
+    if events:
+        changes = with_engine(lambda engine: events_of(engine, name, tenant))
+        write_lines(changes, events_table, as_json=as_json)
     else:
-        print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
+        lines = with_engine(lambda engine: versions_of(engine, name, policies, tenant))
+        write_lines(lines, versions_table, as_json=as_json)
 
 
-async def _import(settings: "TrainerSettings", name: str, directory: Path) -> "PolicyVersion":
-    from pawl.database import open_engine
-    from trainer.importing import import_adapter
+app.command()(check)
+app.command("export")(export_version)
+app.command("import")(import_version)
+for verb in (promote, rollback, retrain, freeze):
+    app.command()(verb)
 
-    async with open_engine(settings) as engine:
-        return await import_adapter(settings, engine, name, directory)
+
+class PolicyLine(Record, frozen=True, kw_only=True):
+    """Describe one policy, with the fields in the order in which they are written.
+
+    It answers calls for one of `models`, and those for `base` by one of `agents`. `serving` is the
+    version that has the traffic, `versions` are those with an adapter, and `waiting` are the
+    episodes with a reward that it may claim. `explore` is there only if it explores, and `tenant`
+    only if it is not the default one.
+    """
+
+    name: str
+    kind: Kind
+    base: str
+    agents: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    recipe: str | None = None
+    serving: str | None = None
+    versions: int = 0
+    waiting: int = 0
+    explore: str | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
+
+
+async def policies_of(
+    engine: AsyncEngine, table: PolicyTable | None, recipe: str, tenant: str | None = None
+) -> list[PolicyLine]:
+    """Return all policies: those of the file, in its order, and then those in the store alone.
+
+    `recipe` is that of policies for which the file names none; with `tenant`, only policies of this
+    tenant are returned.
+    """
+    async with engine.connect() as connection:
+        versions = await list_versions(connection)
+        waiting = await waiting_episodes(connection)
+    stored: dict[str, list[PolicyVersion]] = {}
+    for version in versions:
+        stored.setdefault(version.name, []).append(version)
+    lines = _from_file(table, recipe)
+    in_file = {line.name for line in lines}
+    lines += [
+        _from_store(own, table, recipe) for name, own in stored.items() if name not in in_file
+    ]
+    chosen = [line for line in lines if tenant in (None, line.tenant or DEFAULT)]
+    return [_with_versions(line, stored.get(line.name, ()), waiting) for line in chosen]
+
+
+def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
+    """Return what the file says of its policies."""
+    return [
+        PolicyLine(
+            name=spec.name,
+            kind="trained" if spec.trained else "fixed",
+            base=spec.base,
+            agents=spec.agents,
+            models=(spec.name, *(model for model in spec.models if model != spec.name)),
+            recipe=(spec.recipe or recipe) if spec.trained else None,
+            # Until a trainer has begun it, too.
+            serving=f"{spec.name}@0" if spec.trained else None,
+            explore=UNSET if spec.explore is None else str(spec.explore),
+            tenant=UNSET if spec.tenant == DEFAULT else spec.tenant,
+        )
+        for spec in (() if table is None else table.specs)
+    ]
+
+
+def _from_store(
+    versions: Sequence[PolicyVersion], table: PolicyTable | None, recipe: str
+) -> PolicyLine:
+    """Return what the store says of a policy; without a file, each model name is one."""
+    name, base = versions[0].name, versions[0].served_name
+    tenant = UNSET if versions[0].tenant == DEFAULT else versions[0].tenant
+    if table is not None:
+        return PolicyLine(name=name, kind="unlisted", base=base, tenant=tenant)
+    return PolicyLine(
+        name=name, kind="trained", base=base, models=(name,), recipe=recipe, tenant=tenant
+    )
+
+
+def _with_versions(
+    line: PolicyLine, own: Sequence[PolicyVersion], waiting: Mapping[str, int]
+) -> PolicyLine:
+    serving = next((f"{v.name}@{v.version}" for v in own if v.state == "serving"), line.serving)
+    return msgspec.structs.replace(
+        line,
+        serving=None if line.kind == "fixed" else serving,
+        versions=sum(version.version > 0 for version in own),
+        waiting=waiting.get(line.name, 0),
+    )
+
+
+def policies_table(lines: Sequence[PolicyLine]) -> Table:
+    """Return the lines as a table for a terminal; `explore` and `tenant` only if any has it."""
+    grid = Table(box=None, pad_edge=False)
+    rows = [msgspec.structs.asdict(line) for line in lines]
+    names = list(PolicyLine.__struct_fields__)
+    for name in ("explore", "tenant"):
+        if all(row[name] is UNSET for row in rows):
+            names.remove(name)
+    for name in names:
+        grid.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*[_listed(row[name]) for name in names])
+    return grid
+
+
+def _listed(value: Any) -> Text:
+    if value is UNSET:
+        return cell(None)
+    return cell(", ".join(value) if isinstance(value, tuple) else value)
+
+
+class VersionLine(Record, frozen=True, kw_only=True):
+    """Describe one version of a policy, with the fields in the order in which they are written.
+
+    `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
+    lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
+    as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
+    are not those that were written, and `unread` that they cannot be read for now. `ended` says
+    that the policy's line started again before it (`pawl policies retrain`); `kl_to_base` how far
+    it is from the base model, in nats a token on what it was trained on. `explore` is there
+    only on the version that serves, if the policy explores; `trial` only on the one that is tried:
+    what a gate would decide about it by now, and by what. `waits` is on a candidate whose replay
+    could ask nothing: why, and what to do. `unwatched` is on a trained version that
+    serves and that live rewards cannot roll back: why, and what to do.
+    """
+
+    version: str
+    state: PolicyState
+    eval_episodes: int = 0
+    scored: int = 0
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    ended: bool = False
+    files_deleted: bool = False
+    altered: bool = False
+    unread: bool = False
+    kl_to_base: float | UnsetType = UNSET
+    explore: str | UnsetType = UNSET
+    trial: Decision | UnsetType = UNSET
+    waits: str | UnsetType = UNSET
+    unwatched: str | UnsetType = UNSET
+
+
+async def versions_of(
+    engine: AsyncEngine,
+    name: str,
+    policies: PolicyTable | None = None,
+    tenant: str | None = None,
+) -> list[VersionLine]:
+    """Return the versions of a policy, oldest first; `policies` may say that it explores.
+
+    With `tenant`, only a policy of this tenant is found.
+
+    Raises:
+        UnknownPolicy: there is no policy of that name; the message names those that there are.
+    """
+    async with engine.connect() as connection:
+        versions = await policy_versions(connection, name, tenant)
+        curve = {point.version: point for point in await evaluations(connection, name)}
+        tried = await trial_of(connection, name)
+        waits = await waiting_of(connection, name)
+        unwatched = await unwatched_of(connection, name)
+    spec = None if policies is None else policies.named(name)
+    explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
+    lines = []
+    for version in versions:
+        line = VersionLine(
+            version=f"{name}@{version.version}",
+            state=version.state,
+            explore=explore if version.state == "serving" else UNSET,
+            unwatched=unwatched if version.state == "serving" and unwatched else UNSET,
+            trial=tried[1] if tried and tried[0] == version.version else UNSET,
+            waits=waits[1] if waits and waits[0] == version.version else UNSET,
+            files_deleted=version.files_deleted,
+            ended=version.ended,
+            kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
+            **_of_files(version),
+        )
+        point = curve.get(version.version)
+        if point is not None:
+            line = msgspec.structs.replace(
+                line,
+                eval_episodes=point.episodes,
+                scored=point.scored,
+                mean=point.mean,
+                low=point.low,
+                high=point.high,
+            )
+        lines.append(line)
+    return lines
+
+
+def _on_trial(trial: Decision) -> str:
+    episodes = ", ".join(f"{one.episodes} {arm}" for arm, one in trial.arms.items())
+    clipped = ", ".join(f"{one.clipped} {arm}" for arm, one in trial.arms.items() if one.clipped)
+    outside = f", the rewards of {clipped} outside of gate.reward_range" if clipped else ""
+    return (
+        f"tried: {trial.lower:+.4f} to {trial.upper:+.4f} above what serves, by {episodes}"
+        f" episodes{outside} ({trial.kind}: {trial.reason})"
+    )
+
+
+def _of_files(version: PolicyVersion) -> dict[str, bool]:
+    """Return whether the version's files, if they are here, are `altered`, or are `unread`."""
+    if version.adapter_path is None:
+        return {}
+    folder = Path(version.adapter_path)
+    try:
+        with reading(folder):
+            folder.stat()
+        return {"altered": why_altered(version) is not None}
+    except FileMissing:
+        return {}
+    except FilesUnread:
+        return {"unread": True}
+
+
+def versions_table(lines: Sequence[VersionLine]) -> Table:
+    """Return the lines as a table for a terminal, with the interval in one column."""
+    explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
+    notes = explore + [_on_trial(line.trial) for line in lines if line.trial is not UNSET]
+    notes += [f"{line.version} waits: {line.waits}" for line in lines if line.waits is not UNSET]
+    notes += [
+        f"no reward rolls {line.version} back: {line.unwatched}"
+        for line in lines
+        if line.unwatched is not UNSET
+    ]
+    grid = Table(box=None, pad_edge=False, caption="\n".join(notes) or None)
+    far = ["KL to base"] if any(line.kl_to_base is not UNSET for line in lines) else []
+    evaluated = ("eval episodes", "scored", "mean reward", "95 % interval")
+    for name in ("version", "state", *evaluated, *far):
+        grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
+    for line in lines:
+        interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
+        more = {
+            "ended": line.ended,
+            "deleted": line.files_deleted,
+            "altered": line.altered,
+            "unread": line.unread,
+        }
+        words = [word for word, is_so in more.items() if is_so]
+        state = ", ".join([line.state, *words])
+        reward = (line.eval_episodes, line.scored, line.mean, interval)
+        shown = [line.version, state, *reward]
+        if far:
+            shown.append(None if line.kl_to_base is UNSET else line.kl_to_base)
+        grid.add_row(*map(cell, shown))
+    return grid
+
+
+class EventLine(Record, frozen=True, kw_only=True):
+    """Describe one change of a version's state, with the fields in the order they are written in.
+
+    `evidence` is there only if the change was decided by it.
+    """
+
+    at: datetime
+    version: str
+    from_state: PolicyState | None
+    to_state: PolicyState
+    reason: str
+    actor: Actor
+    evidence: dict[str, Any] | UnsetType = UNSET
+
+
+async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -> list[EventLine]:
+    """Return the newest changes of states of a policy's versions, oldest first.
+
+    With `tenant` the policy must be that tenant's.
+
+    Raises:
+        UnknownPolicy: there is no policy of that name; the message names those that there are.
+    """
+    async with engine.connect() as connection:
+        await policy_versions(connection, name, tenant)
+        events = await list_events(connection, name, most=MAX_EVENTS)
+    return [
+        EventLine(
+            at=event.at,
+            version=f"{name}@{event.version}",
+            from_state=event.from_state,
+            to_state=event.to_state,
+            reason=event.reason,
+            actor=event.actor,
+            evidence=UNSET if event.evidence is None else dict(event.evidence),
+        )
+        for event in reversed(events)
+    ]
+
+
+def events_table(lines: Sequence[EventLine]) -> Table:
+    """Return the lines as a table for a terminal; what decided is in the JSON lines alone."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("at", "version", "state", "by", "why"):
+        grid.add_column(name, no_wrap=name != "why")
+    for line in lines:
+        before = "" if line.from_state in (None, line.to_state) else f"{line.from_state} → "
+        state = before + line.to_state
+        at = f"{line.at.astimezone():%Y-%m-%d %H:%M:%S}"
+        grid.add_row(*map(cell, (at, line.version, state, line.actor, line.reason)))
+    return grid
+
+
+async def unwatched_of(connection: AsyncConnection, name: str) -> str | None:
+    """Return why live rewards cannot roll back what serves; None if they can, or the base does."""
+    stands = await gated(connection, name)
+    if stands is None:
+        return None
+    version = stands.serving.version.version
+    promoted = await promotion(connection, name, version)
+    why = why_unwatched(stands, promoted)
+    rule = rule_of(stands.serving.gate or {})
+    if why is not None or not version or rule.mode == "gated":
+        return why
+    served = await terms(connection, name, version, rule.counted_at(stands.now))
+    return why_not_in_line(served, version)
+
+
+async def waiting_of(connection: AsyncConnection, name: str) -> tuple[int, str] | None:
+    """Return the number of the candidate, and why it waits though its replay has ended, if so."""
+    stands = await gated(connection, name)
+    if stands is None or stands.candidate is None:
+        return None
+    number = stands.candidate.version.version
+    why = await why_stays(connection, name, number)
+    return None if why is None else (number, why)
+
+
+async def trial_of(connection: AsyncConnection, name: str) -> tuple[int, Decision] | None:
+    """Return the number of the version that is tried, and what it has come to; None: none is."""
+    stands = await gated(connection, name)
+    if stands is None or stands.canary is None:
+        return None
+    decision = await OnTrial(stands, stands.canary).decide(connection, stands.now)
+    return stands.canary.version.version, decision

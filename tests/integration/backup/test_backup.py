@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from pawl.commands.policy_files import faults
 from pawl.commands.spool import look
-from pawl.policies.check import faults
 from proxy.ingester.ingester import ingesting
 from store.claims import begin_update
 from store.database import make_engine

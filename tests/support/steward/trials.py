@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.policies.events import events_of
+from pawl.commands.policies import events_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.records import Arm, SpoolRecord

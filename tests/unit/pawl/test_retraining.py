@@ -6,10 +6,9 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.core import TyperGroup
 
-from pawl.cli import app
-from pawl.policies.retraining import FIELDS, BadQuery, Without, as_text, read_without
+from pawl.commands.policies import app
+from pawl.commands.policy_traffic import FIELDS, BadQuery, Without, as_text, read_without
 from store.retraining import Retrained
 from store.selecting import Selection
 
@@ -73,10 +72,7 @@ def test_any_text_is_a_query_or_is_refused(query: str) -> None:
 
 
 def test_help_names_all_conditions() -> None:
-    command = typer.main.get_command(app)
-    assert isinstance(command, TyperGroup)
-    policies = command.commands["policies"]
-    assert isinstance(policies, TyperGroup)
+    policies = typer.main.get_group(app)
     [option] = [one for one in policies.commands["retrain"].params if one.name == "without"]
     _, _, conditions = str(getattr(option, "help", "")).partition("FIELD=VALUE,...: ")
     assert conditions.partition(".")[0].split(", ") == [one for one in FIELDS if one != "episode"]

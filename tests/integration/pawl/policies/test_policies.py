@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.policies.show import table, versions_of
+from pawl.commands.policies import versions_of, versions_table
 from store import claims
 from store.errors import UnknownPolicy
 from store.policy_table import load_policies
@@ -49,7 +49,7 @@ async def test_an_unknown_policy_is_told_from_those_that_there_are(filled: Async
 async def test_a_terminal_gets_a_table(filled: AsyncEngine) -> None:
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(table(await versions_of(filled, "m")))
+        console.print(versions_table(await versions_of(filled, "m")))
     head, line = shown.get().splitlines()
     assert head.startswith("version")
     assert line.split() == ["m@0", "serving", "4", "4", "0.7500", "0.3006", "to", "0.9544"]
@@ -82,7 +82,7 @@ async def test_how_far_a_version_is_from_the_base_model_is_shown(filled: AsyncEn
     assert (base.kl_to_base, trained.kl_to_base) == (UNSET, 0.25)
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(table([base, trained]))
+        console.print(versions_table([base, trained]))
     head, _, line = shown.get().splitlines()
     assert head.endswith("KL to base")
     assert line.split() == ["m@1", "written", "0", "0", "0.2500"]
@@ -102,5 +102,7 @@ async def test_the_version_that_serves_is_seen_to_explore(
     assert json.loads(found.stdout)["explore"] == "share = 0.1, temperature = 0.7"
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(table(await versions_of(filled, "m", load_policies(tmp_path / "p.toml"))))
+        console.print(
+            versions_table(await versions_of(filled, "m", load_policies(tmp_path / "p.toml")))
+        )
     assert shown.get().splitlines()[-1].strip() == "explores: share = 0.1, temperature = 0.7"

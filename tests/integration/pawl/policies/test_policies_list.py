@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pawl.policies.listing import policies_of
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.policies.listing import policies_of, table
+from pawl.commands.policies import policies_of, policies_table
 from store import claims
 from store.policy_table import parse_policies
 from store.version_states import ensure_base
@@ -81,7 +82,9 @@ async def test_without_a_file_each_model_name_is_a_policy(filled: AsyncEngine) -
 async def test_a_terminal_gets_a_table(filled: AsyncEngine) -> None:
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(table(await policies_of(filled, parse_policies(FILE, "p.toml"), "d")))
+        console.print(
+            policies_table(await policies_of(filled, parse_policies(FILE, "p.toml"), "d"))
+        )
     head, writer, *_ = shown.get().splitlines()
     assert head.split() == [
         *("name", "kind", "base", "agents", "models", "recipe", "serving", "versions", "waiting")
@@ -126,7 +129,7 @@ async def test_a_policy_that_explores_is_seen_to_do_so(filled: AsyncEngine) -> N
     ]
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(table(lines))
+        console.print(policies_table(lines))
     head, writer, fresh, *_ = shown.get().splitlines()
     assert head.split()[-1] == "explore"
     assert writer.rstrip().endswith(told)

@@ -5,9 +5,8 @@ import json
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.policies.events import events_of, events_table
-from pawl.policies.moving import split_name
-from pawl.policies.show import table, versions_of
+from pawl.commands.policies import events_of, events_table, versions_of, versions_table
+from pawl.commands.policy_traffic import split_name
 from store.errors import NotGated, UnknownPolicy
 from tests.support.steward.trials import _settings, command, gate, on_trial, states
 
@@ -66,7 +65,7 @@ async def test_what_a_trial_has_come_to_is_shown(database_url: str, engine: Asyn
     shown = [json.loads(one) for one in (await command("show", "m", "--json")).stdout.splitlines()]
     assert shown[1]["trial"]["kind"] == "promote"
     assert shown[1]["trial"]["arms"]["canary"]["mean"] == pytest.approx(0.95)
-    assert table(await versions_of(engine, "m")).caption is not None
+    assert versions_table(await versions_of(engine, "m")).caption is not None
     events = await command("show", "m", "--events", "--json")
     first = json.loads(events.stdout.splitlines()[0])
     assert list(first) == ["at", "version", "from_state", "to_state", "reason", "actor"]

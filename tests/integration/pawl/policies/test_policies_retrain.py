@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.policies.retraining import BadQuery
+from pawl.commands.policy_traffic import BadQuery
 from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key
 from store.ready import ClaimRule

@@ -9,8 +9,7 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.policies.events import events_of
-from pawl.policies.show import table, versions_of
+from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.steward.gate.records import Decision
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
@@ -152,7 +151,7 @@ async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
     lines = await versions_of(engine, "m")
     assert isinstance(lines[1].trial, Decision)
     assert lines[1].trial.arms["canary"].clipped == MANY // 2
-    said = str(table(lines).caption)
+    said = str(versions_table(lines).caption)
     assert f"the rewards of {MANY // 2} canary outside of gate.reward_range" in said
     assert "its rewards suffice, but 50% of the canary's rewards lie outside of" in said
 

@@ -8,8 +8,7 @@ from prometheus_client import generate_latest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.policies.events import events_of
-from pawl.policies.show import versions_of
+from pawl.commands.policies import events_of, versions_of
 from pawl.steward.gating import Gating
 from store.read.standing import gated
 from store.records import Arm

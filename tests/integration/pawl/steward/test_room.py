@@ -8,8 +8,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.policies.events import events_of
-from pawl.policies.moving import roll_back_by_hand
+from pawl.commands.policies import events_of
+from pawl.commands.policy_traffic import roll_back_by_hand
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.adapter_slots import lock_slots

@@ -11,8 +11,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.policies.events import events_of
-from pawl.policies.moving import promote_by_hand, roll_back_by_hand
+from pawl.commands.policies import events_of
+from pawl.commands.policy_traffic import promote_by_hand, roll_back_by_hand
 from pawl.settings import StewardSettings
 from pawl.steward.gate.trial import CELLS
 from pawl.steward.gating import Gating
@@ -310,7 +310,7 @@ async def test_what_was_retired_while_it_was_loaded_is_not_promoted(
         await retire(engine, 1)
         return await load_again(*words)
 
-    monkeypatch.setattr("pawl.policies.moving.load_again", retired_meanwhile)
+    monkeypatch.setattr("pawl.commands.policy_traffic.load_again", retired_meanwhile)
     async with Replicas([servers[0].url]) as replicas:
         with pytest.raises(StateChanged, match="not 'published' any more"):
             await promote_by_hand(engine, replicas, "m@1", "better than nothing")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.policies.show import versions_of
+from pawl.commands.policies import versions_of
 from tests.support.faults.unreadable import unreadable
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.steward.replicas import POLL_S, asked, assert_has, publish, server, stewarding

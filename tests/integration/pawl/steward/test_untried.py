@@ -11,8 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 import pawl.steward.policy_gate
-from pawl.policies.events import events_of
-from pawl.policies.show import table, versions_of
+from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store import version_states
@@ -169,7 +168,7 @@ async def test_without_a_base_share_nothing_is_rolled_back_and_it_is_said_why(
     assert not await changes(engine)
     lines = await versions_of(engine, "m")
     assert [line.version for line in lines if line.unwatched] == ["m@2"]
-    caption = str(table(lines).caption)
+    caption = str(versions_table(lines).caption)
     assert caption.startswith("no reward rolls m@2 back: ")
     assert "set gate.base_share" in caption
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()

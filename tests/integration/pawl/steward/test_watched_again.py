@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.policies.show import versions_of
+from pawl.commands.policies import versions_of
 from store.records import Arm
 from store.version_states import make_candidate
 from tests.integration.conftest import free_port

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from pawl.policies.retraining import Without, read_without, retrain_by_hand
+from pawl.commands.policy_traffic import Without, read_without, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
 from tests.support.faults.killing import Killed

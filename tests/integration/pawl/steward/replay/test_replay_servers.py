@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.policies.show import table, versions_of
+from pawl.commands.policies import versions_of, versions_table
 from pawl.steward.replay.verdict import TRIES
 from store.version_queries import list_versions
 from store.version_states import freeze, make_candidate
@@ -181,7 +181,9 @@ async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
         assert (told["states"], told["left_out"], told["missing"], told["kl"]) == (0, 6, 0, None)
         lines = await versions_of(engine, "m")
         assert [line.waits for line in lines if line.waits] == [said["reason"]]
-        assert "m@1 waits: in its replay none of 6 recorded calls" in str(table(lines).caption)
+        assert "m@1 waits: in its replay none of 6 recorded calls" in str(
+            versions_table(lines).caption
+        )
         assert "maximum context length is 2 tokens" in said["reason"]
         # It is asked again, and this is told once, also by a steward that is started again.
         monkeypatch.setattr("pawl.steward.replay.replaying.AGAIN", timedelta(0))

@@ -1,10 +1,15 @@
 """Find a policy and its versions by what the user named; an error says which there are."""
 
+from typing import Annotated
+
+import typer
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
+
+PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
 
 
 async def policy_versions(

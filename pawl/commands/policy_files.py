@@ -1,0 +1,174 @@
+"""Define `pawl policies check`, `export` and `import`: the files of versions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.commands.common import (
+    AsJson,
+    OfTenant,
+    cell,
+    fail,
+    in_database,
+    require_torch,
+    with_engine,
+    write_lines,
+)
+from pawl.commands.policy_lookup import PolicyName, chosen_version, policy_versions
+from pawl.processes import large_imports
+from pawl.settings import read_settings
+from store.policy_table import open_policies
+from store.records import Record
+from store.version_queries import versions_with_files
+from store.versions import PolicyState, PolicyVersion
+from trainer.errors import FileMissing, FilesUnread, TrainerError
+from trainer.policies import importing_policy
+from trainer.publishing.adapters import MANIFEST, export_adapter, reading, why_altered
+from trainer.publishing.foreign import read_config
+from trainer.settings import TrainerSettings
+
+
+def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
+    """Check that each version has the files that it should have, unchanged: after a restore.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
+    PAWL_ADAPTER_DIR; neither is changed. A line is written for each version whose files are
+    missing or are not those that were written. Versions whose files were deleted, because nothing
+    could ask for them any more, lack nothing.
+
+    Status 1: some versions lack files.
+    """
+    lines = with_engine(lambda engine: faults(engine, tenant))
+    if lines:
+        write_lines(lines, faults_table, as_json=as_json)
+        raise SystemExit(1)
+
+
+def export_version(
+    name: PolicyName,
+    directory: Annotated[
+        Path, typer.Argument(help="Folder to write; new or empty.", show_default=False)
+    ],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of the version; default: the one that serves."),
+    ] = None,
+    tenant: OfTenant = None,
+) -> None:
+    """Copy a version's adapter into a folder that PEFT and vLLM load.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
+    PAWL_ADAPTER_DIR; neither is changed. The folder has `base.json`, too, by which an import
+    elsewhere knows the base model.
+
+    Status 2: there is no such policy or version, its files are damaged, or the folder cannot be
+    written.
+    """
+    versions = in_database(lambda connection: policy_versions(connection, name, tenant))
+    chosen = chosen_version(versions, version)
+    try:
+        export_adapter(Path(chosen.adapter_path or ""), directory)
+    except TrainerError as error:
+        fail(str(error))
+    print(f"{chosen.served_name} is in {directory}")
+
+
+def import_version(
+    name: PolicyName,
+    directory: Annotated[
+        Path, typer.Argument(help="Folder that PEFT saved the adapter in.", show_default=False)
+    ],
+    tenant: OfTenant = None,
+) -> None:
+    """Make a LoRA adapter from elsewhere the next version of a policy, and serve it.
+
+    Run it where the policy's trainer runs, with the trainer's settings, while that is stopped.
+    The adapter must be plain LoRA of the policy's base model, of layers that the recipe trains
+    and not above its rank. It is probed as a trained version is before it serves; training goes
+    on from it, with a new optimiser state. If the model server is away, the trainer publishes
+    the version when it starts. A version of a policy with publish_with waits for the others.
+
+    Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
+    nothing changes for any request then.
+    """
+    settings = read_settings(TrainerSettings)
+    try:
+        # Importing torch takes seconds: report a mistyped name or folder before that.
+        importing_policy(settings, open_policies(settings.policies), name, tenant)
+        read_config(directory)
+        with large_imports():
+            require_torch()
+            from trainer.importing import import_adapter
+
+        version = with_engine(lambda engine: import_adapter(settings, engine, name, directory))
+    except TrainerError as error:
+        fail(str(error))
+    if version.state == "serving":
+        print(f"{version.served_name} serves")
+    elif version.state == "ready":
+        print(f"{version.served_name} goes live with the next versions of the policies it is with")
+    elif version.state == "candidate":
+        print(f"{version.served_name} waits to be tried on a share of the new episodes")
+    else:
+        print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
+
+
+class Fault(Record, frozen=True, kw_only=True):
+    """Describe a version whose files should be there, and what is wrong with them."""
+
+    version: str
+    state: PolicyState
+    folder: str
+    problem: str
+
+
+async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
+    """Return the versions of every policy, or a tenant's, that lack files or have altered ones.
+
+    Files that cannot be read are told of, too.
+
+    Versions whose files were deleted, as nothing could ask for them any more, lack nothing.
+    """
+    async with engine.connect() as connection:
+        versions = await versions_with_files(connection)
+    problems = [(one, _problem(one)) for one in versions if _is_looked_at(one, tenant)]
+    return [
+        Fault(
+            version=version.served_name,
+            state=version.state,
+            folder=version.adapter_path or "",
+            problem=problem,
+        )
+        for version, problem in problems
+        if problem is not None
+    ]
+
+
+def _is_looked_at(version: PolicyVersion, tenant: str | None) -> bool:
+    return version.adapter_path is not None and tenant in (None, version.tenant)
+
+
+def _problem(version: PolicyVersion) -> str | None:
+    manifest = Path(version.adapter_path or "") / MANIFEST
+    try:
+        with reading(manifest):
+            manifest.stat()
+        return why_altered(version)
+    except FileMissing:
+        return "its files are not there; restore the folder of adapters from the same backup"
+    except FilesUnread as error:
+        return str(error)
+
+
+def faults_table(lines: Sequence[Fault]) -> Table:
+    """Return the lines as a table for a terminal."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("version", "state", "problem"):
+        grid.add_column(name, no_wrap=name != "problem")
+    for line in lines:
+        grid.add_row(*map(cell, (line.version, line.state, f"{line.folder}: {line.problem}")))
+    return grid
