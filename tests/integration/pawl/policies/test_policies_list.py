@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pawl.policies.listing import policies_of
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
