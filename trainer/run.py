@@ -17,8 +17,8 @@ from store.schema.migrate import upgrade
 from store.settings import address
 from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.budget import says_no_room
-from trainer.learners.distributed.several import Leader, follow, has_companions, is_follower
-from trainer.learners.kernels.memory import give_freed_memory_back, keep_freed_memory
+from trainer.learners.distributed import Leader, follow, has_companions, is_follower
+from trainer.learners.kernels.process import give_freed_memory_back, keep_freed_memory
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -13,26 +13,41 @@ from store.claims import NON_FINITE
 from store.values.distribution import Distribution
 from trainer.batches import Row, split_steps
 from trainer.errors import Unusable
-from trainer.learners.blame import check_view, fits, to_blame
+from trainer.learners.adapter import (
+    OPTIMIZER,
+    check_loaded,
+    check_weights,
+    load_state,
+    save_adapter,
+    save_state,
+)
 from trainer.learners.budget import Budget, says_no_room
-from trainer.learners.forgetting import kl_by_row, kl_figures, metered_rows
-from trainer.learners.imported import check_loaded, check_weights
-from trainer.learners.kernels.memory import give_freed_memory_back
-from trainer.learners.losses.kl import ByRow, by_row
-from trainer.learners.losses.registry import TRAINERS
+from trainer.learners.kernels.process import give_freed_memory_back
+from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
+from trainer.learners.losses.grpo import make_trainer
+from trainer.learners.losses.ppo import make_ppo_trainer
+from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
-from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.passes import Step, TrainedStep, mean_figures, survey_in_parts, update_figures
-from trainer.learners.probing import probe_rows
-from trainer.learners.scoring import plain_logprobs, score_rows
-from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
-from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
+from trainer.learners.scoring import attend, can_merge, plain_logprobs, score_rows
+from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
+from trainer.learners.steps import (
+    Step,
+    TrainedStep,
+    check_view,
+    fits,
+    mean_figures,
+    survey_in_parts,
+    to_blame,
+    update_figures,
+)
 from trainer.recipes.recipe import Recipe
 
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
+# What makes the TRL trainer of each learner, by the recipe's `learner`.
+TRAINERS: Final = {"grpo": make_trainer, "ppo": make_ppo_trainer, "sft": make_sft_trainer}
 
 
 class Learner:
@@ -341,7 +356,7 @@ class Learner:
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:
-        """Write the adapter for the server, and what resuming needs (`trainer.learners.state`).
+        """Write the adapter for the server, and what resuming needs (`trainer.learners.adapter`).
 
         All processes hold the same weights; only rank 0 writes.
 

@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from store.values.distribution import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
-from trainer.learners.adapted.attach import attach_adapter, detach
-from trainer.learners.blame import check_ids
-from trainer.learners.distributed.processes import Processes
-from trainer.learners.kernels.determinism import be_deterministic
-from trainer.learners.kernels.lean import make_base_lean
+from trainer.learners.adapter import attach_adapter, detach
+from trainer.learners.distributed import Processes
+from trainer.learners.kernels.layers import make_base_lean
+from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.replay.grammars import Grammars
-from trainer.learners.replay.vocabulary import Vocabulary
+from trainer.learners.replay.shaping import Vocabulary
+from trainer.learners.steps import check_ids
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import Recipe
 

@@ -3,27 +3,31 @@
 *Merged*: one packed forward pass over the prefix tree of the rows. A token attends to its
 ancestors only, positions are depths in the tree, and the LM head sees only the nodes that a
 sampled token follows. *Separate*: each row by itself, through the model's own forward pass.
-This is the reference, and the way for models that cannot be merged
-(`trainer.learners.merging`).
+This is the reference, and the way for models that cannot be merged: whether one can is told by its
+configuration, and then tried.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import structlog
 import torch
 from torch import Tensor
 
 from store.values.distribution import Distribution
-from trainer.batches import Row, Tree, build_tree, padded
+from trainer.batches import Row, Tree, bare_row, build_tree, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
-from trainer.learners.replay.history import History
-from trainer.learners.replay.places import places_of
-from trainer.learners.replay.shaping import reshaped
+from trainer.learners.replay.shaping import History, places_of, reshaped
 
+log = structlog.get_logger()
+
+DEFAULT_ATTENTION: Final = "sdpa"
+# Largest mean difference between merged and separate, in nats per token, by precision.
+TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
 
@@ -170,3 +174,78 @@ def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
     with torch.no_grad():
         entropies = -torch.linalg.vecdot(distribution.exp(), distribution)
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)
+
+
+def can_merge(model: Any) -> bool:
+    """Prepare `model` for merged prefixes if that is possible; return whether it is."""
+    why = why_separate(model)
+    if why is not None:
+        log.warning("prefixes_not_merged", reason=why)
+    return why is None
+
+
+def why_separate(model: Any) -> str | None:
+    """Prepare `model` (a PEFT model) for merged prefixes, or return why that is impossible.
+
+    Merged log-probabilities are compared with separate ones on a few rows. If they differ, or
+    the configuration rules merging out, the model keeps its own attention.
+    """
+    why = _unsupported_reason(model)
+    if why is None:
+        attend(model, merge=True)
+        why = _mismatch_reason(model)
+    if why is not None:
+        attend(model, merge=False)
+    return why
+
+
+def attend(model: Any, *, merge: bool) -> None:
+    """Let the base of `model` attend along trees, or as it does by itself."""
+    wanted = NAME if merge else DEFAULT_ATTENTION
+    if model.config._attn_implementation != wanted:
+        model.get_base_model().set_attn_implementation(wanted)
+
+
+def _unsupported_reason(model: Any) -> str | None:
+    """Return why the configuration rules merging out, or None: a tree needs arbitrary masks.
+
+    That is: attention without a window, no state that runs along the sequence, and scores that
+    are neither capped nor dropped.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    against = {
+        "its attention cannot be replaced": not model.get_base_model()._supports_attention_backend,
+        f"it has layers of {', '.join(others)}": others,
+        f"its attention has a window of {window} tokens": window,
+        "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
+        "its attention has dropout": getattr(config, "attention_dropout", 0.0),
+        "its LM head is no plain matrix": type(head) is not torch.nn.Linear
+        or head.bias is not None,
+    }
+    return next((why for why, holds in against.items() if holds), None)
+
+
+@torch.no_grad()
+def _mismatch_reason(model: Any) -> str | None:
+    """Return how far merged and separate log-probabilities differ, or None if they agree."""
+    model.eval()
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
+    merged = score_rows(model, rows).logprobs
+    separate = score_rows(model, rows, merge=False).logprobs
+    difference = float((merged - separate).abs().mean())
+    if difference <= TOLERANCE[model.dtype]:
+        return None
+    return f"merged and separate differ by {difference:.2g} nats a token"
+
+
+def _trial_rows(vocabulary: int) -> list[Row]:
+    """Return three rows: two that share a prompt, and one that shares half of it."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
+    prompts = [ids[:12], ids[:12], ids[:6]]
+    return [
+        bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
+        for index, prompt in enumerate(prompts)
+    ]

@@ -305,7 +305,7 @@ class OffPolicyOptions(RecipeOptions):
 
 
 class KlOptions(RecipeOptions):
-    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.losses.kl`)."""
+    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
 
     coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
     place: Literal["loss", "reward"] = Field(

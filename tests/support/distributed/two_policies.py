@@ -11,7 +11,7 @@ import torch
 
 from tests.support.training import recipe, rows
 from trainer.errors import ShortOfMemory
-from trainer.learners.distributed.several import Leader, follow
+from trainer.learners.distributed import Leader, follow
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 

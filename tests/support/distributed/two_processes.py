@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.learners.distributed.several import Leader, follow
+from trainer.learners.distributed import Leader, follow
 from trainer.learners.learner import Learner
 
 

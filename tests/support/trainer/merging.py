@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from store.values.distribution import Distribution
 from trainer.batches import Row
-from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
-from trainer.learners.merging import why_separate
-from trainer.learners.scoring import score_rows
+from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
+from trainer.learners.scoring import score_rows, why_separate
 
 RANK: Final = 16
 CAP: Final = 2.0

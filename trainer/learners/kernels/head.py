@@ -25,10 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from store.values.distribution import Distribution
 from trainer.batches import Row
-from trainer.learners.kernels.products import product
-from trainer.learners.replay.history import History
-from trainer.learners.replay.places import Group, Places
-from trainer.learners.replay.shaping import replay, shape
+from trainer.learners.kernels.layers import product
+from trainer.learners.replay.shaping import Group, History, Places, replay, shape
 
 # Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
@@ -180,3 +178,28 @@ def head_logprobs(
 def _shaping(group: Group, rows: Sequence[Row], device: torch.device) -> Shaping:
     history = History.of(rows, group.histories, device)
     return Shaping(group.start, group.stop, group.distribution, history)
+
+
+def head_kl(own: Tensor, other: Tensor, head: Tensor) -> Tensor:
+    """Return KL(own ‖ other), (M,) in nats, after hidden states (M, H) under one head (V, H).
+
+    It is exact, over the whole vocabulary: KL(π ‖ ρ) = Σ π(token) · (log π(token) − log ρ(token)).
+    It carries no gradient.
+    """
+    # Both policies' logits are there at once.
+    size = max(1, CHUNK[own.device.type] // (2 * len(head)))
+    chunks = zip(own.split(size), other.split(size), strict=True)
+    parts = [
+        logits_kl(wide_product(one, head), wide_product(another, head)) for one, another in chunks
+    ]
+    return torch.cat(parts)
+
+
+def logits_kl(own: Tensor, other: Tensor) -> Tensor:
+    """Return KL(own ‖ other), (M,) in nats, of the softmax of logits (M, V)."""
+    wide = torch.promote_types(own.dtype, torch.float32)
+    here, there = torch.log_softmax(own.to(wide), -1), torch.log_softmax(other.to(wide), -1)
+    difference = there.neg_().add_(here)
+    # What rounding leaves below zero is zero.
+    divergence: Tensor = torch.linalg.vecdot(here.exp_(), difference)
+    return divergence.clamp_(min=0.0)

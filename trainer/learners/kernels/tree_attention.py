@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.batches import Tree
-from trainer.learners.kernels.products import product
+from trainer.learners.kernels.layers import product
 
 # The name under which transformers knows this attention.
 NAME: Final = "pawl_tree"

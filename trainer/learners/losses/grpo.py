@@ -11,7 +11,8 @@ neither is negative. Sequences too far off the policy carry no loss: TRL's hook 
 (`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,10 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
+from trl import import_utils
 
 from trainer.batches import Row
 from trainer.errors import LearnerError
-from trainer.learners.losses.no_vllm import no_vllm
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
 from trainer.learners.off_policy import (
     RowComparison,
@@ -32,6 +33,22 @@ from trainer.learners.off_policy import (
     keeps_loss,
 )
 from trainer.recipes.recipe import OffPolicyOptions, Recipe
+
+
+@contextmanager
+def no_vllm() -> Iterator[None]:
+    """Let TRL find no vLLM while its trainers are imported within the block.
+
+    Where vLLM is installed, TRL imports it with its GRPO trainer, which is able to generate with
+    it. Nothing is generated here, and vLLM would double the processor time of a trainer's start.
+    """
+    real = import_utils.is_vllm_available
+    import_utils.is_vllm_available = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        import_utils.is_vllm_available = real
+
 
 with no_vllm():
     from trl import GRPOConfig, GRPOTrainer

@@ -24,7 +24,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from trainer.batches import Row
 from trainer.errors import LearnerError
-from trainer.learners.losses.kl import token_weights
+from trainer.learners.kl import token_weights
 from trainer.learners.losses.stored import StoredRows, arguments, ready
 from trainer.recipes.recipe import Recipe
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches import Row
-from trainer.learners.losses.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipes.recipe import Recipe

@@ -7,20 +7,20 @@ says whether token t may be sampled. After an end that the grammar took, every t
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 import structlog
 import torch
+from pydantic import BaseModel
 
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
+from store.values.tool_tags import OfferedTool, ToolTag, tag_from
 from trainer.batches import Row
 from trainer.errors import Unreplayable
-from trainer.learners.replay.schemas import is_for_another
-from trainer.learners.replay.tags import structural_tag
 
 log = structlog.get_logger()
 
@@ -29,6 +29,17 @@ NO_GRAMMAR: Final = "grammar_not_built"
 OUTSIDE: Final = "outside_grammar"
 # Compiled grammars that are kept: a task mostly has few.
 KEPT: Final = 256
+# What stands between the angle brackets of the marks.
+MARKS: Final[Mapping[str, str]] = {"hermes": "tool_call", "longcat": "longcat_tool_call"}
+FIRST: Final = "stop_after_first"
+# Formats of texts that vLLM leaves to xgrammar, and keys of arrays that it does not.
+FORMATS: Final = frozenset(
+    {
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
+OF_ARRAYS: Final = ("uniqueItems", "contains", "minContains", "maxContains")
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _COMMENT: Final = re.compile(r"(#|//).*$")
 
@@ -171,3 +182,148 @@ def ebnf_of(choices: Sequence[str]) -> str:
 def _escaped(letter: str) -> str:
     is_control = ord(letter) < 0x20 or ord(letter) == 0x7F
     return _ESCAPES.get(letter) or (f"\\u{ord(letter):04x}" if is_control else letter)
+
+
+Schema = dict[str, Any]
+
+
+def is_for_another(schema: Any) -> bool:
+    """Return whether a part of a JSON schema makes vLLM use another library, with other masks.
+
+    The rules are those of `has_xgrammar_unsupported_json_features` in the same module of vLLM's.
+    """
+    return any(map(_is_odd, _objects(schema)))
+
+
+def _objects(schema: Any) -> Iterator[Schema]:
+    """Yield all objects in a schema; lists within lists are not looked into."""
+    waiting = [schema] if isinstance(schema, dict) else []
+    while waiting:
+        one = waiting.pop()
+        yield one
+        for value in one.values():
+            parts = value if isinstance(value, list) else [value]
+            waiting += [part for part in parts if isinstance(part, dict)]
+
+
+def _is_odd(one: Schema) -> bool:
+    types, all_of = _types(one), one.get("allOf")
+    return (
+        (bool(types & {"integer", "number"}) and "multipleOf" in one)
+        or ("array" in types and any(key in one for key in OF_ARRAYS))
+        or ("string" in types and _is_odd_text(one))
+        or ("object" in types and _has_odd_names(one))
+        or (isinstance(all_of, list) and len(all_of) >= 2)
+    )
+
+
+def _types(one: Schema) -> set[str]:
+    types = one.get("type")
+    return {
+        part for part in (types if isinstance(types, list) else [types]) if isinstance(part, str)
+    }
+
+
+def _is_odd_text(one: Schema) -> bool:
+    return ("format" in one and not _is_known_format(one["format"])) or _is_pattern_of_a_length(one)
+
+
+def _is_known_format(value: Any) -> bool:
+    return isinstance(value, str) and value in FORMATS
+
+
+def _is_pattern_of_a_length(one: Schema) -> bool:
+    return ("pattern" in one or "format" in one) and ("minLength" in one or "maxLength" in one)
+
+
+def _has_odd_names(one: Schema) -> bool:
+    """Return whether an object's names are limited in two ways at once."""
+    patterns = one.get("patternProperties")
+    two_patterns = isinstance(patterns, dict) and ("properties" in one or len(patterns) > 1)
+    if two_patterns or "propertyNames" not in one:
+        return two_patterns
+    names = one["propertyNames"]
+    return (
+        (isinstance(names, dict) and _is_pattern_of_a_length(names))
+        or "patternProperties" in one
+        or "properties" in one
+        or one.get("unevaluatedProperties", True) is not True
+    )
+
+
+def structural_tag(xgrammar: Any, text: str) -> str:
+    """Return the structural tag that held calls of tools, as JSON, in the syntax of the model.
+
+    xgrammar has the tags of most syntaxes (`get_model_structural_tag`). Those of Hermes' kind are
+    vLLM's own (`vllm/tool_parsers/structural_tag_registry.py`): a call is a JSON object between two
+    marks, with or without line breaks inside of them. A tag never covers a thought: vLLM lets a
+    grammar begin after it.
+
+    Raises:
+        ValueError: the text is no such record, or the library knows no such syntax.
+    """
+    recorded = tag_from(text)
+    tag = (
+        _of_marks(xgrammar, recorded)
+        if recorded.model in MARKS
+        else _of_library(xgrammar, recorded)
+    )
+    if recorded.one_call:
+        _end_after_one_call(tag.format)
+    return json.dumps(tag.model_dump())
+
+
+def _of_library(xgrammar: Any, recorded: ToolTag) -> Any:
+    choice: Any = recorded.choice
+    if choice == "forced":
+        choice = {"type": "function", "function": {"name": recorded.tools[0].name}}
+    tools = [_declared(tool) for tool in recorded.tools]
+    return xgrammar.get_model_structural_tag(
+        model=recorded.model, tools=tools, tool_choice=choice, reasoning="disabled"
+    )
+
+
+def _declared(tool: OfferedTool) -> dict[str, Any]:
+    function = {"name": tool.name, "parameters": tool.parameters, "strict": True}
+    return {"type": "function", "function": function}
+
+
+def _of_marks(xgrammar: Any, recorded: ToolTag) -> Any:
+    formats, mark = xgrammar.structural_tag, MARKS[recorded.model]
+    begin, end = f"<{mark}>", f"</{mark}>"
+    calls = [
+        formats.TagFormat(
+            begin=f'{begin}{line}{{"name": "{tool.name}", "arguments": ',
+            content=formats.JSONSchemaFormat(
+                json_schema=True if tool.parameters is None else tool.parameters
+            ),
+            end=f"}}{line}{end}",
+        )
+        for tool in recorded.tools
+        for line in ("\n", "")
+    ]
+    if recorded.choice == "auto":
+        return xgrammar.StructuralTag(
+            format=formats.TriggeredTagsFormat(triggers=[begin], tags=calls)
+        )
+    only = recorded.choice == "forced"
+    return xgrammar.StructuralTag(
+        format=formats.TagsWithSeparatorFormat(
+            tags=calls, separator="", at_least_one=True, stop_after_first=only
+        )
+    )
+
+
+def _end_after_one_call(node: Any) -> None:
+    """Let every list of calls in a part of a tag end after its first one.
+
+    A schema is no part: it is a plain object.
+    """
+    if isinstance(node, list | tuple):
+        for one in node:
+            _end_after_one_call(one)
+    elif isinstance(node, BaseModel):
+        if FIRST in type(node).model_fields:
+            setattr(node, FIRST, True)
+        for name in type(node).model_fields:
+            _end_after_one_call(getattr(node, name))

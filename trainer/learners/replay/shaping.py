@@ -10,15 +10,226 @@ where it is not among these:
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, Self
 
+import msgspec
 import torch
 from torch import Tensor
 
 from store.values.distribution import Distribution
+from trainer.batches import Row
 from trainer.learners.replay.grammars import allowed
-from trainer.learners.replay.history import History
-from trainer.learners.replay.survivors import drop_the_rest
+
+Ids = tuple[int, ...]
+
+
+# A nucleus is looked for among this many tokens first, and only then among all.
+TRIED: Final = 1024
+
+
+class Vocabulary:
+    """Turn words and stops into the ids of one model, as vLLM does.
+
+    The rules are those of `update_from_tokenizer` and `update_from_generation_config` of its
+    `SamplingParams` (`vllm/sampling_params.py`).
+    """
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        """Store the tokenizer, and the ids that end a reply of `model`."""
+        self._tokenizer = tokenizer
+        own = getattr(model.generation_config, "eos_token_id", None)
+        listed = own if isinstance(own, list) else [own]
+        self._ends = {end for end in (*listed, tokenizer.eos_token_id) if end is not None}
+
+    def spell_out(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows, with the ids of what their settings name."""
+        spelled = {one: self.spelled(one) for one in {row.distribution for row in rows}}
+        return [
+            row
+            if spelled[row.distribution] is row.distribution
+            else msgspec.structs.replace(row, distribution=spelled[row.distribution])
+            for row in rows
+        ]
+
+    def spelled(self, one: Distribution) -> Distribution:
+        """Return settings with the ids of what they name."""
+        if one.bad_words:
+            one = msgspec.structs.replace(
+                one, banned_ids=banned_sequences(one.bad_words, self._encode)
+            )
+        if one.min_tokens or one.grammar is not None:
+            stops = self._ends.union(one.stop_token_ids)
+            one = msgspec.structs.replace(one, stop_token_ids=tuple(sorted(stops)))
+        return one
+
+    def _encode(self, text: str) -> Sequence[int]:
+        ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def banned_sequences(
+    words: Iterable[str], encode: Callable[[str], Sequence[int]]
+) -> tuple[Ids, ...]:
+    """Return the sequences whose last id must not complete them, for words in any place of a text.
+
+    A word that follows a space counts where that makes another first token of an equal number.
+    """
+    sequences: list[Ids] = []
+    for word in words:
+        alone, inside = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+        if alone:
+            sequences.append(alone)
+        if alone and inside and inside[0] != alone[0] and len(inside) == len(alone):
+            sequences.append(inside)
+    return tuple(sequences)
+
+
+class Group(NamedTuple):
+    """Name the places [start, stop) whose distribution is shaped by more than a temperature.
+
+    `histories` are, for each, the number of a row and how many of its sampled tokens come before.
+    """
+
+    start: int
+    stop: int
+    distribution: Distribution
+    histories: tuple[tuple[int, int], ...]
+
+
+class Places(NamedTuple):
+    """Hold the R distributions that M sampled tokens were drawn from, the plain ones first.
+
+    Shapes: `nodes` and `temperatures` are (R,): the tree's node that a token follows, and its
+    temperature; `of_tokens` (M,) are the tokens' places, row after row.
+    """
+
+    nodes: list[int]
+    temperatures: list[float]
+    of_tokens: list[int]
+    groups: tuple[Group, ...]
+
+
+# The number of a distribution, a node, and where the reply begins if that matters.
+_Key = tuple[int, int, int]
+
+
+def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
+    """Return the places of the sampled tokens of `rows`; `parents` (M,) are the nodes before them.
+
+    Two tokens after one node have one place if their settings are equal and, where these look
+    back, their replies begin at one node.
+    """
+    settings = sorted({row.distribution for row in rows}, key=_plain_first)
+    number = {distribution: index for index, distribution in enumerate(settings)}
+    keys: list[_Key] = []
+    first: dict[_Key, tuple[int, int]] = {}
+    for index, row in enumerate(rows):
+        begins = len(row.prompt_ids) if row.distribution.needs_history else 0
+        alike = number[row.distribution]
+        for sampled in range(len(row.sampled_ids)):
+            key = (alike, parents[len(keys)], begins)
+            keys.append(key)
+            first.setdefault(key, (index, sampled))
+    ordered = sorted(first)
+    place = {key: index for index, key in enumerate(ordered)}
+    return Places(
+        nodes=[node for _, node, _ in ordered],
+        temperatures=[settings[alike].temperature for alike, _, _ in ordered],
+        of_tokens=[place[key] for key in keys],
+        groups=_groups(settings, ordered, [first[key] for key in ordered]),
+    )
+
+
+def _plain_first(distribution: Distribution) -> tuple[bool, str]:
+    """Return a sort key that is the same in every process."""
+    return not distribution.is_plain, repr(distribution)
+
+
+def _groups(
+    settings: Sequence[Distribution],
+    ordered: Sequence[_Key],
+    histories: Sequence[tuple[int, int]],
+) -> tuple[Group, ...]:
+    groups = []
+    stop = sum(1 for alike, _, _ in ordered if settings[alike].is_plain)
+    while stop < len(ordered):
+        start, alike = stop, ordered[stop][0]
+        while stop < len(ordered) and ordered[stop][0] == alike:
+            stop += 1
+        groups.append(Group(start, stop, settings[alike], tuple(histories[start:stop])))
+    return tuple(groups)
+
+
+class History:
+    """Hold what stood before each of R sampled tokens: a prompt, and the reply until then.
+
+    Shapes: `ids` (B, L) are the ids of B rows, padded; the rest is (R,): `rows` says which of
+    them, `prompts` how long the prompt is, `sampled` how many tokens of the reply come before.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        prompts: Tensor,
+        sampled: Tensor,
+        masks: Sequence[bytes] = (),
+    ) -> None:
+        """Store the tensors, and the packed masks of a grammar, (R,), if there is one."""
+        self._ids = ids
+        self._rows = rows
+        self._prompts = prompts
+        self.sampled = sampled
+        self.masks = masks
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], places: Sequence[tuple[int, int]], device: torch.device
+    ) -> Self:
+        """Return the history of places: the number of a row, and of sampled tokens before it."""
+        used = {row: index for index, row in enumerate(sorted({row for row, _ in places}))}
+        ids = [torch.tensor(rows[row].ids, device=device) for row in used]
+        prompts = [len(rows[row].prompt_ids) for row, _ in places]
+        return cls(
+            torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+            torch.tensor([used[row] for row, _ in places], device=device),
+            torch.tensor(prompts, device=device),
+            torch.tensor([sampled for _, sampled in places], device=device),
+            [rows[row].masks[sampled] for row, sampled in places if rows[row].masks],
+        )
+
+    def part(self, start: int, stop: int) -> "History":
+        """Return the history of the tokens from `start` to before `stop`."""
+        rows, prompts, sampled = (
+            one[start:stop] for one in (self._rows, self._prompts, self.sampled)
+        )
+        return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
+
+    def everything(self) -> Tensor:
+        """Return all ids before each token, (R, T); shorter ones repeat their first id."""
+        lengths = self._prompts + self.sampled
+        places = torch.arange(int(lengths.max()), device=lengths.device)
+        ids = self._ids[self._rows[:, None], places]
+        return torch.where(places < lengths[:, None], ids, ids[:, :1])
+
+    def reply(self) -> tuple[Tensor, Tensor]:
+        """Return the ids sampled before each token, (R, T), and which of them there are.
+
+        Where a reply is shorter, its first id is repeated; where it is empty, any id stands.
+        """
+        places = torch.arange(max(1, int(self.sampled.max())), device=self.sampled.device)
+        there = places < self.sampled[:, None]
+        at = torch.where(there, places, 0) + self._prompts[:, None]
+        return self._ids[self._rows[:, None], at], there
+
+    def ends_in(self, ids: Sequence[int]) -> Tensor:
+        """Return whether the reply before each token ends in these ids, (R,)."""
+        wanted = torch.tensor(ids, dtype=torch.long, device=self.sampled.device)
+        places = torch.arange(len(ids), device=self.sampled.device) - len(ids)
+        ends = (self._prompts + self.sampled)[:, None]
+        newest = self._ids[self._rows[:, None], (ends + places).clamp(min=0)]
+        return (self.sampled >= len(ids)) & (newest == wanted).all(1)
 
 
 class Factors(NamedTuple):
@@ -167,3 +378,40 @@ def reshaped(
             factors.multiply(slopes)
     shaped = values + (logits - logits.detach()) * slopes
     return torch.log_softmax(shaped, -1).gather(1, labels[:, None])[:, 0], entropies
+
+
+def drop_the_rest(logits: Tensor, distribution: Distribution) -> None:
+    """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
+
+    As in vLLM (`topk_topp_sampler.py`) each rule is a floor under the logits: what lies on it survives. vLLM's
+    own floor may part equal logits at the edge of top-p; here they all survive, as they do with
+    top-k in both.
+    """
+    if distribution.min_p > 0:
+        _drop(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
+    if 0 < distribution.top_k < logits.shape[-1]:
+        _drop(logits, logits.topk(distribution.top_k).values[:, -1:])
+    if distribution.top_p < 1:
+        _drop(logits, _nucleus_floor(logits, distribution.top_p))
+
+
+def _drop(logits: Tensor, floor: Tensor) -> None:
+    logits.masked_fill_(logits < floor, -math.inf)
+
+
+def _nucleus_floor(logits: Tensor, share: float) -> Tensor:
+    """Return the smallest logit of each row's nucleus, (R, 1).
+
+    A token is in it if those above it have less than `share` of the probability together; the
+    likeliest always is.
+    """
+    whole, words = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+    for count in sorted({min(TRIED, words), words}):
+        best = logits.topk(count).values
+        shares = (best - whole).exp()
+        sums = shares.cumsum(-1)
+        inside = sums - shares < share
+        inside[:, 0] = True
+        if count == words or bool((sums[:, -1] >= share).all()):
+            break
+    return best.gather(1, inside.sum(-1, keepdim=True) - 1)

@@ -23,7 +23,7 @@ from tests.support.proxy.grammars import (
     grammars_with,
     recorded,
 )
-from trainer.learners.replay.tags import structural_tag
+from trainer.learners.replay.grammars import structural_tag
 
 # Importing vLLM takes its time.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]

@@ -36,11 +36,11 @@ from tests.integration.trainer.learners.test_replay import (
 from tests.support.training import PLAIN, recipe
 from tests.support.training import rows as made_rows
 from trainer.batches import Row
-from trainer.learners import passes
-from trainer.learners.kernels.determinism import be_deterministic
+from trainer.learners import steps
 from trainer.learners.kernels.head import CHUNK
+from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.learner import Learner
-from trainer.learners.replay.vocabulary import Vocabulary
+from trainer.learners.replay.shaping import Vocabulary
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -176,7 +176,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MAX_GRAD_NORM", 1e9)
+    monkeypatch.setattr(steps, "MAX_GRAD_NORM", 1e9)
 
 
 def learner(model: str, folder: Path) -> Learner:

@@ -12,10 +12,9 @@ import torch
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.batches import Row
 from trainer.errors import Unusable
-from trainer.learners import forgetting
-from trainer.learners.forgetting import kl_figures, metered_rows
-from trainer.learners.kernels.divergence import head_kl, logits_kl
-from trainer.learners.kernels.head import CHUNK
+from trainer.learners import kl
+from trainer.learners.kernels.head import CHUNK, head_kl, logits_kl
+from trainer.learners.kl import kl_figures, metered_rows
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 
@@ -102,13 +101,13 @@ def test_the_choice_of_calls_is_one_of_their_tokens_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = rows(groups=2, members=3)
-    monkeypatch.setattr(forgetting, "FEWEST_TOKENS", 40)
+    monkeypatch.setattr(kl, "FEWEST_TOKENS", 40)
     chosen = metered_rows(batch)
     assert 1 < len(chosen) < len(batch)
     assert sum(len(row.ids) for row in chosen) <= 40
     for order in itertools.islice(itertools.permutations(batch), 20):
         assert metered_rows(order) == chosen
-    monkeypatch.setattr(forgetting, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(kl, "FEWEST_TOKENS", 1)
     assert metered_rows(batch) == chosen[:1]
 
 

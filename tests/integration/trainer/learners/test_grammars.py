@@ -26,11 +26,10 @@ from trainer.learners.replay.grammars import (
     Grammars,
     allowed,
     ebnf_of,
+    is_for_another,
     is_lark,
 )
-from trainer.learners.replay.history import History
-from trainer.learners.replay.schemas import is_for_another
-from trainer.learners.replay.shaping import replay, shape
+from trainer.learners.replay.shaping import History, replay, shape
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)

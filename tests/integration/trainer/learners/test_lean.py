@@ -13,8 +13,7 @@ from transformers import (
 )
 
 from tests.support.trainer.merging import TINY, make_model
-from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
-from trainer.learners.kernels.products import add_product, product
+from trainer.learners.kernels.layers import add_product, make_adapter_lean, make_base_lean, product
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

@@ -124,7 +124,7 @@ def test_no_room_for_an_adapter_is_told_with_its_remedy(
         if what == "restore":
             patched.setattr("trainer.learners.learner.load_state", full)
         else:
-            patched.setattr("trainer.learners.trial.score_rows", full)
+            patched.setattr("trainer.learners.self_test.score_rows", full)
         with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
             again()
     assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
@@ -148,7 +148,7 @@ def of_all(made: Learner) -> None:
 # What runs out of memory, and what the learner is asked for then.
 PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
     "clipping": ("torch.nn.utils.clip_grad_norm_", of_all),
-    "blame": ("trainer.learners.blame._is_finite", of_poison),
+    "blame": ("trainer.learners.steps._is_finite", of_poison),
     "view": ("trainer.learners.learner.check_view", of_all),
     "probe": ("trainer.learners.scoring.score_rows", lambda made: made.logprobs(rows())),
     "another version": (

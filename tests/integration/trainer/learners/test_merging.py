@@ -29,9 +29,8 @@ from trainer.errors import DriftOutOfBounds, LearnerError
 from trainer.learners.kernels.head import CHUNK, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
-from trainer.learners.merging import why_separate
-from trainer.learners.replay.places import places_of
-from trainer.learners.scoring import score_rows
+from trainer.learners.replay.shaping import places_of
+from trainer.learners.scoring import score_rows, why_separate
 from trainer.recipes.recipe import OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)

@@ -19,8 +19,8 @@ from tests.integration.trainer.learners.test_learner import (
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.credit.advantages import SMALLEST_SPREAD
-from trainer.learners.critic.value_head import values_of
 from trainer.learners.learner import Learner
+from trainer.learners.losses.ppo import values_of
 from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import KlOptions, OptimizerOptions, Recipe
 

@@ -15,11 +15,9 @@ from store.values.distribution import Distribution
 from store.values.grammars import Grammar
 from tests.support.training import PLAIN, rows
 from trainer.batches import Row
-from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.head import CHUNK, head_logprobs
-from trainer.learners.replay.history import History
-from trainer.learners.replay.places import places_of
-from trainer.learners.replay.shaping import replay, reshaped, shape
+from trainer.learners.kernels.process import be_deterministic
+from trainer.learners.replay.shaping import History, places_of, replay, reshaped, shape
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)

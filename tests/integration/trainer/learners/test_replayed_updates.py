@@ -28,8 +28,7 @@ from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners.learner import Learner
-from trainer.learners.replay.places import places_of
-from trainer.learners.replay.vocabulary import Vocabulary, banned_sequences
+from trainer.learners.replay.shaping import Vocabulary, banned_sequences, places_of
 from trainer.learners.scoring import score_rows
 from trainer.recipes.recipe import KlOptions
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import LearnerError, ShortOfMemory
-from trainer.learners.distributed.several import agree
+from trainer.learners.distributed import agree
 
 
 class Told:

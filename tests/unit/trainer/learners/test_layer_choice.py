@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.adapted.choice import ModelModule, choose
+from trainer.learners.adapter import ModelModule, choose
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")

@@ -12,9 +12,7 @@ from peft.tuners.lora import LoraLayer
 
 from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
 from trainer.errors import LearnerError
-from trainer.learners.adapted.attach import attach_adapter, detach, parts_of
-from trainer.learners.adapted.choice import choose
-from trainer.learners.state import save_adapter
+from trainer.learners.adapter import attach_adapter, choose, detach, parts_of, save_adapter
 from trainer.recipes.recipe import LoraOptions
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.critic.gae import (
+from trainer.learners.losses.ppo import (
     ValuedCall,
     call_rewards,
     episode_advantages,

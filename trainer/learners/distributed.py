@@ -1,25 +1,99 @@
-"""Lead learners of several processes: rank 0 receives the commands and passes them on.
+"""Run one learner in several processes, which `accelerate launch` starts; rank 0 leads.
 
-Learners that share a base model share its processes, too: a command names its policy.
+The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
+version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
+Each process computes its share of a step's micro-batches, and the adapter's gradients are
+summed, so that all take the same step. Rank 0 receives the commands and passes them on. Learners
+that share a base model share its processes, too: a command names its policy.
 """
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from store.values.distribution import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
-from trainer.learners.distributed.processes import Processes
-from trainer.learners.learner import Learner
+
+if TYPE_CHECKING:
+    from trainer.learners.learner import Learner
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
+
+# A follower waits for its leader for as long as there is nothing to train on.
+COMMAND_TIMEOUT = timedelta(days=3650)
+
+
+class Processes:
+    """Communicate between the processes of one learner; a single one communicates nothing."""
+
+    def __init__(self) -> None:
+        """Read rank and number of processes from torch's process group, if there is one."""
+        self.count = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        # Commands use gloo, over the hosts' network, whatever backend the gradients use.
+        self._command_group = (
+            dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
+        )
+
+    def close(self) -> None:
+        """End the connections: a process that exits with open ones may abort instead."""
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's `value` in every process."""
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._command_group)
+        return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process, by rank, in every process."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._command_group)
+        return values
+
+    def add_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Replace every gradient by its sum over all processes."""
+        if self.count == 1:
+            return
+        trained = list(parameters)
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+        flat = torch.cat([grad.flatten().float() for grad in grads])
+        dist.all_reduce(flat)
+        start = 0
+        for grad in grads:
+            grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+            start += grad.numel()
+
+    def shard(self, base: Any) -> None:
+        """Shard the decoder layers of `base`, which is frozen, over the processes, in place."""
+        if self.count == 1:
+            return
+        device = next(base.parameters()).device.type
+        mesh = init_device_mesh(device, (self.count,))
+        for layer in base.get_decoder().layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 def is_follower() -> bool:
@@ -38,7 +112,7 @@ class LeadingLearner:
     It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0.
     """
 
-    def __init__(self, policy: str, learner: Learner, one_at_a_time: threading.Lock) -> None:
+    def __init__(self, policy: str, learner: "Learner", one_at_a_time: threading.Lock) -> None:
         """Lead the other processes of a policy's `learner`; there may be none."""
         self._policy = policy
         self._learner = learner
@@ -111,7 +185,7 @@ class LeadingLearner:
             return result
 
 
-def _run(learner: Learner, name: str, arguments: Sequence[object]) -> Any:
+def _run(learner: "Learner", name: str, arguments: Sequence[object]) -> Any:
     """Run one command in this process.
 
     Raises:
@@ -125,7 +199,7 @@ def _run(learner: Learner, name: str, arguments: Sequence[object]) -> Any:
         raise ShortOfMemory(f"memory ran out ({name}): {REMEDY}: {error}") from error
 
 
-def agree(learner: Learner, own: Exception | None) -> None:
+def agree(learner: "Learner", own: Exception | None) -> None:
     """Wait until a command has ended in all processes, in this one with the error `own` or None.
 
     Where it failed in some of them, the others must not go on: they would compute with other
@@ -148,7 +222,7 @@ def agree(learner: Learner, own: Exception | None) -> None:
 class Leader:
     """Lead the other processes of all learners of one base model."""
 
-    def __init__(self, learners: Mapping[str, Learner]) -> None:
+    def __init__(self, learners: "Mapping[str, Learner]") -> None:
         """Lead these learners, by policy; there is at least one."""
         # One command at a time: the processes' messages must not interleave.
         self._lock = threading.Lock()
@@ -170,7 +244,7 @@ class Leader:
             self._processes.close()
 
 
-def follow(learners: Mapping[str, Learner]) -> None:
+def follow(learners: "Mapping[str, Learner]") -> None:
     """Run the commands of rank 0 until it says stop; `learners` are those that it has.
 
     A command that fails in one process has failed in all; rank 0 reports it.

@@ -1,0 +1,386 @@
+"""Choose an adapter's layers, put it onto a base model, take it off, and write and read its files.
+
+    <version>/adapter_config.json, adapter_model.safetensors    what the model server reads
+    <version>/base.json              which base model it was trained on; kept for good
+    <version>/trainer/optimizer.pt   moments; kept by the versions' states (`publishing.cleaning`)
+    <version>/trainer/<name>.pt      what a learner adds: a value head
+
+Nothing else is needed to resume: dropout is off, and randomness is used only for a first adapter's
+weights, which are seeded. `adapters.write_version` syncs the files.
+"""
+
+import io
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import transformers_weight_conversion
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from store.records import Record
+from trainer.errors import AdapterError, FilesUnread, LearnerError
+from trainer.learners.kernels.layers import make_adapter_lean
+from trainer.publishing.adapters import BASE_FILE, STATE, read_base, reading, write_base
+from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
+from trainer.recipes.recipe import AUTO, LoraOptions
+
+log = structlog.get_logger()
+
+TASK: Final = "CAUSAL_LM"
+LINEAR: Final = (torch.nn.Linear, Conv1D)
+# What PEFT calls every linear layer but the LM head.
+ALL_LINEAR: Final = "all-linear"
+# Names that hold in all architectures of transformers, and in models' own code.
+EXPERTS: Final = "experts"
+ROUTER_NAMES: Final = re.compile(r"(.*_)?(gate|router)")
+ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
+# Model servers multiply it into attention's other matrices as they load the model, where they see
+# no adapter of it.
+FOLDED: Final = frozenset({"kv_b_proj"})
+# The name of the optimiser's state.
+OPTIMIZER: Final = "optimizer"
+
+
+class ModelModule(Record, frozen=True, kw_only=True):
+    """Describe a module of a model.
+
+    Attributes:
+        name: its path in the model.
+        kind: the name of its class.
+        linear: whether it is a linear layer, which LoRA can adapt.
+        head: whether it is the LM head.
+    """
+
+    name: str
+    kind: str
+    linear: bool = False
+    head: bool = False
+
+
+def choose(parts: Sequence[ModelModule]) -> list[str] | None:
+    """Return the paths of the layers that get an adapter if the recipe names none (pure).
+
+    None is every linear layer but the LM head. Attention and dense layers get one, the shared
+    experts of a mixture among them: every token passes through these. Routers never do: where a
+    changed router sends a token is a jump that no gradient sees, and the least difference in
+    arithmetic between server and trainer makes it another jump. Nor do experts: each sees few of an
+    update's tokens, and few servers adapt them.
+    """
+    holders = _expert_holders(parts)
+    routers = _routers(parts, holders)
+    linear = [part.name for part in parts if part.linear and not part.head]
+    layers = [
+        name
+        for name in linear
+        if not _is_inside(name, holders)
+        and not _is_inside(name, routers)
+        and _leaf(name) not in FOLDED
+    ]
+    return None if not holders and layers == linear else layers
+
+
+def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
+    """Return the paths of the modules that hold experts among which tokens are divided."""
+    return frozenset(
+        part.name
+        for part in parts
+        if _leaf(part.name) == EXPERTS
+        or (part.kind.endswith("Experts") and "Shared" not in part.kind)
+    )
+
+
+def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
+    """Return the paths of routers: of such a class, or gates that stand beside experts."""
+    blocks = {_parent(holder) for holder in holders}
+    return frozenset(
+        part.name
+        for part in parts
+        if ROUTER_KINDS.fullmatch(part.kind)
+        or (_parent(part.name) in blocks and ROUTER_NAMES.fullmatch(_leaf(part.name)))
+    )
+
+
+def _is_inside(name: str, roots: Collection[str]) -> bool:
+    return any(path in roots for path in _paths(name))
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules that it is in."""
+    while name:
+        yield name
+        name = _parent(name)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def attach_adapter(base: Any, lora: LoraOptions, adapter: Path | None, seed: int) -> PeftModel:
+    """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero.
+
+    Raises:
+        LearnerError: the recipe's layers are not those of the model.
+        FilesUnread: a file in `adapter` cannot be read for now.
+    """
+    model = _new(base, lora, seed) if adapter is None else _restored(base, adapter)
+    for config in model.peft_config.values():
+        if isinstance(config.target_modules, set):
+            # A set is written in an order that differs between processes: the same update would
+            # have other bytes.
+            config.target_modules = sorted(config.target_modules)
+    make_adapter_lean(model)
+    return model
+
+
+def detach(base: Any) -> None:
+    """Take all adapters off `base`, in place; one whose files could not be read is half on."""
+    for name, layer in list(base.named_modules()):
+        # An adapter of several parameters of one module is several around each other: the outer
+        # one gives way to the module itself.
+        if isinstance(layer, LoraLayer) and not name.endswith(".base_layer"):
+            parent, _, child = name.rpartition(".")
+            setattr(base.get_submodule(parent), child, layer.get_base_layer())
+    if hasattr(base, "peft_config"):
+        del base.peft_config
+
+
+def parts_of(base: Any) -> list[ModelModule]:
+    """Return what the choice of layers depends on, of each module of `base`."""
+    head = base.get_output_embeddings()
+    return [
+        ModelModule(
+            name=name,
+            kind=type(module).__name__,
+            linear=isinstance(module, LINEAR),
+            head=module is head,
+        )
+        for name, module in base.named_modules()
+    ]
+
+
+def _restored(base: Any, adapter: Path) -> PeftModel:
+    with reading(adapter):
+        config = LoraConfig.from_pretrained(str(adapter))
+        # An adapter from elsewhere may have others. Pawl trains without dropout, and whatever the
+        # weights began as, they are read now.
+        config.lora_dropout, config.init_lora_weights, config.task_type = 0.0, True, TASK
+        with _names_as_they_are():
+            return PeftModel.from_pretrained(base, str(adapter), config=config, is_trainable=True)
+
+
+def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
+    torch.manual_seed(seed)
+    parts = parts_of(base)
+    try:
+        config = _config(base, lora, parts)
+        with _names_as_they_are():
+            return get_peft_model(base, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise LearnerError(
+            f"no adapter can be made: {error}; set lora.target_modules to names of linear layers of"
+            f" the model ({_leaves(parts)}), or leave it out"
+        ) from error
+
+
+def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfig:
+    """Return PEFT's configuration of a new adapter, with names of modules that there are."""
+    by_architecture = lora.target_modules == AUTO
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=choose(parts) or ALL_LINEAR if by_architecture else lora.target_modules,
+        task_type=TASK,
+    )
+    if not by_architecture:
+        convert_peft_config_for_transformers(config, base, None)
+        _check_names(config.target_modules, parts)
+    return config
+
+
+def _check_names(names: Any, parts: list[ModelModule]) -> None:
+    """Refuse names of layers that the model does not have; PEFT passes over single ones.
+
+    Raises:
+        LearnerError: there is one.
+    """
+    # A text is one expression, and PEFT says if it matches nothing.
+    for name in [] if isinstance(names, str) else sorted(names):
+        if not any(part.name == name or part.name.endswith(f".{name}") for part in parts):
+            raise LearnerError(
+                f"lora.target_modules names {name!r}, and no layer of the model is called so: set"
+                f" it to names of its linear layers ({_leaves(parts)}), or leave it out"
+            )
+
+
+def _leaves(parts: list[ModelModule]) -> str:
+    """Return what the linear layers of a model are called, without repetition."""
+    names = (part.name.rpartition(".")[2] for part in parts if part.linear and not part.head)
+    return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
+
+
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """Let PEFT adapt the layers that a configuration names, and no others.
+
+    PEFT reads `gate_proj`, `w1` and so on as the experts that were called so before transformers 5,
+    also where a dense layer or a shared expert is meant; and every linear layer as all experts and
+    routers besides. What a recipe names is converted before, what was chosen or saved never.
+    """
+    own = transformers_weight_conversion.convert_peft_config_for_transformers
+    transformers_weight_conversion.convert_peft_config_for_transformers = _leave
+    try:
+        yield
+    finally:
+        transformers_weight_conversion.convert_peft_config_for_transformers = own
+
+
+def _leave(config: LoraConfig, model: Any, conversions: Any) -> None:
+    """Stand in for PEFT's conversion of a configuration: it is as it should be."""
+
+
+def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> None:
+    """Write the state of `objects` (with `state_dict`, by name) into a version's folder.
+
+    `base` is the base model's hash.
+
+    Raises:
+        OSError: the disk refused a write.
+    """
+    folder = version_folder / STATE
+    folder.mkdir(exist_ok=True)
+    for name, one in objects.items():
+        # Serialised in memory: torch's own file writer hides the reason of a failed write.
+        written = io.BytesIO()
+        torch.save(one.state_dict(), written)
+        (folder / f"{name}.pt").write_bytes(written.getvalue())
+    write_base(version_folder, base)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of `model`, a PEFT model, into `folder`, as a model server reads it.
+
+    Raises:
+        OSError: the disk refused a write.
+    """
+    try:
+        model.save_pretrained(str(folder), safe_serialization=True)
+    except SafetensorError as error:
+        raise OSError(f"the adapter was not written: {error}") from error
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
+    """Restore `objects` from a version's folder.
+
+    One whose file was swept starts anew, with a warning in the log: a roll-back may go
+    further back than states are kept.
+
+    Raises:
+        AdapterError: a file is damaged; the message names it and the remedy.
+        FilesUnread: a file cannot be read for now.
+    """
+    for name, one in objects.items():
+        path = version_folder / STATE / f"{name}.pt"
+        if not path.exists():
+            log.warning("state_starts_anew", part=name, version=version_folder.name)
+            continue
+        try:
+            with reading(path):
+                state = torch.load(path, weights_only=True)
+            one.load_state_dict(_with_recipe_settings(one, state))
+        except FilesUnread:
+            raise
+        except Exception as error:
+            raise AdapterError(
+                f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
+            ) from error
+
+
+def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` with the recipe's current rates and decay, if `restored` is an optimiser."""
+    if isinstance(restored, torch.optim.Optimizer):
+        return state | {"param_groups": restored.state_dict()["param_groups"]}
+    return state
+
+
+def check_weights(model: PeftModel, base_hash: str, folder: Path) -> None:
+    """Refuse the adapter in `folder` unless it is one of the layers of `model`, and does something.
+
+    `model` has a new adapter of the recipe's; `base_hash` is that of its base.
+
+    Raises:
+        AdapterError: it cannot be a version; the message says why, and what to do.
+    """
+    if (folder / BASE_FILE).exists() and read_base(folder) != base_hash:
+        raise _refused(
+            folder,
+            f"it was trained on another base model, says its {BASE_FILE}: import one of this",
+        )
+    weights = _read(folder / WEIGHTS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    rank = int(read_config(folder)["r"])
+    why = why_other_layers(shapes, rank, _layers(model)) or _why_no_numbers(weights)
+    if why is not None:
+        raise _refused(folder, why)
+
+
+def check_loaded(model: PeftModel, folder: Path) -> None:
+    """Refuse the adapter in `folder`, which `model` was given, if PEFT passed over some of it.
+
+    Raises:
+        AdapterError: the layers in its configuration are not those that it has weights of.
+    """
+    # It would ask the model hub whether embeddings are to be saved as well.
+    loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
+    odd = sorted(loaded.keys() ^ _read(folder / WEIGHTS).keys())
+    if odd:
+        raise _refused(
+            folder,
+            f"its target_modules and its weights name different layers ({odd[0]}): save the"
+            " adapter again",
+        )
+
+
+def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:
+    return {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(str(path), "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
+
+
+def _why_no_numbers(weights: Mapping[str, Tensor]) -> str | None:
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            return f"its {name} is {tensor.dtype}: save it in 16 or 32 bits"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"its {name} has values that are not finite: its training failed"
+    if not any(bool(tensor.any()) for name, tensor in weights.items() if name.endswith(SIDES[1])):
+        return "all its lora_B are zero, so that it changes nothing: was it trained at all?"
+    return None
+
+
+def _refused(folder: Path, why: str) -> AdapterError:
+    return AdapterError(f"{folder} cannot be imported: {why}")

@@ -1,1 +1,0 @@
-"""Run one learner in several processes."""

@@ -1,0 +1,64 @@
+"""Set up a training process: deterministic kernels, and memory that malloc keeps for a while."""
+
+import ctypes
+import os
+import sys
+from typing import Final
+
+import torch
+import torch.utils.deterministic
+
+
+def be_deterministic() -> None:
+    """Make this process compute deterministically; call it before the first use of a GPU.
+
+    On a CPU a scatter of float32 gradients uses atomic additions when several threads work, in
+    whatever order they come; on a GPU so do cuBLAS and scatters. torch's deterministic kernels
+    add in a fixed order. The result still depends on the number of threads, the kind of
+    processor and the build of torch.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # A kernel without a deterministic variant (only on a GPU) warns, and training goes on.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    # Filling costs time, and no uninitialised memory is read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+# Options of mallopt, from malloc.h; their values are C ints.
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+M_ARENA_MAX: Final = -8
+INT_MAX: Final = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep freed memory, for all threads; without glibc nothing changes.
+
+    Tensors above a threshold are mapped anew each time, and their pages come one fault after the
+    other: a tenth of an update's time. So freed memory is kept during an update and given back
+    after it.
+    """
+    libc = _glibc()
+    if libc is not None:
+        # Updates run in their own thread, and only the first arena can grow without bounds.
+        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_MMAP_THRESHOLD, INT_MAX)
+        libc.mallopt(M_TRIM_THRESHOLD, INT_MAX)
+
+
+def give_freed_memory_back() -> None:
+    """Return the memory that malloc kept to the system, and torch's to the GPU.
+
+    A model server may share the GPU; between updates the memory is the server's.
+    """
+    torch.cuda.empty_cache()
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
