@@ -383,9 +383,9 @@ def reshaped(
 def drop_the_rest(logits: Tensor, distribution: Distribution) -> None:
     """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
 
-    As in vLLM (`topk_topp_sampler.py`) each rule is a floor under the logits: what lies on it survives. vLLM's
-    own floor may part equal logits at the edge of top-p; here they all survive, as they do with
-    top-k in both.
+    As in vLLM (`topk_topp_sampler.py`) each rule is a floor under the logits: what lies on it
+    survives. vLLM's own floor may part equal logits at the edge of top-p; here they all survive, as
+    they do with top-k in both.
     """
     if distribution.min_p > 0:
         _drop(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))

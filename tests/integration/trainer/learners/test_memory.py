@@ -257,7 +257,7 @@ def test_a_row_too_long_to_be_scored_costs_its_own_episode(
 async def test_a_base_model_waits_for_room_that_others_have(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "TRIAL_S", 0.0)
+    monkeypatch.setattr(run, "TEST_S", 0.0)
     real, tries = run.Base, 0
 
     def full_twice(*arguments: Any) -> Base:
