@@ -38,7 +38,7 @@ from tests.support.trainer.merging import (
     worth_of,
 )
 from trainer.batches import Row, computed_tokens, plan_micro_batches
-from trainer.learners.kernels.memory import keep_freed_memory
+from trainer.learners.kernels.process import keep_freed_memory
 
 
 class Size(NamedTuple):
