@@ -19,93 +19,6 @@ from proxy.formats.base import WireFormat
 from proxy.formats.registry import FORMATS
 from store.keys import Scope
 
-ID: Final = r"(?!\.)[\w.:-]+"
-# vLLM's own paths where OpenAI's API has the id of a stored completion or response.
-# In any case of letters: a server, or what is before it, may read them alike.
-NOT_VLLM: Final = r"(?!(?i:render|derender|batch)(?:/|\Z))"
-STORES: Final = (
-    "assistants|batches|chatkit|containers|conversations|evals|files|skills|threads|uploads"
-    "|vector_stores|videos"
-)
-
-
-class Rule(msgspec.Struct, frozen=True):
-    """Allow paths of one kind; `administers` marks those that manage the account at the provider.
-
-    Those need a key that may do so, and are therefore forwarded only with the client's own.
-    Deleting a model needs no key at many servers, and takes it from everybody: see
-    `proxy.forwarding`. `keeps` marks what reaches the files, responses and the like that the
-    provider keeps under that account, whoever put them there.
-    """
-
-    methods: frozenset[str]
-    label: str
-    pattern: re.Pattern[str]
-    administers: bool = False
-    keeps: bool = False
-
-
-def _rule(
-    methods: str, label: str, pattern: str, *, administers: bool = False, keeps: bool = False
-) -> Rule:
-    compiled = re.compile(pattern + r"\Z", re.ASCII)
-    return Rule(frozenset(methods.split()), label, compiled, administers, keeps)
-
-
-RULES: Final = (
-    *(
-        _rule("GET POST DELETE", f"/v1/{store}", rf"/v1/{store}(?:/{ID}){{0,6}}", keeps=True)
-        for store in STORES.split("|")
-    ),
-    _rule(
-        "POST",
-        "/v1/audio",
-        r"/v1/audio/(?:speech|transcriptions|translations)",
-    ),
-    _rule("POST", "/v1/audio/…", r"/v1/audio/(?:voices|voice_consents)", keeps=True),
-    _rule("POST", "/v1/images", r"/v1/images/(?:generations|edits|variations)"),
-    _rule("POST", "/v1/moderations", r"/v1/moderations"),
-    _rule("POST", "/v1/content_provenance_checks", r"/v1/content_provenance_checks"),
-    # A secret opens a session beside this proxy, which may name whatever the account keeps.
-    _rule("POST", "/v1/realtime", r"/v1/realtime/client_secrets", keeps=True),
-    _rule(
-        "POST",
-        "/v1/realtime/…",
-        rf"/v1/realtime/calls/{ID}/(?:accept|hangup|refer|reject)",
-        keeps=True,
-    ),
-    # They may name a stored response to go on from.
-    _rule("POST", "/v1/responses/…", r"/v1/responses/(?:compact|input_tokens)", keeps=True),
-    _rule("POST", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}/cancel", keeps=True),
-    _rule("GET DELETE", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}", keeps=True),
-    _rule("GET", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}/input_items", keeps=True),
-    _rule(
-        "GET",
-        "/v1/chat/completions/…",
-        rf"/v1/chat/completions(?:/{NOT_VLLM}{ID}(?:/messages)?)?",
-        keeps=True,
-    ),
-    _rule(
-        "POST DELETE",
-        "/v1/chat/completions/…",
-        rf"/v1/chat/completions/{NOT_VLLM}{ID}",
-        keeps=True,
-    ),
-    *(
-        _rule("GET POST DELETE", f"/v1/{part}", rf"/v1/{part}(?:/{ID}){{0,8}}", administers=True)
-        for part in ("organization", "projects", "fine_tuning")
-    ),
-    _rule("DELETE", "/v1/models/…", rf"/v1/models/{ID}", administers=True),
-)
-
-
-def openai_rule(method: str, path: str) -> Rule | None:
-    """Return the rule that lets a request through, or None if there is none."""
-    return next(
-        (rule for rule in RULES if method in rule.methods and rule.pattern.match(path)), None
-    )
-
-
 FEEDBACK: Final = "/feedback"
 
 
@@ -134,7 +47,8 @@ class Route(msgspec.Struct, frozen=True):
     split: str | None = None
     # The path in metrics, which never contains an id.
     label: str = ""
-    # Manages the account at the provider: forwarded only with the client's own key.
+    # Manages the account at the provider, which needs a key that may do so: forwarded only with the
+    # client's own. Deleting a model needs none at many servers: see `proxy.forwarding`.
     administers: bool = False
     # Reaches what the provider keeps under one account, for all tenants.
     keeps: bool = False
@@ -153,18 +67,68 @@ _FORWARDED: Final = (
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 )
+_ID: Final = r"(?!\.)[\w.:-]+"
+# vLLM's own paths where OpenAI's API has the id of a stored completion or response.
+# In any case of letters: a server, or what is before it, may read them alike.
+_NOT_VLLM: Final = r"(?!(?i:render|derender|batch)(?:/|\Z))"
+_STORED: Final = _NOT_VLLM + _ID
+_STORES: Final = (
+    *("assistants", "batches", "chatkit", "containers", "conversations", "evals", "files"),
+    *("skills", "threads", "uploads", "vector_stores", "videos"),
+)
+# Of OpenAI's API beside calls: methods, the path in metrics, and the paths.
+_PASSED_ON: Final = (
+    ("POST", "/v1/audio", r"/v1/audio/(?:speech|transcriptions|translations)"),
+    ("POST", "/v1/images", r"/v1/images/(?:generations|edits|variations)"),
+    ("POST", "/v1/moderations", r"/v1/moderations"),
+    ("POST", "/v1/content_provenance_checks", r"/v1/content_provenance_checks"),
+)
+_KEPT: Final = (
+    *(("GET POST DELETE", f"/v1/{one}", rf"/v1/{one}(?:/{_ID}){{0,6}}") for one in _STORES),
+    ("POST", "/v1/audio/…", r"/v1/audio/(?:voices|voice_consents)"),
+    # A secret opens a session beside this proxy, which may name whatever the account keeps.
+    ("POST", "/v1/realtime", r"/v1/realtime/client_secrets"),
+    ("POST", "/v1/realtime/…", rf"/v1/realtime/calls/{_ID}/(?:accept|hangup|refer|reject)"),
+    # They may name a stored response to go on from.
+    ("POST", "/v1/responses/…", r"/v1/responses/(?:compact|input_tokens)"),
+    ("POST", "/v1/responses/…", rf"/v1/responses/{_STORED}/cancel"),
+    ("GET DELETE", "/v1/responses/…", rf"/v1/responses/{_STORED}"),
+    ("GET", "/v1/responses/…", rf"/v1/responses/{_STORED}/input_items"),
+    ("GET", "/v1/chat/completions/…", rf"/v1/chat/completions(?:/{_STORED}(?:/messages)?)?"),
+    ("POST DELETE", "/v1/chat/completions/…", rf"/v1/chat/completions/{_STORED}"),
+)
+_ADMINISTERED: Final = (
+    *(
+        ("GET POST DELETE", f"/v1/{one}", rf"/v1/{one}(?:/{_ID}){{0,8}}")
+        for one in ("organization", "projects", "fine_tuning")
+    ),
+    ("DELETE", "/v1/models/…", rf"/v1/models/{_ID}"),
+)
+RULES: Final = tuple(
+    (
+        frozenset(methods.split()),
+        re.compile(pattern + r"\Z", re.ASCII),
+        Route(Kind.FORWARD, "", label=label, administers=administers, keeps=keeps),
+    )
+    for table, administers, keeps in (
+        (_PASSED_ON, False, False),
+        (_KEPT, False, True),
+        (_ADMINISTERED, True, False),
+    )
+    for methods, label, pattern in table
+)
 
 
 def exact_routes(formats: Collection[WireFormat]) -> dict[tuple[str, str], Route]:
     """Return the routes whose paths are exact, by method and path."""
-    calls = [
-        Route(kind=Kind.CALL, path=one.path, wire_format=one, label=one.path) for one in formats
-    ]
+    routes = {
+        ("POST", one.path): Route(Kind.CALL, one.path, wire_format=one, label=one.path)
+        for one in formats
+    }
     beside = [("POST", path) for one in formats for path in one.forwarded]
-    routes = {("POST", route.path): route for route in calls}
     for method, path in (*beside, *_FORWARDED):
-        routes[method, path] = Route(kind=Kind.FORWARD, path=path, label=path)
-    routes["POST", FEEDBACK] = Route(kind=Kind.FEEDBACK, path=FEEDBACK, label=FEEDBACK)
+        routes[method, path] = Route(Kind.FORWARD, path, label=path)
+    routes["POST", FEEDBACK] = Route(Kind.FEEDBACK, FEEDBACK, label=FEEDBACK)
     return routes
 
 
@@ -191,10 +155,9 @@ def find_route(method: str, raw_path: str) -> Route:
         return plain
     match = _PREFIX.match(raw_path)
     if match is None:
-        raise NotAllowed(_message(method, raw_path), code="unknown_url")
-    rest = match["rest"]
+        raise _not_allowed(method, raw_path)
     named = {name: unquote(match[name]) for name in PREFIX_NAMES if match[name]}
-    return msgspec.structs.replace(_route(method, rest), **named)
+    return msgspec.structs.replace(_route(method, match["rest"]), **named)
 
 
 def _route(method: str, path: str) -> Route:
@@ -204,24 +167,18 @@ def _route(method: str, path: str) -> Route:
     if plain is not None:
         return plain
     if reading == "GET" and _MODEL.match(path):
-        return Route(kind=Kind.FORWARD, path=path, label="/v1/models")
-    rule = openai_rule(reading, path)
-    if rule is None:
-        raise NotAllowed(_message(method, path), code="unknown_url")
-    return Route(
-        kind=Kind.FORWARD,
-        path=path,
-        label=rule.label,
-        administers=rule.administers,
-        keeps=rule.keeps,
-    )
+        return Route(Kind.FORWARD, path, label="/v1/models")
+    for methods, pattern, route in RULES:
+        if reading in methods and pattern.match(path):
+            return msgspec.structs.replace(route, path=path)
+    raise _not_allowed(method, path)
 
 
-def _message(method: str, path: str) -> str:
+def _not_allowed(method: str, path: str) -> NotAllowed:
     hint = ""
     if (method, "/v1" + path) in _EXACT:
         hint = " Is the base URL missing its /v1?"
-    elif any(path == allowed for _, allowed in _EXACT):
-        allowed = " or ".join(m for m, p in _EXACT if p == path)
+    elif allowed := " or ".join(m for m, p in _EXACT if p == path):
         hint = f" Use {allowed}."
-    return f"{method} {path} is not a path that Pawl serves.{hint}"
+    message = f"{method} {path} is not a path that Pawl serves.{hint}"
+    return NotAllowed(message, code="unknown_url")

@@ -91,28 +91,6 @@ class Judged(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
 
-def why_not_trainable(
-    status: CallStatus,
-    http_status: int | None,
-    policy_version: int | None,
-    sampling: Mapping[str, Any],
-    sampled: Sampled,
-    rules: SamplingRules,
-    *,
-    only_text: bool,
-) -> Reason | None:
-    """Return the first reason why a call cannot be trained on, or None if it can.
-
-    `rules` are those of the call's format, by which its settings are judged. `only_text` says
-    whether it neither shows nor asks for anything else.
-    """
-
-    def judge(sure: bool) -> Reason | None:
-        return why_not_replayed(sampling, rules, sure=sure)
-
-    return first_reason(status, http_status, policy_version, sampled, judge, only_text=only_text)
-
-
 def first_reason(
     status: CallStatus,
     http_status: int | None,
@@ -122,7 +100,11 @@ def first_reason(
     *,
     only_text: bool,
 ) -> Reason | None:
-    """Return what `why_not_trainable` does; `judge` does what `why_not_replayed` does."""
+    """Return the first reason why a call cannot be trained on, or None if it can.
+
+    `judge` does what `why_not_replayed` does for the call's settings. `only_text` says whether the
+    call neither shows nor asks for anything else.
+    """
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
@@ -139,17 +121,13 @@ def first_reason(
 
 
 def _tokens(sampled: Sampled) -> Reason | None:
-    if sampled.prompt_ids is None or sampled.sampled_ids is None:
+    prompt_ids, sampled_ids, logprobs = (
+        sampled.prompt_ids,
+        sampled.sampled_ids,
+        sampled.sampled_logprobs,
+    )
+    if prompt_ids is None or sampled_ids is None:
         return "no_token_ids"
-    return _counts(sampled, sampled.prompt_ids, sampled.sampled_ids, sampled.sampled_logprobs)
-
-
-def _counts(
-    sampled: Sampled,
-    prompt_ids: tuple[int, ...],
-    sampled_ids: tuple[int, ...],
-    logprobs: tuple[float, ...] | None,
-) -> Reason | None:
     if logprobs is not None and len(sampled_ids) != len(logprobs):
         return "length_mismatch"
     if not prompt_ids or not sampled_ids:

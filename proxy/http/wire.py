@@ -52,6 +52,8 @@ _OF_THE_REQUEST: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _OF_A_PLAIN_REQUEST: Final = _OF_THE_REQUEST | {b"accept-encoding"}
 _OF_THE_REPLY: Final = HOP_BY_HOP | {b"content-length"}
 OURS: Final = b"x-pawl-"
+# Client credentials, removed before ours are added.
+CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key", b"api-key"})
 _OF_ANY_TENANT: Final = frozenset(
     {
         *(b"accept", b"accept-encoding", b"accept-language", b"content-type", b"content-encoding"),

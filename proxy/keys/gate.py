@@ -22,11 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
 from proxy.http.exchange import Exchange
-from proxy.http.wire import Headers
+from proxy.http.wire import CREDENTIALS, Headers
 from proxy.keys.limits import Usage
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
-from proxy.upstreams.server import CREDENTIALS
 from store.files import sync, whole_folder, write_private
 from store.keys import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of, key_ring
 

@@ -6,8 +6,8 @@ is sent again is decided in `proxy.calls.retrying`.
 
 import asyncio
 import ssl
-from collections.abc import Collection, Iterable, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,7 +27,7 @@ from proxy.http.client import (
     ask_whole,
 )
 from proxy.http.exchange import BodyStream
-from proxy.http.wire import Headers
+from proxy.http.wire import CREDENTIALS, Headers
 from store.settings import without_login
 
 log = structlog.get_logger()
@@ -37,8 +37,6 @@ log = structlog.get_logger()
 # (https://docs.anthropic.com/en/api/openai-sdk).
 Style = Literal["authorization", "x-api-key", "anthropic"]
 
-# Client credentials, removed before ours is added.
-CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key", b"api-key"})
 ANTHROPICS_OWN: Final = ("/v1/messages", "/v1/models")
 VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
@@ -196,17 +194,12 @@ class Upstream:
             UpstreamUnreachable: no replica could be reached.
             UpstreamBroke: the request was sent, and no reply came.
         """
-        if self._key is not None:
-            headers = self._key.shown(headers, target)
-        unreached: NotSent | None = None
-        for replica in self._in_order():
-            try:
-                return await ask_whole(replica.pool, method, replica.prefix + target, headers, body)
-            except NotSent as error:
-                unreached = self._unreached(replica, error)
-            except NoReply as error:
-                raise self._without_reply(replica, error) from error
-        raise self._unreachable() from unreached
+        headers = self._with_key(headers, target)
+
+        def send(replica: Replica) -> Coroutine[Any, Any, Reply]:
+            return ask_whole(replica.pool, method, replica.prefix + target, headers, body)
+
+        return await self._first_reached(send)
 
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
@@ -218,8 +211,7 @@ class Upstream:
         Raises:
             UpstreamBroke: the request was sent, and no reply came.
         """
-        if self._key is not None:
-            headers = self._key.shown(headers, target)
+        headers = self._with_key(headers, target)
         replicas = self._in_order()
         lists = await asyncio.gather(*(one.listing.has(model, headers) for one in replicas))
         have = {id(one) for one, listed in zip(replicas, lists, strict=True) if listed}
@@ -246,24 +238,38 @@ class Upstream:
         body: BodyStream | None,
     ) -> Reply:
         """Send a request with its body as it comes; it raises what `ask` raises."""
-        if self._key is not None:
-            headers = self._key.shown(headers, target)
-        unreached: NotSent | None = None
-        for replica in self._in_order():
+        headers = self._with_key(headers, target)
+
+        def send(replica: Replica) -> Coroutine[Any, Any, Reply]:
             where = replica.prefix + target
-            try:
-                if body is None:
-                    return await ask_bodyless(replica.pool, method, where, headers)
-                return await ask_streaming(replica.pool, method, where, headers, length, body)
-            except NotSent as error:
-                unreached = self._unreached(replica, error)
-            except NoReply as error:
-                raise self._without_reply(replica, error) from error
-        raise self._unreachable() from unreached
+            if body is None:
+                return ask_bodyless(replica.pool, method, where, headers)
+            return ask_streaming(replica.pool, method, where, headers, length, body)
+
+        return await self._first_reached(send)
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
         """Send a GET request; it raises what `ask` raises."""
         return await self.pass_on("GET", target, headers, None, None)
+
+    async def _first_reached(self, send: Callable[[Replica], Coroutine[Any, Any, Reply]]) -> Reply:
+        unreached: NotSent | None = None
+        for replica in self._in_order():
+            try:
+                return await send(replica)
+            except NotSent as error:
+                unreached = self._unreached(replica, error)
+            except NoReply as error:
+                raise self._without_reply(replica, error) from error
+        where = " and ".join(replica.root for replica in self.replicas)
+        raise UpstreamUnreachable(
+            f"The model server at {where} could not be reached. "
+            f"Is it running, and is {self._named_in} right?",
+            code="upstream_unreachable",
+        ) from unreached
+
+    def _with_key(self, headers: Headers, target: str) -> Headers:
+        return headers if self._key is None else self._key.shown(headers, target)
 
     def _in_order(self) -> list[Replica]:
         if len(self.replicas) == 1:
@@ -283,14 +289,6 @@ class Upstream:
             f"The model server at {replica.root} was sent the request and gave no reply: {error}. "
             "It is unknown whether the server worked on the request.",
             code="upstream_silent" if silent else "upstream_broke",
-        )
-
-    def _unreachable(self) -> UpstreamUnreachable:
-        where = " and ".join(replica.root for replica in self.replicas)
-        return UpstreamUnreachable(
-            f"The model server at {where} could not be reached. "
-            f"Is it running, and is {self._named_in} right?",
-            code="upstream_unreachable",
         )
 
     async def gives_ids(self, model: str | None) -> bool:

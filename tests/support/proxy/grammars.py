@@ -10,13 +10,31 @@ from hypothesis import strategies as st
 
 from proxy.formats.base import Sampled, read_request
 from proxy.formats.registry import FORMATS
-from proxy.trainable import sampling_settings, why_not_trainable
+from proxy.trainable import Reason, first_reason, sampling_settings, why_not_replayed
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
 
 SAMPLED = Sampled(
     prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1
 )
+
+
+def why_not_trainable(
+    status: Any,
+    http_status: int | None,
+    policy_version: int | None,
+    settings: dict[str, Any],
+    sampled: Any,
+    rules: Any,
+    *,
+    only_text: bool,
+) -> Reason | None:
+    """Return the first reason why a call with these settings cannot be trained on."""
+
+    def judge(sure: bool) -> Reason | None:
+        return why_not_replayed(settings, rules, sure=sure)
+
+    return first_reason(status, http_status, policy_version, sampled, judge, only_text=only_text)
 
 
 def written(asked: Any) -> Grammar | None:

@@ -8,8 +8,9 @@ import pytest
 
 from proxy.formats.base import NOTHING_SAMPLED, Sampled
 from proxy.formats.registry import FORMATS
-from proxy.trainable import sampling_settings, why_not_trainable
+from proxy.trainable import sampling_settings
 from store.values.distribution import distribution_of
+from tests.support.proxy.grammars import why_not_trainable
 
 WHOLE = Sampled(
     prompt_ids=(1, 2),

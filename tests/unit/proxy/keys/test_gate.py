@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
 from proxy.http.server import is_loopback
+from proxy.http.wire import CREDENTIALS
 from proxy.keys.gate import (
     NO_KEYS,
     NOTHING,
@@ -22,7 +23,6 @@ from proxy.keys.gate import (
     without_credentials,
 )
 from proxy.settings import Access
-from proxy.upstreams.server import CREDENTIALS
 from store.keys import MARK, SCOPES, Grant, KeyRing, Scope, hash_of, new_secret
 
 
