@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from pawl.scenarios.places import packaged_template
+from pawl.scenarios.scenario import packaged_template
 from pawl.stack.stack import StackPlan
 from pawl.stack.vllm import VllmOptions
 from store.embedded import EmbeddedPostgres

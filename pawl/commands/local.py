@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pawl.commands.common import fail
 from pawl.processes import stop_event
-from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
+from pawl.scenarios.scenario import ScenarioFailed
 from pawl.settings import (
     JudgeSettings,
     StackSettings,

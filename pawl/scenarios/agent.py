@@ -29,9 +29,7 @@ from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
 from pawl.rollout.tasks import RolloutError, Task, digest
 from pawl.scenarios import agent_host
-from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.places import interpreter, missing_framework
-from pawl.scenarios.scenario import Scenario
+from pawl.scenarios.scenario import Scenario, ScenarioFailed, interpreter, missing_framework
 from store.records import Record, Split
 
 JUDGE_S: Final = 60.0
@@ -353,9 +351,3 @@ def as_line(result: Ran) -> dict[str, Any]:
     """Return a result as a line of a file: what the agent returned, if it was an object."""
     value = result.value if isinstance(result.value, dict) else {"output": result.value}
     return {**value, "id": result.task, "sample": result.sample, "error": result.error}
-
-
-def response_ids(results: Sequence[Ran]) -> list[str]:
-    """Return the ids of replies that results name; a plain text names none."""
-    values = [result.value for result in results if isinstance(result.value, dict)]
-    return [value["response_id"] for value in values if value.get("response_id")]

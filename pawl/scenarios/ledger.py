@@ -1,21 +1,48 @@
-"""Look at the ledger while a scenario runs: figures that may be late, never wrong."""
+"""Look at the ledger while a scenario runs, and count what came of it at the end."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
+import aiohttp
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.scenarios.counting import VersionRewards, curves_of, is_trained, serving_version
 from pawl.scenarios.progress import Progress
 from store.claims import list_updates
 from store.database import is_unavailable, make_engine
-from store.read.evaluations import evaluations, rewards_of_work
-from store.read.stats import PolicyTotals, policy_totals, stored_responses, totals
-from store.records import UpdateRow
+from store.policy_table import PolicySpec
+from store.read.evaluations import Evaluation, evaluations, rewards_of_work
+from store.read.stats import PolicyTotals, Totals, policy_totals, totals
+from store.records import Record, UpdateRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
+CALLS: Final = re.compile(r"^pawl_calls_total\{[^}]*\} (\S+)$", re.MULTILINE)
+LOOK_S: Final = 0.5
+STORED_S: Final = 30.0
 Found = TypeVar("Found")
+
+
+class VersionRewards(Record, frozen=True, kw_only=True):
+    """Hold what the episodes were worth that one version of a policy worked in.
+
+    Of an episode with several versions the policy's first counts. Where several policies share an
+    episode, they share its reward.
+
+    Attributes:
+        version: the version; 0 is the base model.
+        reward: the mean reward of its episodes of work; None: none has one.
+        episodes: number of these.
+        held_out: the mean reward of its episodes of held-out tasks; None: none has one.
+        held_out_episodes: number of these.
+    """
+
+    version: int
+    reward: float | None = None
+    episodes: int = 0
+    held_out: float | None = None
+    held_out_episodes: int = 0
 
 
 class Ledger:
@@ -52,10 +79,6 @@ class Ledger:
         counted = await self._ask(totals)
         return None if counted is None else counted.calls
 
-    async def stored(self, replies: Sequence[str]) -> int | None:
-        """Return how many of these replies, by their ids, are stored; None: it does not answer."""
-        return await self._ask(lambda connection: stored_responses(connection, replies))
-
     async def by_policy(self) -> list[PolicyTotals] | None:
         """Return what is stored of each policy; None: the database does not answer."""
         return await self._ask(policy_totals)
@@ -76,3 +99,145 @@ class Ledger:
                 raise
             # PostgreSQL is being restarted: the next look shows the figures.
             return None
+
+
+def serving_version(versions: Sequence[PolicyVersion], policy: str) -> int:
+    """Return the version of a policy that serves; 0 is the base model."""
+    serving = [one for one in versions if one.name == policy and one.state == "serving"]
+    return max((one.version for one in serving), default=0)
+
+
+def is_trained(
+    updates: Sequence[UpdateRow],
+    versions: Sequence[PolicyVersion],
+    policies: Sequence[str],
+    leading: str,
+    number: int,
+) -> bool:
+    """Return whether `number` updates are done, none runs, and the newest versions serve.
+
+    The updates are those of the leading policy: the others may learn less from a wave.
+    """
+    done = [update for update in updates if update.state == "done"]
+    newest = {
+        name: max((one.version or 0 for one in done if one.policy == name), default=0)
+        for name in policies
+    }
+    return (
+        sum(update.policy == leading for update in done) >= number
+        and not any(update.state == "running" for update in updates)
+        and all(serving_version(versions, name) >= newest[name] for name in policies)
+    )
+
+
+def curves_of(
+    policies: Sequence[str], worked: Sequence[Evaluation], asked: Sequence[Evaluation]
+) -> dict[str, list[VersionRewards]]:
+    """Return each policy's own curve, by version: its reward at work and on held-out tasks."""
+    work = {(one.policy, one.version): one for one in worked}
+    held_out = {(one.policy, one.version): one for one in asked}
+    known = sorted({*work, *held_out})
+    return {
+        policy: [
+            _version_rewards(version, work.get((name, version)), held_out.get((name, version)))
+            for name, version in known
+            if name == policy
+        ]
+        for policy in policies
+    }
+
+
+def _version_rewards(
+    version: int, work: Evaluation | None, held_out: Evaluation | None
+) -> VersionRewards:
+    return VersionRewards(
+        version=version,
+        reward=_rounded(work),
+        episodes=work.scored if work else 0,
+        held_out=_rounded(held_out),
+        held_out_episodes=held_out.scored if held_out else 0,
+    )
+
+
+def _rounded(point: Evaluation | None) -> float | None:
+    return None if point is None or point.mean is None else round(point.mean, 4)
+
+
+def ledger_facts(counted: Totals) -> dict[str, int]:
+    """Return what must be true of the ledger, in numbers."""
+    return {
+        "trained_episodes": counted.trained_episodes,
+        "trained_unscored_episodes": counted.trained_unscored_episodes,
+        "twice_consumed_episodes": counted.twice_consumed_episodes,
+        "eval_episodes": counted.eval_episodes,
+        "consumed_eval_episodes": counted.consumed_eval_episodes,
+    }
+
+
+def policy_facts(
+    specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]
+) -> dict[str, dict[str, Any]]:
+    """Return of each policy whether it is trained, its versions, and the episodes behind them."""
+    by_name: Mapping[str, PolicyTotals] = {one.policy: one for one in counted}
+    facts = {}
+    for spec in specs:
+        one = by_name.get(spec.name)
+        facts[spec.name] = {
+            "trained": spec.trained,
+            "versions": one.versions if one else 0,
+            "trained_episodes": one.trained_episodes if one else 0,
+        }
+    return facts
+
+
+def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]) -> float | None:
+    """Return which share of the trained policies' calls can be trained; None: there is no call.
+
+    Calls of a policy that is not to be trained never can.
+    """
+    trained = {spec.name for spec in specs if spec.trained}
+    ours = [one for one in counted if one.policy in trained]
+    calls = sum(one.calls for one in ours)
+    return round(sum(one.trainable_calls for one in ours) / calls, 4) if calls else None
+
+
+async def all_calls(
+    ledger: Ledger, metrics_url: str, specs: Sequence[PolicySpec]
+) -> dict[str, Any] | None:
+    """Return what became of all calls that the proxy answered, and of each policy's.
+
+    Args:
+        ledger: where they are stored.
+        metrics_url: the proxy's metrics, which count them.
+        specs: the policies.
+
+    Returns:
+        None if the database does not answer.
+    """
+    calls = await _answered(metrics_url)
+    stored = await _all(calls, ledger.calls)
+    counted = await ledger.by_policy()
+    if counted is None:
+        return None
+    return {
+        "calls": calls,
+        "recorded": stored,
+        "trainable_share": trainable_share(specs, counted),
+        "failed_requests": sum(one.failed_calls for one in counted),
+        "policies": policy_facts(specs, counted),
+    }
+
+
+async def _answered(metrics_url: str) -> int:
+    async with aiohttp.ClientSession() as session, session.get(metrics_url) as reply:
+        return int(sum(map(float, CALLS.findall(await reply.text()))))
+
+
+async def _all(expected: int, count: Callable[[], Awaitable[int | None]]) -> int:
+    """Wait until the ingester has stored so many; return how many are stored."""
+    deadline = asyncio.get_running_loop().time() + STORED_S
+    while True:
+        stored = await count() or 0
+        if stored >= expected or asyncio.get_running_loop().time() > deadline:
+            return stored
+        await asyncio.sleep(LOOK_S)

@@ -1,9 +1,12 @@
-"""Keep the figures of a running scenario, and show them on a terminal as a table (rich)."""
+"""Keep the figures of a running scenario, show them as a table, and decide when it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean
+from typing import Any
 
+from msgspec import to_builtins
 from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -180,3 +183,61 @@ def _reward(progress: Progress, wave: Wave) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
+
+
+class Ending(Record, frozen=True, kw_only=True):
+    """Say when a run's waves end.
+
+    Attributes:
+        learned: two waves in a row with at least this score end them.
+        most_waves: so many end them as well.
+        updates: so many updates end them, whatever was learned; then only time ends them before.
+    """
+
+    learned: float
+    most_waves: int
+    updates: int | None = None
+
+    @property
+    def waves(self) -> int:
+        """Return how many waves there can be.
+
+        Of an update that trains nothing no version comes, and it does not count for `updates`.
+        """
+        return self.most_waves if self.updates is None else max(self.most_waves, 2 * self.updates)
+
+    def is_reached(self, progress: Progress) -> bool:
+        """Return whether no further wave is to begin, once the last one's update is done."""
+        if len(progress.waves) >= self.waves or _time_is_up(progress):
+            return True
+        if self.updates is not None:
+            return len(progress.done_updates) >= self.updates
+        last = progress.waves[-2:]
+        return len(last) == 2 and all(wave.success >= self.learned for wave in last)
+
+
+def _time_is_up(progress: Progress) -> bool:
+    """Return whether another wave of average length would pass the time limit."""
+    per_wave = progress.seconds / max(1, len(progress.waves))
+    return progress.seconds + per_wave > progress.minutes * 60
+
+
+def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
+    """Return what came of a run: score before and after, and what that took."""
+    return {
+        "before": progress.before,
+        "after": progress.after,
+        "best": None if progress.best is None else progress.best.score,
+        "largest_fall": largest_fall([one.score for one in progress.held_out]),
+        "seconds": round(seconds, 1),
+        "updates": len(progress.done_updates),
+        "held_out": to_builtins(progress.held_out),
+    }
+
+
+def largest_fall(scores: Sequence[float]) -> float:
+    """Return how far a score ever was below the best one before it; 0: never."""
+    bests = accumulate(scores, max)
+    return round(
+        max((best - score for best, score in zip(bests, scores, strict=True)), default=0), 4
+    )

@@ -1,14 +1,137 @@
-"""Write the report of a run: `summary.json`, `reward.png` and `report.html`."""
+"""Write the report of a run: `summary.json`, `reward.png` (matplotlib) and `report.html`."""
 
 import base64
+import importlib.util
 import json
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from pawl.scenarios.picture import AT_WORK, INK, Curves, draw
-from pawl.scenarios.progress import Progress
-from pawl.scenarios.scenario import Scenario
+from pawl.scenarios.ledger import VersionRewards
+from pawl.scenarios.progress import HeldOut, Progress
+from pawl.scenarios.scenario import Scenario, ScenarioFailed
+
+INK: Final = "#1f2933"
+RISING: Final = "#0b7285"
+FORMED: Final = "#e8590c"
+FORMED_LABEL: Final = "well-formed tool calls"
+FAINT: Final = "#adb5bd"
+AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
+HELD_OUT: Final = "held-out tasks"
+WIDTH: Final = 8.0
+WAVES_HEIGHT: Final = 4.2
+VERSIONS_HEIGHT: Final = 2.6
+Curves = Mapping[str, Sequence[VersionRewards]]
+COLUMNS: Final = {
+    "reward": "reward_mean",
+    "AIR": "air_mean",
+    "episodes": "episodes",
+    "trained": "trained_episodes",
+    "staleness": "staleness_mean",
+    "entropy": "entropy",
+    "ratio cut": "ratio_cut_share",
+    "gradient": "grad_norm",
+    "tokens in rows": "row_tokens",
+    "tokens computed": "computed_tokens",
+    "seconds": "train_seconds",
+}
+
+
+def check_drawing() -> None:
+    """Check that a picture can be drawn, before half an hour of work is to be shown in it.
+
+    Raises:
+        ScenarioFailed: the library that draws it is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ScenarioFailed(
+            "matplotlib, which draws the picture at the end, is not installed: run `make install`, "
+            "or install the extra `demo` of Pawl"
+        )
+
+
+def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:
+    """Draw score and well-formed calls of each wave, and the held-out score between them.
+
+    Where several policies are trained, each has its own curve below: the reward of the episodes
+    that each of its versions worked in, and of the held-out ones.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    below = curves if len(curves) > 1 else {}
+    heights = [WAVES_HEIGHT, *([VERSIONS_HEIGHT] if below else [])]
+    figure = plt.figure(figsize=(WIDTH, sum(heights)), dpi=150)
+    grid = figure.add_gridspec(len(heights), len(below) or 1, height_ratios=heights)
+    _draw_waves(figure.add_subplot(grid[0, :]), progress, score)
+    for column, (policy, curve) in enumerate(below.items()):
+        _draw_versions(figure.add_subplot(grid[1, column]), policy, curve)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
+    numbers = [wave.number for wave in progress.waves]
+    formed = [wave.well_formed for wave in progress.waves]
+    right = [wave.success for wave in progress.waves]
+    if None not in formed:
+        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
+    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
+    looks = progress.held_out
+    waves, scores = [one.waves for one in looks], [one.score for one in looks]
+    axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
+    for one in told_looks(progress):
+        _tell(axes, one.waves, one.score)
+    dress(axes, "wave")
+    title = "An unchanged agent gets better while it works"
+    axes.set_title(title, loc="left", fontweight="bold", color=INK)
+    axes.legend(frameon=False, loc="lower center")
+
+
+def told_looks(progress: Progress) -> list[HeldOut]:
+    """Return the looks whose score is written beside them: the first, the best and the last."""
+    looks = progress.held_out
+    ends = [*looks[:1], *looks[1:][-1:]]
+    return ends if progress.best is None or progress.best in ends else [*ends, progress.best]
+
+
+def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> None:
+    worked = [one for one in curve if one.reward is not None]
+    asked = [one for one in curve if one.held_out is not None]
+    versions = [one.version for one in worked]
+    axes.plot(versions, [one.reward for one in worked], "o-", color=RISING, label=AT_WORK["reward"])
+    versions = [one.version for one in asked]
+    axes.plot(versions, [one.held_out for one in asked], "D--", color=INK, label=HELD_OUT)
+    dress(axes, "version")
+    axes.set_xlim(-0.5, max([1, *(one.version for one in curve)]) + 0.5)
+    axes.set_title(policy, loc="left", color=INK)
+
+
+def _tell(axes: Any, wave: int, score: float) -> None:
+    axes.annotate(
+        f"{score:.0%}",
+        (wave, score),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha="center",
+        weight="bold",
+    )
+
+
+def dress(axes: Any, counted: str) -> None:
+    """Let the axes show shares, 0 to 1, against whole numbers of what is counted."""
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(counted)
+    axes.grid(axis="y", color=FAINT, alpha=0.4)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def write_report(
@@ -101,21 +224,6 @@ code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
 <h2>Updates</h2><div class=wide>{_updates_table(progress)}</div>
 <p>The same figures for programs: <code>summary.json</code> beside this page.</p></html>
 """
-
-
-COLUMNS: Final = {
-    "reward": "reward_mean",
-    "AIR": "air_mean",
-    "episodes": "episodes",
-    "trained": "trained_episodes",
-    "staleness": "staleness_mean",
-    "entropy": "entropy",
-    "ratio cut": "ratio_cut_share",
-    "gradient": "grad_norm",
-    "tokens in rows": "row_tokens",
-    "tokens computed": "computed_tokens",
-    "seconds": "train_seconds",
-}
 
 
 def _updates_table(progress: Progress) -> str:

@@ -19,18 +19,21 @@ from rich.console import Console
 from rich.live import Live
 
 from pawl.rollout.tasks import Task
-from pawl.scenarios.agent import Ran, WorkingAgent, examine, response_ids
-from pawl.scenarios.calls import all_calls, named_calls
-from pawl.scenarios.counting import ledger_facts, outcome
-from pawl.scenarios.ending import Ending
-from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.ledger import Ledger
-from pawl.scenarios.picture import Curves, check_drawing
-from pawl.scenarios.places import EXAMPLES, find_scenario, held, interpreter
-from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
-from pawl.scenarios.progress import HeldOut, Progress, Wave, render
-from pawl.scenarios.report import closing_words, write_report
-from pawl.scenarios.tasks import make_tasks
+from pawl.scenarios.agent import WorkingAgent, examine
+from pawl.scenarios.ledger import Ledger, all_calls, ledger_facts
+from pawl.scenarios.progress import Ending, HeldOut, Progress, Wave, outcome, render
+from pawl.scenarios.report import Curves, check_drawing, closing_words, write_report
+from pawl.scenarios.scenario import (
+    EXAMPLES,
+    ScenarioFailed,
+    find_scenario,
+    held,
+    interpreter,
+    make_tasks,
+    policies_of,
+    recipe_file,
+    stack_plan,
+)
 from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
@@ -118,7 +121,6 @@ class Run:
         self.progress = Progress(
             title=self._scenario.title, policy=self._trained[0], minutes=options.minutes
         )
-        self._results: list[Ran] = []
 
     async def run(self) -> None:
         """Check the machine, start the stack, do all phases, and write the report."""
@@ -206,7 +208,6 @@ class Run:
         await ledger.look()
         updates = len(self.progress.done_updates)
         exam = await examine(self._scenario, stack.url, held_out, self._data, name=name)
-        self._results += exam.results
         self.progress.failed_runs += exam.failed
         if exam.score is None:
             raise ScenarioFailed(
@@ -240,7 +241,6 @@ class Run:
                     await ask(f"wave {number}: asking the held-out questions", f"after-{number}")
         finally:
             await agent.stop()
-        self._results += agent.results
 
     async def _until(self, stack: Stack, ledger: Ledger, done: Callable[[], bool]) -> None:
         """Refresh the figures until `done` returns true.
@@ -275,7 +275,9 @@ class Run:
 
     async def _summary(self, stack: Stack, ledger: Ledger) -> tuple[dict[str, Any], Curves]:
         """Return the summary, and the policies' own curves in it."""
-        calls, curves = await self._calls(stack, ledger), await ledger.curves()
+        metrics_url = f"http://{stack.plan.admin_listen}/metrics"
+        calls = await all_calls(ledger, metrics_url, self._specs)
+        curves = await ledger.curves()
         await ledger.look()
         if self.progress.totals is None or calls is None or curves is None:
             raise ScenarioFailed(
@@ -286,22 +288,13 @@ class Run:
             **outcome(self.progress, self._elapsed()),
             "by_version": to_builtins(curves),
             **calls,
+            "failed_runs": self.progress.failed_runs,
             **ledger_facts(self.progress.totals),
             "seed": self._options.seed,
             "recipe": self._recipe_name,
             "cores": len(os.sched_getaffinity(0)),
         }
         return summary, curves
-
-    async def _calls(self, stack: Stack, ledger: Ledger) -> dict[str, Any] | None:
-        """Return what became of the calls. The demo's agent, one call a run, names its replies."""
-        failed = self.progress.failed_runs
-        if self._options.name == DEMO:
-            named = await named_calls(ledger, response_ids(self._results))
-            return {**named, "failed_requests": failed}
-        metrics_url = f"http://{stack.plan.admin_listen}/metrics"
-        counts = await all_calls(ledger, metrics_url, self._specs)
-        return None if counts is None else {**counts, "failed_runs": failed}
 
 
 def tasks_a_wave(recipe: Recipe) -> int:

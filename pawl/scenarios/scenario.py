@@ -1,15 +1,36 @@
-"""Say what a scenario is, and read one from the text of its `example.toml` (pure)."""
+"""Describe a scenario by its folder: agent, judge, tasks, recipe, and the stack it runs on."""
 
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pawl.scenarios.errors import ScenarioFailed
+from pawl.rollout.tasks import Task, parse_tasks
+from pawl.settings import StackSettings, StewardSettings, read_settings
+from pawl.stack.stack import StackPlan
+from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
+from proxy.errors import SpoolInUse
+from proxy.settings import ProxySettings
+from proxy.spool.folders import LOCK, hold
+from store.policy_table import PolicySpec, load_policies
 from store.toml_file import TomlFile
+from trainer.settings import USUAL_SLOTS, TrainerSettings
 
+CHECKOUT: Final = Path(__file__).parents[2]
+EXAMPLES: Final = CHECKOUT / "examples"
+CLIENTS: Final = CHECKOUT / ".venv-clients" / "bin" / "python"
+FILE_NAME: Final = "example.toml"
 Count = Annotated[int, Field(ge=1)]
 Function = Annotated[str, Field(pattern=r"^\w+:\w+$")]
+TaskSplit = Literal["train", "held-out"]
+
+
+class ScenarioFailed(Exception):
+    """Report that a scenario cannot be run, or could not go on; the message says why."""
 
 
 class Keys(BaseModel):
@@ -84,5 +105,235 @@ def parse_scenario(text: str, folder: Path) -> Scenario:
     Raises:
         ScenarioFailed: the text is not TOML, or a key is wrong; the message names the key.
     """
-    keys = FILE.parse(text, str(folder / "example.toml"))
+    keys = FILE.parse(text, str(folder / FILE_NAME))
     return Scenario(name=folder.name, folder=folder, **keys.model_dump())
+
+
+def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
+    """Return the scenario of that name.
+
+    Raises:
+        ScenarioFailed: there is none, or its file cannot be used, or this is no checkout.
+    """
+    known = sorted(path.parent.name for path in examples.glob(f"*/{FILE_NAME}"))
+    if not known:
+        raise ScenarioFailed(f"{examples} is missing: run this from a checkout of the repository")
+    if name not in known:
+        raise ScenarioFailed(f"there is no example {name!r}: name one of {', '.join(known)}")
+    folder = examples / name
+    return parse_scenario((folder / FILE_NAME).read_text(), folder)
+
+
+@contextmanager
+def held(var: Path) -> Iterator[None]:
+    """Keep the folder of a run's results and data from other runs, until the block ends.
+
+    Raises:
+        ScenarioFailed: another run uses it.
+    """
+    var.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = hold(var / LOCK)
+    except SpoolInUse as error:
+        raise ScenarioFailed(
+            f"another run uses {var}, or is still ending: wait until it has ended, or name another "
+            "folder with --var"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def interpreter(scenario: Scenario) -> str:
+    """Return the Python that runs a scenario's agent.
+
+    Raises:
+        ScenarioFailed: the environment with the agent's framework is not there.
+    """
+    if scenario.python == "pawl":
+        return sys.executable
+    if not CLIENTS.exists():
+        raise ScenarioFailed(missing_framework(scenario))
+    return str(CLIENTS)
+
+
+def missing_framework(scenario: Scenario) -> str:
+    """Return what to do where the framework of a scenario's agent is not installed."""
+    return (
+        f"the agent of {scenario.name} needs its framework in .venv-clients: install it with "
+        f"`make example NAME={scenario.name}`, which begins with that"
+    )
+
+
+def file_of(scenario: Scenario, name: str) -> Path | None:
+    """Return the file of a scenario's folder that has this name, or None if there is none."""
+    path = (scenario.folder / name).resolve()
+    return path if path.is_file() else None
+
+
+def chat_template(scenario: Scenario) -> Path | None:
+    """Return the scenario's chat template: None if it has the model's own.
+
+    Raises:
+        ScenarioFailed: there is no such template.
+    """
+    name = scenario.chat_template
+    if name is None:
+        return None
+    template = file_of(scenario, name) or packaged_template(name)
+    if not template.is_file():
+        raise ScenarioFailed(f"{scenario.folder / FILE_NAME}: chat_template: there is no {name!r}")
+    return template
+
+
+def packaged_template(name: str) -> Path:
+    """Return where the packaged chat template of that name lies, if there is one."""
+    return Path(__file__).parent / f"{name}.jinja"
+
+
+def recipe_file(scenario: Scenario, recipe: str | None) -> str:
+    """Return what a trainer's `PAWL_RECIPE` is: a name, or the absolute path of a file.
+
+    `recipe` is what the command line says; None: the scenario's own. The path is absolute because
+    the trainer may run in another working directory.
+    """
+    if recipe is not None:
+        return str(Path(recipe).resolve()) if Path(recipe).is_file() else recipe
+    own = file_of(scenario, scenario.recipe)
+    return scenario.recipe if own is None else str(own)
+
+
+def policies_of(scenario: Scenario) -> tuple[PolicySpec, ...]:
+    """Return the scenario's policies, in the order of its file.
+
+    Raises:
+        ScenarioFailed: there is no such file.
+        BadPolicies: it cannot be used.
+    """
+    path = policies_file(scenario)
+    if path is None:
+        return (PolicySpec(name=scenario.model, base=scenario.model),)
+    return load_policies(path).specs
+
+
+def policies_file(scenario: Scenario) -> Path | None:
+    """Return the scenario's file of policies, or None if it has one policy alone.
+
+    Raises:
+        ScenarioFailed: there is no such file.
+    """
+    if scenario.policies is None:
+        return None
+    path = file_of(scenario, scenario.policies)
+    if path is None:
+        raise ScenarioFailed(f"{scenario.folder}: policies: there is no {scenario.policies}")
+    return path
+
+
+def stack_plan(
+    scenario: Scenario,
+    *,
+    model: str,
+    is_packaged: bool,
+    recipe: str,
+    rank: int,
+    seed: int,
+    var: Path,
+) -> StackPlan:
+    """Return the stack to start.
+
+    Args:
+        scenario: what runs on it.
+        model: folder or hub name of the base model.
+        is_packaged: whether that is the packaged one, for which the scenario has its template.
+        recipe: as `PAWL_RECIPE`.
+        rank: the recipe's LoRA rank.
+        seed: random seed of the adapter.
+        var: folder for its data and logs.
+    """
+    proxy, trainer = read_settings(ProxySettings), read_settings(TrainerSettings)
+    policies = policies_file(scenario)
+    data = var / "data"
+    return StackPlan(
+        vllm=_vllm_options(scenario, model, is_packaged=is_packaged, rank=rank),
+        database_url=None,
+        upstream_url=None,
+        listen=proxy.listen,
+        admin_listen=proxy.admin_listen,
+        trainer_listen=trainer.trainer_listen,
+        steward_listen=read_settings(StewardSettings).steward_listen,
+        data_dir=data,
+        spool_dir=data / "spool",
+        adapter_dir=data / "adapters",
+        log_dir=data / "logs",
+        recipe=recipe,
+        policy=None if policies else scenario.model,
+        policies=policies,
+        model=model,
+        seed=seed,
+        tool_results=scenario.tool_results,
+    )
+
+
+def _vllm_options(scenario: Scenario, model: str, *, is_packaged: bool, rank: int) -> VllmOptions:
+    """Return how the scenario's model server is started; another model has its own template."""
+    settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
+    own_parser = scenario.tool_parser if is_packaged else None
+    return VllmOptions(
+        model=model,
+        served_name=scenario.model,
+        port=settings.vllm_port,
+        dtype=settings.vllm_dtype,
+        max_model_len=settings.max_model_len,
+        max_lora_rank=rank,
+        tool_parser=own_parser or proxy.tool_parser or USUAL_TOOL_PARSER,
+        chat_template=chat_template(scenario) if is_packaged else None,
+        sampling_defaults=proxy.sampling_defaults,
+        adapter_slots=read_settings(TrainerSettings).adapter_slots or USUAL_SLOTS,
+    )
+
+
+async def make_tasks(
+    scenario: Scenario, count: int, seed: int, split: TaskSplit, folder: Path
+) -> tuple[Task, ...]:
+    """Write `count` tasks with their answers to a file in `folder`, and return them.
+
+    Args:
+        scenario: whose tasks.
+        count: number of tasks.
+        seed: random seed of the tasks.
+        split: no task is in both.
+        folder: where the file is written.
+
+    Raises:
+        ScenarioFailed: the program failed, or what it printed is no file of tasks.
+    """
+    program, *arguments = scenario.tasks
+    options = ["--count", str(count), "--seed", str(seed), "--split", split]
+    printed = await _run([sys.executable, str(scenario.folder / program), *arguments, *options])
+    (folder / f"{split}.jsonl").write_bytes(printed)
+    tasks = parse_tasks(printed, program, scenario.answer)
+    if len(tasks) < count:
+        raise ScenarioFailed(f"{program} made {len(tasks)} tasks of {count}")
+    return tasks
+
+
+async def _run(command: list[str]) -> bytes:
+    """Run a program to its end, and return its standard output."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    except asyncio.CancelledError:
+        process.terminate()
+        await process.wait()
+        raise
+    if process.returncode:
+        errors = err.decode(errors="replace")[-800:]
+        raise ScenarioFailed(f"{Path(command[1]).name} failed: {errors}")
+    return out

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from pawl.rollout.tasks import Task
-from pawl.scenarios.agent import WorkingAgent, response_ids
-from pawl.scenarios.places import find_scenario
-from pawl.scenarios.tasks import make_tasks
+from pawl.scenarios.agent import WorkingAgent
+from pawl.scenarios.scenario import find_scenario, make_tasks
 from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
@@ -126,7 +125,7 @@ async def kill(pid: int | None) -> None:
 async def check_the_ledger(worker: Worker) -> None:
     """No call lost, no request failed, no episode trained twice; something went live."""
     assert [r for r in worker.agent.results if r.error] == []
-    replies = response_ids(worker.agent.results)
+    replies = [result.value["response_id"] for result in worker.agent.results]
     async with worker.engine.connect() as connection:
         assert await stored_responses(connection, replies) == len(replies) == 32
         counted = await totals(connection)

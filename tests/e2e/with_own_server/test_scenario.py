@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import free_port
-from pawl.scenarios.places import EXAMPLES
 from pawl.scenarios.run import RunOptions, run_scenario
+from pawl.scenarios.scenario import EXAMPLES
 
 # On a machine that others slow down, a wave may take minutes.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

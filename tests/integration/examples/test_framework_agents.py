@@ -10,7 +10,7 @@ import pytest
 
 from pawl.rollout.agents import Request
 from pawl.scenarios.agent import HostedAgent
-from pawl.scenarios.places import CLIENTS, find_scenario
+from pawl.scenarios.scenario import CLIENTS, find_scenario
 from tests.integration.examples.plain_server import Reply, plain_server
 
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.rollout.agents import named_url
-from pawl.scenarios.places import CLIENTS, find_scenario
+from pawl.scenarios.scenario import CLIENTS, find_scenario
 from proxy.tool_events import parse_readers
 from store.read.facts import matched_events
 from store.records import Episode

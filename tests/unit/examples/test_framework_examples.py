@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pawl.scenarios.places import EXAMPLES, find_scenario
+from pawl.scenarios.scenario import EXAMPLES, find_scenario
 from trainer.recipes.recipe import load_recipe
 
 NAMES = sorted(

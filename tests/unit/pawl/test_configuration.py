@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.scenario import Keys, parse_scenario
+from pawl.scenarios.scenario import Keys, ScenarioFailed, parse_scenario
 from pawl.settings import (
     ClientSettings,
     JudgeSettings,

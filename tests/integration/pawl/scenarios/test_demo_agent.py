@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pawl.rollout.tasks import Task
-from pawl.scenarios.agent import WorkingAgent, examine, response_ids
-from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.places import find_scenario
+from pawl.scenarios.agent import WorkingAgent, examine
+from pawl.scenarios.scenario import ScenarioFailed, find_scenario
 from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
 from tests.support.waiting import until
 
@@ -42,7 +41,7 @@ async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path
         await agent.stop()
     assert {result.sample for result in agent.results} == {0, 1}
     assert all(result.error is None for result in agent.results)
-    assert len(set(response_ids(agent.results))) == 8
+    assert len({result.value["response_id"] for result in agent.results}) == 8
     assert {call["task"] for call in fake.calls} == {"q0", "q1", "q2", "q3"}
     assert {asked["model"] for asked in fake.asked} == {"m"}
     assert {one["metric"] for one in fake.statements} == {"reward", "success"}

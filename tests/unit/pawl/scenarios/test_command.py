@@ -37,7 +37,7 @@ def test_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_framework(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pawl.scenarios.places.CLIENTS", tmp_path / "python")
+    monkeypatch.setattr("pawl.scenarios.scenario.CLIENTS", tmp_path / "python")
     assert "install it with `make example NAME=math`" in said(capsys, "math")
 
 

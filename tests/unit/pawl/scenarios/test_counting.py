@@ -5,15 +5,14 @@ from datetime import UTC, datetime
 import pytest
 
 from pawl.scenarios.agent import Ran
-from pawl.scenarios.counting import (
+from pawl.scenarios.ledger import (
     VersionRewards,
     curves_of,
     is_trained,
-    largest_fall,
     policy_facts,
     trainable_share,
 )
-from pawl.scenarios.progress import Wave
+from pawl.scenarios.progress import Wave, largest_fall
 from store.ids import new_id
 from store.policy_table import PolicySpec
 from store.read.evaluations import Evaluation

@@ -5,8 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from pawl.scenarios.agent import Ran
-from pawl.scenarios.ending import Ending
-from pawl.scenarios.progress import Progress, Wave
+from pawl.scenarios.progress import Ending, Progress, Wave
 from store.ids import new_id
 from store.records import UpdateRow
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pawl.scenarios.places import find_scenario
-from pawl.scenarios.plan import stack_plan
+from pawl.scenarios.scenario import find_scenario, stack_plan
 from pawl.settings import read_settings
 from pawl.stack.stack import StackPlan
 from pawl.stack.vllm import vllm_command

@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from pawl.scenarios.agent import Ran
-from pawl.scenarios.counting import VersionRewards
-from pawl.scenarios.picture import told_looks
-from pawl.scenarios.places import find_scenario
+from pawl.scenarios.ledger import VersionRewards
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
-from pawl.scenarios.report import closing_words, write_report
+from pawl.scenarios.report import closing_words, told_looks, write_report
+from pawl.scenarios.scenario import find_scenario
 from store.ids import new_id
 from store.records import UpdateRow
 

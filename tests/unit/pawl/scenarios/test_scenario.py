@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from pawl.scenarios.errors import ScenarioFailed
-from pawl.scenarios.places import EXAMPLES, chat_template, find_scenario, held, interpreter
-from pawl.scenarios.plan import policies_of, recipe_file
 from pawl.scenarios.run import Run, RunOptions
-from pawl.scenarios.scenario import parse_scenario
+from pawl.scenarios.scenario import (
+    EXAMPLES,
+    ScenarioFailed,
+    chat_template,
+    find_scenario,
+    held,
+    interpreter,
+    parse_scenario,
+    policies_of,
+    recipe_file,
+)
 from trainer.recipes.recipe import load_recipe
 
 LEAST = 'title = "A title"\nabout = "What it is."\nmodel = "m"\n'
@@ -79,7 +86,7 @@ def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
 
 
 def test_a_missing_framework_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pawl.scenarios.places.CLIENTS", tmp_path / "python")
+    monkeypatch.setattr("pawl.scenarios.scenario.CLIENTS", tmp_path / "python")
     assert interpreter(find_scenario("calculator")) == sys.executable
     with pytest.raises(ScenarioFailed, match="install it with `make example NAME=math`"):
         interpreter(find_scenario("math"))
