@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
-from proxy.identity.identify import EVAL_TASKS
 from proxy.tool_events import ResultReaders, parse_readers
 from store.keep_days import Periods, read_periods
+from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.distribution import parse_defaults
 

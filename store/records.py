@@ -38,6 +38,8 @@ UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
 TRAIN: Final = "train"
 EVAL: Final = "eval"
+# Unless PAWL_EVAL_TASKS says otherwise, a task of this beginning is evaluation.
+EVAL_TASKS: Final = "eval/"
 # Among the sampling settings of a call: those that exploration changed, null where left out.
 EXPLORED: Final = "explored"
 # The method of a call that named no episode and got an episode of its own.

@@ -27,7 +27,7 @@ from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
 from proxy.identity.call_memory import CallMemory, Doubt, Joined, needed_fingerprints
 from proxy.routing import Route
-from store.records import EVAL, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
+from store.records import EVAL, EVAL_TASKS, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
 from store.tenants import bare, own_digests, same_tenant, tenant_of
 
 # Platforms must pass on baggage of up to this many bytes (W3C Baggage §3.3.2).
@@ -111,8 +111,6 @@ _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
 _EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in FIELDS)))
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
-# Unless PAWL_EVAL_TASKS says otherwise, a task of this beginning is evaluation.
-EVAL_TASKS: Final = "eval/"
 # How much of an unknown split a warning says back.
 SAID_BACK: Final = 40
 _KNOWN: Final[Mapping[str, Split]] = {TRAIN: TRAIN, EVAL: EVAL}

@@ -15,13 +15,13 @@ from proxy.http.client import Torn
 from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.identify import EVAL_TASKS
 from proxy.intake import Intake
 from proxy.keys.gate import NO_KEYS, Gate
 from proxy.policies.versions import Versions
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.upstreams.upstreams import Member, Upstreams
 from proxy.worker import data_handler
+from store.records import EVAL_TASKS
 from store.versions import PolicyVersion
 from tests.support.http_wires import Wire
 

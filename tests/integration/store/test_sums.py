@@ -18,7 +18,8 @@ from tests.support.ledger.any_order import empty, same_in_any_order
 from tests.support.ledger.updates import claimed
 from tests.support.records import call, statement
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import claim_rule, plan_update
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import plan_update
 
 SUM = RewardRule(
     terms=(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest
 from proxy.formats.chat import CHAT
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.identify import EVAL_TASKS, CallIdentity, identify, split_outside
+from proxy.identity.identify import CallIdentity, identify, split_outside
 from proxy.routing import Kind, Route, find_route
+from store.records import EVAL_TASKS
 
 PATH = "/v1/chat/completions"
 
