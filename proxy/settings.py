@@ -130,9 +130,6 @@ class ProxySettings(StoreSettings):
         description="largest recorded reply in one piece, and the most of a stream that is stored, "
         "in MiB",
     )
-    segment_mb: int = Field(
-        default=8, ge=1, description="size at which a spool segment is closed, in MiB"
-    )
     tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
         default=ResultReaders(),
         description="how each tool's results are read, such as search=json_error,shell=exit_code",
@@ -147,9 +144,6 @@ class ProxySettings(StoreSettings):
         description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "
         "tenants of which others are: older episodes and calls are removed, trained or not; a "
         "tenant without days keeps them for ever",
-    )
-    drain_batch: int = Field(
-        default=256, ge=1, description="most records that are stored in one transaction"
     )
 
     @property

@@ -145,7 +145,6 @@ async def serving(
         versions=versions,
         recorder=Recorder(
             settings.spool_dir,
-            segment_bytes=settings.segment_mb * 2**20,
             redactor=open_redactor(settings),
         ),
         lookup=Lookup(settings),

@@ -94,6 +94,8 @@ class Progress:
 
 
 RETRY_S: Final = 1.0
+# Most records that one transaction stores.
+BATCH: Final = 256
 IDLE_S: Final = 0.1
 # After a turn that took all there was comes this pause, so that the next batch is larger: what a
 # transaction costs, here and in PostgreSQL, is shared by more records.
@@ -108,7 +110,7 @@ class Drainer:
         root: Path,
         connect: Callable[[], AsyncEngine | None],
         *,
-        batch: int,
+        batch: int = BATCH,
         readers: ResultReaders = NO_READERS,
         counted_before: int = 0,
         most_reply: int = MOST_INFLATED,

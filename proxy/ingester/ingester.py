@@ -101,7 +101,6 @@ async def _working(
     drainer = Drainer(
         settings.spool_dir,
         database.engine,
-        batch=settings.drain_batch,
         readers=settings.tool_results,
         counted_before=unsettled(),
         most_reply=settings.max_reply_mb * 2**20,

@@ -33,6 +33,8 @@ from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
+# Size at which a segment is sealed.
+SEGMENT_BYTES: Final = 8 * 2**20
 # A segment that has not grown for this long is sealed, so that the ingester can delete it.
 QUIET_S: Final = 5.0
 # After a commit of at least `BUSY` frames the next one waits `GATHER_S` for more: each commit
@@ -69,7 +71,7 @@ class Spool:
         self,
         folder: Path | Callable[[], Home],
         *,
-        segment_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
         on_commit: OnCommit = _nothing,
         note: Note = _no_note,
         patience_s: float = PATIENCE_S,
@@ -271,7 +273,11 @@ def _taken(take: Callable[[], Home]) -> Home | None:
 
 
 def take_folder(
-    root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing, note: Note = _no_note
+    root: Path,
+    *,
+    segment_bytes: int = SEGMENT_BYTES,
+    on_commit: OnCommit = _nothing,
+    note: Note = _no_note,
 ) -> Spool:
     """Return a spool in the first numbered folder under `root` that no process holds.
 
@@ -298,7 +304,7 @@ class Recorder:
         self,
         root: Path,
         *,
-        segment_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
         redactor: Redactor | None = None,
     ) -> None:
         """Take a folder under `root`; with a redactor, each record goes through it before.
