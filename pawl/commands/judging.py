@@ -106,8 +106,8 @@ def judge(flags: JudgeFlags) -> None:
     Status 1: at least one judgement failed. Status 2: the judge cannot run like this, or with
     --once: the model's server or the proxy does not answer. Status 130: Ctrl-C.
     """
+    from pawl.judging.answers import JudgeError
     from pawl.judging.command import judge_episodes
-    from pawl.judging.errors import JudgeError
 
     try:
         tally = asyncio.run(judge_episodes(_options(flags)))

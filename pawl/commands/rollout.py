@@ -137,7 +137,7 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
     import aiohttp
     from rich.console import Console
 
-    from pawl.judging.desk import FeedbackClient
+    from pawl.judging.feedback import FeedbackClient
     from pawl.rollout.display import Display
     from pawl.rollout.proxy import ProxyClient
     from pawl.rollout.running import Job, Rollout

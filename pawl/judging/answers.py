@@ -1,4 +1,4 @@
-"""Read judges' answers as statements for `/feedback` (pure)."""
+"""Define what a judge is, and read judges' answers as statements for `/feedback` (pure)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,6 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from pawl.judging.errors import JudgeFailed
 from store.records import REWARD
 from store.values.documents import parse
 
@@ -15,6 +14,18 @@ Statement = dict[str, Any]
 
 TARGETS: Final = ("episode", "call", "response")
 MAX_ANSWER: Final = 2**20
+
+
+class JudgeError(Exception):
+    """Report that the judge cannot run as it is configured; the message says what to do."""
+
+
+class JudgeFailed(JudgeError):
+    """Report that the judge gave no usable answer about an episode, which stays unscored."""
+
+
+class Away(JudgeError):
+    """Report that a server does not answer now; the judgement is retried, and not a failure."""
 
 
 class Judge(Protocol):

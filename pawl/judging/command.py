@@ -16,11 +16,10 @@ from pydantic import HttpUrl
 
 from pawl.database import open_engine
 from pawl.export import Selection
-from pawl.judging.answers import Judge
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import JudgeError
-from pawl.judging.model import JudgingModel, RubricJudge
+from pawl.judging.answers import Judge, JudgeError
+from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
+from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
@@ -120,15 +119,12 @@ def _judge(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
         )
-    model = JudgingModel(
-        base_url=base_url,
-        name=options.model,
-        temperature=options.temperature,
-        api_key=os.environ.get("OPENAI_API_KEY"),
-    )
     return RubricJudge(
         session,
-        model,
+        base_url=base_url,
+        model=options.model,
+        temperature=options.temperature,
+        api_key=os.environ.get("OPENAI_API_KEY"),
         rubric=_rubric(options.rubric),
         timeout_s=timeout_s,
         max_chars=options.max_chars,

@@ -4,8 +4,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 
-from pawl.judging.answers import MAX_ANSWER, Statement, read_answer
-from pawl.judging.errors import JudgeError, JudgeFailed
+from pawl.judging.answers import MAX_ANSWER, JudgeError, JudgeFailed, Statement, read_answer
 from pawl.programs import TooMuchOutput, last_line, run_program
 
 

@@ -1,16 +1,24 @@
-"""Write the request to a model that judges, and read the score from its answer (pure).
+"""Ask a model for a score by a rubric, on any OpenAI-compatible server.
 
 A transcript holds text of agents, users and tools, which may try to instruct the judge. It
 stands between marks that it cannot itself close, and the model is told that nothing in it is
 an instruction.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any, Final
 
-from pawl.judging.errors import JudgeFailed
+import aiohttp
+import msgspec
 
+from pawl.judging.answers import Away, JudgeFailed, Statement
+
+# Statuses that are about one request; any other error status would meet the next one, too.
+OF_THIS_REQUEST: Final = (400, 413, 422)
+SHOWN: Final = 300
 Message = dict[str, str]
 
 SYSTEM: Final = """\
@@ -26,6 +34,93 @@ The score is a number from 0 (worst) to 1 (best), or null if the transcript does
 to tell."""
 THOUGHT_END: Final = "</think>"
 _DECODER: Final = json.JSONDecoder()
+
+
+class RubricJudge:
+    """Ask a model for a score from 0 to 1, and state it as the episode's reward."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        base_url: str,
+        model: str,
+        rubric: str,
+        timeout_s: float,
+        max_chars: int,
+        temperature: float = 0.0,
+        api_key: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Store what the model is asked.
+
+        Args:
+            session: the HTTP client.
+            base_url: that of the model's server, with its `/v1`.
+            model: the model's name there.
+            rubric: what good work is, in words.
+            timeout_s: time limit of one judgement, in seconds.
+            max_chars: characters of a transcript that the model is shown.
+            temperature: the temperature it answers at.
+            api_key: sent as bearer token if it is not None.
+            name: the judge's name; None: model and a digest of the rubric.
+        """
+        self.name = name or f"{model} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
+        self._session = session
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._parameters = {"model": model, "temperature": temperature}
+        self._rubric = rubric
+        self._timeout_s = timeout_s
+        self._max_chars = max_chars
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def judge(self, episode: str, line: bytes) -> list[Statement]:
+        """Return the model's score as one statement about the episode, or none if it cannot tell.
+
+        Raises:
+            JudgeFailed: no answer in time, an answer without a score, or a refused request.
+            Away: the model's server does not answer, or with an error about any request.
+        """
+        messages = judge_messages(self._rubric, line, self._max_chars)
+        score = read_score(_content(await self._ask(self._parameters | {"messages": messages})))
+        return [] if score is None else [{"value": score, "episode": episode}]
+
+    async def _ask(self, request: dict[str, Any]) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self._url, json=request, headers=self._headers) as reply,
+            ):
+                body = await reply.read()
+        except TimeoutError as error:
+            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise Away(f"{self._url} does not answer: {error}") from error
+        if reply.status == 200:
+            return body
+        answer = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
+        if reply.status in OF_THIS_REQUEST:
+            raise JudgeFailed(f"the model's server refused the request with {answer}")
+        raise Away(f"{self._url} answered {answer}")
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def _content(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
+    except (msgspec.MsgspecError, ValueError, RecursionError, IndexError) as error:
+        raise JudgeFailed(f"the model server's reply is no chat completion: {error}") from error
 
 
 def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:

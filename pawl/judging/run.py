@@ -18,9 +18,8 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection
-from pawl.judging.answers import Judge, Statement, idempotency_key
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import Away, JudgeError, JudgeFailed, reason_of
+from pawl.judging.answers import Away, Judge, JudgeError, JudgeFailed, Statement, idempotency_key
+from pawl.judging.feedback import FeedbackClient
 from store.database import is_unavailable
 from store.errors import Damaged
 from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
@@ -38,6 +37,7 @@ LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
+MAX_REASON: Final = 1000
 # A look returns at most this many episodes for each one that is judged at the same time.
 AHEAD: Final = 8
 
@@ -74,14 +74,14 @@ class Judging:
         self,
         engine: AsyncEngine,
         judge: Judge,
-        desk: FeedbackClient,
+        feedback: FeedbackClient,
         plan: JudgingPlan,
     ) -> None:
         """Store the judge, where its answers are posted, and its rules."""
         self.tally: Counter[str] = Counter()
         self._engine = engine
         self._judge = judge
-        self._desk = desk
+        self._feedback = feedback
         self._plan = plan
         self._away: Away | None = None
         self._looked_s = 0.0
@@ -176,19 +176,30 @@ class Judging:
                 self._away = error
                 return
             except (JudgeFailed, Damaged) as error:
-                reason = reason_of(error)
+                # As the ledger keeps it: no text of PostgreSQL's holds a zero byte.
+                reason = str(error).replace("\x00", "")[:MAX_REASON]
                 if isinstance(error, Damaged):
                     # Another try would fail in the same way, until a further call changes it.
                     attempts = 1
-            last_call_at = episode.last_call_at if episode else seen
-            await self._note(one, outcome, reason, last_call_at, attempts)
+            failures, is_failed = one.failures + 1, outcome == "failed"
+            judgement = Judgement(
+                episode_id=one.episode_id,
+                judge=self._judge.name,
+                outcome=outcome,
+                attempts=failures,
+                last_call_at=episode.last_call_at if episode else seen,
+                reason=reason,
+                due_at=retry_at(failures, attempts, datetime.now(UTC)) if is_failed else None,
+            )
+            async with self._engine.begin() as connection:
+                await note(connection, judgement)
             self.tally[outcome] += 1
-            (log.warning if reason else log.info)(
+            (log.warning if is_failed else log.info)(
                 "episode_judged",
                 episode=bare(episode.key) if episode else str(one.episode_id),
                 outcome=outcome,
                 reason=reason,
-                attempts=one.failures + 1,
+                attempts=failures,
                 took_s=round(time.monotonic() - begun, 3),
             )
 
@@ -213,32 +224,8 @@ class Judging:
                 # Somebody scored it meanwhile. The judge's newer statement would override that.
                 return "judged"
         try:
-            await self._desk.post(statements, idempotency_key(self._judge.name, name))
+            await self._feedback.post(statements, idempotency_key(self._judge.name, name))
         except Away:
             self._unsent[shown] = statements
             raise
         return "judged"
-
-    async def _note(
-        self,
-        one: Awaiting,
-        outcome: Outcome,
-        reason: str | None,
-        last_call_at: datetime,
-        most_attempts: int,
-    ) -> None:
-        failures = one.failures + 1
-        due_at = None
-        if outcome == "failed":
-            due_at = retry_at(failures, most_attempts, datetime.now(UTC))
-        judgement = Judgement(
-            episode_id=one.episode_id,
-            judge=self._judge.name,
-            outcome=outcome,
-            attempts=failures,
-            last_call_at=last_call_at,
-            reason=reason,
-            due_at=due_at,
-        )
-        async with self._engine.begin() as connection:
-            await note(connection, judgement)

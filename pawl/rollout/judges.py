@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pawl.judging.answers import Statement, read_verdict
-from pawl.judging.errors import JudgeError
+from pawl.judging.answers import JudgeError, Statement, read_verdict
 from pawl.judging.program import ProgramJudge
 from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD

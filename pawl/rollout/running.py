@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import JudgeFailed
+from pawl.judging.answers import JudgeFailed
+from pawl.judging.feedback import FeedbackClient
 from pawl.rollout.agents import Agent, Request, environment, named_url
 from pawl.rollout.figures import Figures
 from pawl.rollout.journal import Begun, Ended, Journal, Key, Posted

@@ -16,9 +16,8 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from pawl.judging.answers import Statement, metrics_of, read_verdict
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import JudgeFailed
+from pawl.judging.answers import JudgeFailed, Statement, metrics_of, read_verdict
+from pawl.judging.feedback import FeedbackClient
 from pawl.processes import die_with_parent
 from pawl.programs import not_ours
 from pawl.rollout.agents import Agent, Request, Result, environment, out_of_time

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.export import Selection, export
 from pawl.judging.answers import Judge
-from pawl.judging.model import JudgingModel, RubricJudge
+from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.errors import Damaged
 from store.read.episodes import episode_ids, read
@@ -181,8 +181,9 @@ async def test_a_model_judges_all_others(engine: AsyncEngine) -> None:
     await unscored(engine, "a nested stop")
     async with aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{port}/v1"
-        model = JudgingModel(base_url=url, name="j")
-        judge = RubricJudge(session, model, rubric="r", timeout_s=5, max_chars=1000)
+        judge = RubricJudge(
+            session, base_url=url, model="j", rubric="r", timeout_s=5, max_chars=1000
+        )
         await judged(engine, judge)
     await runner.cleanup()
     assert len(asked) == 2

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.judging.answers import MAX_ANSWER, idempotency_key, read_answer
+from pawl.judging.answers import MAX_ANSWER, JudgeError, JudgeFailed, idempotency_key, read_answer
 from pawl.judging.command import feedback_url, is_proxy
-from pawl.judging.errors import JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import judge_messages, read_score, transcript
 from pawl.judging.run import retry_at

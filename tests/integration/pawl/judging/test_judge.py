@@ -19,9 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.export import Selection, export
-from pawl.judging.answers import Statement, idempotency_key
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import Away
+from pawl.judging.answers import Away, Statement, idempotency_key
+from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.records import SpoolRecord

@@ -12,9 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.export import Selection
-from pawl.judging.answers import Statement
-from pawl.judging.desk import FeedbackClient
-from pawl.judging.errors import Away, JudgeError, JudgeFailed
+from pawl.judging.answers import Away, JudgeError, JudgeFailed, Statement
+from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging
 from store.judging import forget_unjudged

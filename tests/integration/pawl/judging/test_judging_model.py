@@ -10,8 +10,8 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.judging.errors import Away
-from pawl.judging.model import JudgingModel, RubricJudge
+from pawl.judging.answers import Away
+from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging
 from tests.integration.pawl.judging.test_judge import PLAN, Desk, outcomes, session, store
 from tests.support.records import call
@@ -60,8 +60,15 @@ def by_rubric(
     rubric: str = "Is it polite?",
     timeout_s: float = 5,
 ) -> RubricJudge:
-    asked = JudgingModel(base_url=model.url, name="big", api_key=api_key)
-    return RubricJudge(session, asked, rubric=rubric, timeout_s=timeout_s, max_chars=1000)
+    return RubricJudge(
+        session,
+        base_url=model.url,
+        model="big",
+        rubric=rubric,
+        timeout_s=timeout_s,
+        max_chars=1000,
+        api_key=api_key,
+    )
 
 
 async def test_a_models_score_is_the_reward(

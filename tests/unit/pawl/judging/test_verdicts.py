@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.judging.answers import metrics_of, read_verdict
-from pawl.judging.errors import JudgeFailed
+from pawl.judging.answers import JudgeFailed, metrics_of, read_verdict
 
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 

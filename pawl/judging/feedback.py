@@ -7,8 +7,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from pawl.judging.answers import Statement
-from pawl.judging.errors import Away, JudgeFailed
+from pawl.judging.answers import Away, JudgeFailed, Statement
 
 TAKEN: Final = (200, 202)
 # The key was used with another body: the judge's earlier answer about the episode stands.
