@@ -1,12 +1,15 @@
-"""Fingerprints: each way in which a client sends a conversation back is one, another is not."""
+"""Fingerprints: a conversation is the same however a client sends it back, and no other is."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.formats.base import ReplySummary
-from proxy.formats.conversation import Conversation, is_unique
+from proxy.formats.conversation import Conversation, canonical_arguments, is_unique
 from proxy.formats.registry import FORMATS
 from proxy.identity import call_memory as stitch
 from proxy.identity.call_memory import (
@@ -240,46 +243,12 @@ def test_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
     assert set(needs) == set(provides)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (chat(user("q"), assistant("a"), user("r")), chat(user("Q"), assistant("a"), user("r"))),
-        (chat(user("q"), assistant("a"), user("r")), chat(user("q"), assistant("b"), user("r"))),
-        (
-            chat(user("q"), user("s"), assistant("a"), user("r")),
-            chat(user("qs"), assistant("a"), user("r")),
-        ),
-        (
-            chat(user("q"), assistant("", COUNTER), result("call_1", "1")),
-            chat(user("q"), assistant("", ("call_1", "add", '{"a": 2}')), result("call_1", "1")),
-        ),
-        (
-            chat(
-                user("q"), assistant("", COUNTER), result("call_1", "1"), assistant("a"), user("r")
-            ),
-            chat(
-                user("q"), assistant("", COUNTER), result("call_1", "2"), assistant("a"), user("r")
-            ),
-        ),
-        (
-            chat(
-                user([{"type": "image_url", "image_url": {"url": "x"}}]), assistant("a"), user("r")
-            ),
-            chat(
-                user([{"type": "image_url", "image_url": {"url": "y"}}]), assistant("a"), user("r")
-            ),
-        ),
-        (
-            chat(user("a"), assistant("b"), user("r")),
-            chat(assistant("a"), user("b"), assistant("r")),
-        ),
-    ],
-    ids=["question", "answer", "split", "arguments", "result", "image", "roles"],
-)
-def test_other_conversations_are_others(one: Fields, other: Fields) -> None:
-    assert set(needed_fingerprints("chat", one)[:1]).isdisjoint(
-        needed_fingerprints("chat", other)[:1]
+def test_an_image_tells_conversations_apart() -> None:
+    one, other = (
+        chat(user([{"type": "image_url", "image_url": {"url": url}}]), assistant("a"), user("r"))
+        for url in "xy"
     )
+    assert set(needed_fingerprints("chat", one)).isdisjoint(needed_fingerprints("chat", other))
 
 
 def test_a_conversation_is_unique_from_its_first_unique_id_on() -> None:
@@ -295,3 +264,105 @@ def test_a_conversation_is_unique_from_its_first_unique_id_on() -> None:
     assert {one[0] for one in needed_fingerprints("chat", chat(user("q"), *tools[1:]))} == {
         UNIQUE_PREFIX
     }
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+SPOKEN = TEXTS.filter(lambda text: "</think>" not in text and bool(text.strip()))
+IDS = st.sampled_from([ID, OTHER_ID, "call_1", "call_2"])
+ARGUMENTS = st.dictionaries(
+    TEXTS, st.integers(-9, 9) | TEXTS | st.none() | st.booleans(), max_size=3
+)
+STEPS = st.one_of(
+    st.tuples(st.just("user"), TEXTS),
+    st.tuples(st.just("assistant"), SPOKEN),
+    st.tuples(st.just("call"), st.tuples(IDS, ARGUMENTS)),
+    st.tuples(st.just("result"), st.tuples(IDS, TEXTS)),
+)
+
+
+def as_sent(
+    steps: list[tuple[str, Any]], rebuilt: Callable[[str], Any], dump: Any
+) -> list[Message]:
+    """The steps as a chat's messages, contents and arguments written as a client would."""
+    messages: list[Message] = []
+    for kind, what in steps:
+        if kind == "call":
+            messages.append(assistant(None, (what[0], "f", dump(what[1]))))
+        elif kind == "result":
+            messages.append(result(what[0], rebuilt(what[1])))
+        else:
+            messages.append({"role": kind, "content": rebuilt(what)})
+    return messages
+
+
+@given(st.lists(STEPS, max_size=8))
+def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]]) -> None:
+    plain = as_sent(steps, lambda text: text, json.dumps)
+    parts = as_sent(
+        steps,
+        lambda text: [{"type": "text", "text": text}],
+        lambda value: json.dumps(dict(reversed(value.items())), ensure_ascii=False, indent=1),
+    )
+    assert needed_fingerprints("chat", chat(*plain)) == needed_fingerprints("chat", chat(*parts))
+    assert provided_fingerprints("chat", chat(*plain), summary("a")) == provided_fingerprints(
+        "chat", chat(*parts), summary("a")
+    )
+
+
+@given(st.lists(STEPS, max_size=6), st.lists(STEPS, max_size=6))
+def test_different_conversations_differ(
+    one: list[tuple[str, Any]], other: list[tuple[str, Any]]
+) -> None:
+    fingerprints = [
+        prefixes(
+            provided_fingerprints("chat", chat(*as_sent(steps, str, json.dumps)), summary("a"))
+        )
+        for steps in (one, other)
+    ]
+    assert (fingerprints[0] == fingerprints[1]) == (told(one) == told(other))
+
+
+def told(steps: list[tuple[str, Any]]) -> list[Any]:
+    """What counts of a conversation: words by whom, calls, results; runs of replies are one."""
+    found: list[Any] = []
+    for kind, what in [*steps, ("assistant", "a")]:
+        if kind in ("assistant", "call"):
+            if not found or found[-1][0] != "said":
+                found.append(("said", [], []))
+            if kind == "assistant":
+                found[-1][1].append(what.strip())
+            else:
+                unique = is_unique(what[0])
+                found[-1][2].append(
+                    what[0] if unique else (what[0], json.dumps(what[1], sort_keys=True))
+                )
+        elif kind == "result":
+            found.append(("result", what[0], None if is_unique(what[0]) else what[1]))
+        else:
+            found.append(("user", what))
+    return [
+        ("said", "".join(entry[1]), entry[2]) if entry[0] == "said" else entry for entry in found
+    ]
+
+
+@given(st.lists(STEPS, max_size=8), SPOKEN)
+def test_what_a_call_provides_the_next_one_needs(steps: list[tuple[str, Any]], reply: str) -> None:
+    messages = as_sent([*steps, ("user", "q")], str, json.dumps)
+    provides = provided_fingerprints("chat", chat(*messages), summary(reply))
+    needs = needed_fingerprints("chat", chat(*messages, assistant(reply), user("next")))
+    assert prefixes(needs)[0] == provides[-1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"a":1,"b":2.0}', '{ "b": 2, "a": 1.0 }'),
+        ("", "{}"),
+        (None, {}),
+        ('{"a":"ä"}', '{"a":"\\u00e4"}'),
+        ("not json ", "not json"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_are_compared_parsed(one: Any, other: Any) -> None:
+    assert canonical_arguments(one) == canonical_arguments(other)
