@@ -13,7 +13,6 @@ from proxy.http.server import (
     SOONEST_S,
     STEP,
     ClientDeadlines,
-    Clock,
     Connection,
 )
 from tests.support.http_wires import Seen, Wire, client, feed, refusing, settle, swept
@@ -31,18 +30,6 @@ class Told:
 
     def __call__(self, what: str, _allowed_s: float, _exchange: Exchange | None) -> None:
         self.late.append(what)
-
-
-@given(st.lists(st.integers(1, STEP - 1), max_size=20), st.floats(0.1, 10))
-def test_a_clock_sees_less_than_a_step_as_no_progress(grown: list[int], pause_s: float) -> None:
-    clock, now, count = Clock(), 0.0, 0
-    assert clock.waited(now, count, STEP) == 0
-    waited, last = 0.0, 0
-    for more in grown:
-        now, count = now + pause_s, count + more
-        waited = 0.0 if count - last >= STEP else waited + pause_s
-        last = count if waited == 0.0 else last
-        assert clock.waited(now, count, STEP) == pytest.approx(waited)
 
 
 @given(st.builds(ClientDeadlines, *[st.floats(1e-3, 1e6)] * 4))
@@ -198,6 +185,15 @@ async def test_a_whole_reply_that_nobody_takes_does_not_hold_its_connection() ->
     assert not connection.busy
     await swept(connection, 2.0, write_s=1.0)
     assert wire.aborted
+
+
+async def test_idle_connection_is_closed() -> None:
+    connection, wire = client(Seen())
+    await feed(connection, [HEAD % 0])
+    await swept(connection, 0.5, idle_s=1.0)
+    assert not wire.is_closing()
+    await swept(connection, 2.0, idle_s=1.0)
+    assert wire.closed
 
 
 OFFERED = [
