@@ -1,6 +1,8 @@
-"""Results of tools in the next call's request, in every api: read once, and only theirs."""
+"""Results of tools in the next call's request, in every format: read once, with what they quote."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -13,8 +15,8 @@ from proxy.formats.conversation import ToolResult
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
-from proxy.tool_events import ResultReaders, parse_readers
-from store.records import ToolEvent
+from proxy.tool_events import MOST_QUOTES, ResultReaders, parse_readers, quoted_digests, text_digest
+from store.records import CallRecord, ToolEvent
 from tests.support.records import captured, tool_event
 
 CALL = uuid4()
@@ -25,11 +27,11 @@ Said = dict[str, Any]
 Turn = list[tuple[str, str, str]]
 
 
-def chat(turns: list[Turn], *after: Said) -> Said:
+def chat(turns: list[Turn], *after: Said, arguments: Any = MappingProxyType({})) -> Said:
     messages: list[Said] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     for turn in turns:
         calls = [
-            {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
+            {"id": i, "type": "function", "function": {"name": name, "arguments": dump(arguments)}}
             for i, name, _ in turn
         ]
         messages.append({"role": "assistant", "content": None, "tool_calls": calls})
@@ -37,38 +39,54 @@ def chat(turns: list[Turn], *after: Said) -> Said:
     return {"messages": [*messages, *after]}
 
 
-def responses(turns: list[Turn], *after: Said) -> Said:
+def responses(turns: list[Turn], *after: Said, arguments: Any = MappingProxyType({})) -> Said:
     items: list[Said] = [{"role": "user", "content": "q"}]
     for turn in turns:
         items.append({"type": "reasoning", "id": "r", "summary": []})
         items += [
-            {"type": "function_call", "call_id": i, "name": name, "arguments": "{}"}
+            {"type": "function_call", "call_id": i, "name": name, "arguments": dump(arguments)}
             for i, name, _ in turn
         ]
         items += [{"type": "function_call_output", "call_id": i, "output": t} for i, _, t in turn]
     return {"input": [*items, *after]}
 
 
-def messages(turns: list[Turn], *after: Said, **stated: bool) -> Said:
+def messages(
+    turns: list[Turn], *after: Said, arguments: Any = MappingProxyType({}), **stated: bool
+) -> Said:
     said: list[Said] = [{"role": "user", "content": "q"}]
     for turn in turns:
-        said.append(
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "tool_use", "id": i, "name": name, "input": {}} for i, name, _ in turn
-                ],
-            }
-        )
+        calls = [
+            {"type": "tool_use", "id": i, "name": name, "input": dict(arguments)}
+            for i, name, _ in turn
+        ]
         results = [
             {"type": "tool_result", "tool_use_id": i, "content": text} for i, _, text in turn
         ]
-        said.append({"role": "user", "content": [r | stated for r in results]})
+        said += [
+            {"role": "assistant", "content": calls},
+            {"role": "user", "content": [result | stated for result in results]},
+        ]
     return {"messages": [*said, *after]}
+
+
+def custom(given: Any, output: str) -> Said:
+    call = {"type": "custom_tool_call", "call_id": "a", "name": "sh", "input": given}
+    return {"input": [call, {"type": "custom_tool_call_output", "call_id": "a", "output": output}]}
+
+
+def custom_in_a_chat(given: Any, output: str) -> Said:
+    call = {"id": "a", "type": "custom", "custom": {"name": "sh", "input": given}}
+    result = {"role": "tool", "tool_call_id": "a", "content": output}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}, result]}
 
 
 WRITERS = {"chat": chat, "responses": responses, "messages": messages}
 every_format = pytest.mark.parametrize("api", list(WRITERS))
+
+
+def dump(arguments: Any) -> str:
+    return json.dumps(dict(arguments) if isinstance(arguments, Mapping) else arguments)
 
 
 def parsed(request: Any) -> Any:
@@ -95,28 +113,9 @@ SECOND: Turn = [("c", "search", "{}")]
 
 
 @every_format
-def test_results_are_read_with_their_tools_names(api: str) -> None:
-    assert results(api, WRITERS[api]([FIRST])) == [
-        ToolResult(tool_id="a", name="search", text='{"error": "x"}'),
-        ToolResult(tool_id="b", name="shell", text="Exit code 2"),
-    ]
-
-
-@every_format
-def test_only_what_answers_the_last_turn_is_read(api: str) -> None:
-    request = WRITERS[api]([FIRST, SECOND])
-    assert [result.tool_id for result in results(api, request)] == ["c"]
-
-
-@every_format
-def test_what_a_user_adds_changes_nothing(api: str) -> None:
-    request = WRITERS[api]([FIRST, SECOND], {"role": "user", "content": "go on"})
-    assert [result.tool_id for result in results(api, request)] == ["c"]
-
-
-@every_format
-def test_words_put_into_the_assistants_mouth_change_nothing(api: str) -> None:
-    request = WRITERS[api]([FIRST, SECOND], {"role": "assistant", "content": "So"})
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_words_after_the_results_change_nothing(api: str, role: str) -> None:
+    request = WRITERS[api]([FIRST, SECOND], {"role": role, "content": "go on"})
     assert [result.tool_id for result in results(api, request)] == ["c"]
 
 
@@ -179,18 +178,12 @@ def test_a_result_without_a_name_in_the_request_takes_the_rules_of_any_tool() ->
     assert events("responses", request, "*=json_error") == [("a", "error", "reader", None)]
 
 
-def test_custom_tools_are_read_too() -> None:
-    items = [
-        {"type": "custom_tool_call", "call_id": "a", "name": "sh", "input": "ls"},
-        {"type": "custom_tool_call_output", "call_id": "a", "output": "Exit code 1"},
-    ]
-    assert events("responses", {"input": items}, "sh=exit_code") == [("a", "error", "reader", "sh")]
-    call = {"id": "a", "type": "custom", "custom": {"name": "sh", "input": "ls"}}
-    said = [
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "Exit code 1"},
-    ]
-    assert events("chat", {"messages": said}, "sh=exit_code") == [("a", "error", "reader", "sh")]
+@pytest.mark.parametrize(
+    ("api", "request_"),
+    [("responses", custom("ls", "Exit code 1")), ("chat", custom_in_a_chat("ls", "Exit code 1"))],
+)
+def test_custom_tools_are_read_too(api: str, request_: Said) -> None:
+    assert events(api, request_, "sh=exit_code") == [("a", "error", "reader", "sh")]
 
 
 @pytest.mark.parametrize(
@@ -243,34 +236,30 @@ def test_the_same_call_gives_the_same_ids_and_another_call_others() -> None:
 # Through the ingester
 
 
-def transcribed(api: str, request: Any, rules: str = "", **changes: Any) -> list[ToolEvent]:
+def recorded(api: str, request: Any, rules: str = "", **changes: Any) -> CallRecord:
     seen = captured(dialect=api, request=json.dumps(request).encode(), **changes)
-    return list(transcribe(seen, parse_readers(rules)).tool_events)
+    return transcribe(seen, parse_readers(rules))
+
+
+def sources(record: CallRecord) -> list[tuple[str | None, str, str]]:
+    return [(event.tool_id, event.status, event.source) for event in record.tool_events]
 
 
 @every_format
 def test_the_ingester_reads_them(api: str) -> None:
-    found = transcribed(api, WRITERS[api]([FIRST]), "*=json_error+exit_code")
-    assert [(e.tool_id, e.status, e.source) for e in found] == [
-        ("a", "error", "reader"),
-        ("b", "error", "reader"),
-    ]
+    found = recorded(api, WRITERS[api]([FIRST]), "*=json_error+exit_code")
+    assert sources(found) == [("a", "error", "reader"), ("b", "error", "reader")]
 
 
 def test_the_ingester_keeps_what_the_header_said_beside_it() -> None:
-    told = (tool_event("denied", "a"),)
-    found = transcribed("messages", messages([SECOND]), tool_events=told)
-    assert [(e.tool_id, e.status, e.source) for e in found] == [
-        ("a", "denied", "header"),
-        ("c", "ok", "assumed"),
-    ]
+    found = recorded("messages", messages([SECOND]), tool_events=(tool_event("denied", "a"),))
+    assert sources(found) == [("a", "denied", "header"), ("c", "ok", "assumed")]
 
 
 def test_a_call_that_came_to_no_reply_still_brought_its_results() -> None:
-    found = transcribed(
-        "messages", messages([SECOND], is_error=True), status="upstream_error", http_status=None
-    )
-    assert [e.status for e in found] == ["error"]
+    request = messages([SECOND], is_error=True)
+    found = recorded("messages", request, status="upstream_error", http_status=None)
+    assert sources(found) == [("c", "error", "is_error")]
 
 
 # Any request at all
@@ -323,3 +312,119 @@ def test_any_request_is_read(api: str, members: list[Any]) -> None:
     for event in result_events(CALL, api, request, parse_readers("*=json_error+exit_code")):
         assert event.tool_id
         assert "\x00" not in event.tool_id + (event.name or "") + (event.detail or "")
+
+
+ANY = "*=json_error"
+SQL = "SELECT COUNT(*)\nFROM employee WHERE name = 'é'"
+# Backticks alone are a fence, or what is left of one, and no text.
+TEXTS = (
+    st.text(min_size=1)
+    .map(str.strip)
+    .filter(lambda text: bool(text.strip("`")) and "```" not in text)
+)
+
+
+@given(TEXTS, st.sampled_from(["", " ", "\n", "\t\n"]))
+def test_blanks_around_a_text_and_a_fence_make_no_difference(text: str, blanks: str) -> None:
+    assert text_digest(f"{blanks}{text}{blanks}") == text_digest(text) is not None
+    assert text_digest(f"```sql\n{text}\n```{blanks}") == text_digest(text)
+
+
+@given(TEXTS, TEXTS)
+def test_only_the_whole_text_is_the_same(text: str, other: str) -> None:
+    assert (text_digest(text) == text_digest(other)) == (text == other)
+    assert text_digest(f"{text}\n{other}") != text_digest(text)
+    assert text_digest(f"See:\n```sql\n{text}\n```") != text_digest(text)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "`", "```sql\n```", "``````"])
+def test_a_reply_without_words_is_quoted_by_nobody(text: str) -> None:
+    assert text_digest(text) is None
+
+
+def test_words_that_utf8_cannot_write_have_a_digest() -> None:
+    assert text_digest("\ud800") != text_digest("\ud801")
+
+
+def test_each_text_is_named_once_and_not_more_than_a_few() -> None:
+    assert quoted_digests(("a", " a ", "", "b")) == (text_digest("a"), text_digest("b"))
+    assert len(quoted_digests([str(number) for number in range(99)])) == MOST_QUOTES
+
+
+# Texts that a tool call quotes
+
+
+@pytest.mark.parametrize(
+    ("api", "request_"),
+    [
+        (
+            "chat",
+            chat([SECOND], arguments={"query": SQL, "limit": 5, "in": {"text": "not on top"}}),
+        ),
+        ("messages", messages([SECOND], arguments={"query": f" {SQL}\n"})),
+        ("responses", responses([SECOND], arguments={"query": SQL})),
+        ("responses", custom(SQL, "{}")),
+        ("chat", custom_in_a_chat(SQL, "{}")),
+    ],
+)
+def test_a_result_names_the_texts_that_its_call_was_made_of(api: str, request_: Said) -> None:
+    [event] = recorded(api, request_, ANY).tool_events
+    assert event.quotes == (text_digest(SQL),)
+
+
+@pytest.mark.parametrize("arguments", [3, None, [], {}, {"a": 1}, [SQL], "", {"": ""}])
+def test_arguments_without_a_text_quote_nothing(arguments: Any) -> None:
+    [event] = recorded("chat", chat([SECOND], arguments=arguments), ANY).tool_events
+    assert event.quotes == ()
+
+
+def reply(message: Any) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
+    return json.dumps({"id": "r", "choices": [choice]}).encode()
+
+
+MESSAGE = {"id": "m", "type": "message", "content": [{"type": "text", "text": SQL}]}
+ITEM = {"type": "message", "content": [{"type": "output_text", "text": SQL}]}
+RESPONSE = {"id": "r", "object": "response", "status": "completed", "output": [ITEM]}
+COMPLETION = {"id": "c", "choices": [{"index": 0, "text": SQL}]}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "request_body", "told"),
+    [
+        ("chat", {"messages": []}, reply({"content": f"{SQL}\n"})),
+        ("messages", {"messages": []}, json.dumps(MESSAGE).encode()),
+        ("responses", {"input": []}, json.dumps(RESPONSE).encode()),
+        ("completions", {"prompt": "q"}, json.dumps(COMPLETION).encode()),
+    ],
+)
+def test_a_replys_whole_text_can_be_named(dialect: str, request_body: Any, told: bytes) -> None:
+    made = recorded(dialect, request_body, ANY, reply=told)
+    assert made.text_digest == text_digest(SQL)
+
+
+def test_a_streamed_replys_too() -> None:
+    chunks = [
+        {"id": "r", "choices": [{"index": 0, "delta": {"content": piece}}]}
+        for piece in (SQL[:5], SQL[5:])
+    ]
+    sent = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+    made = recorded(
+        "chat",
+        {"messages": [], "stream": True},
+        ANY,
+        reply=sent + b"data: [DONE]\n\n",
+        streamed=True,
+    )
+    assert made.text_digest == text_digest(SQL)
+
+
+def test_what_asks_for_tools_itself_is_not_named_by_its_words() -> None:
+    call = {"id": "t1", "type": "function", "function": {"name": "sql", "arguments": "{}"}}
+    told = reply({"content": SQL, "tool_calls": [call]})
+    assert recorded("chat", {"messages": []}, ANY, reply=told).text_digest is None
+
+
+def test_where_no_result_is_read_no_text_is_digested() -> None:
+    told = reply({"content": SQL})
+    assert recorded("chat", {"messages": []}, reply=told).text_digest is None
