@@ -16,6 +16,7 @@ from proxy.policies.shared_pins import WAYS, SharedPins
 from proxy.policies.versions import Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyState, PolicyVersion
+from tests.support.proxy.versions import numbered, version
 
 TOGETHER = """
 [[policy]]
@@ -43,17 +44,6 @@ print(*[pins.agree("m", f"e{n}", version, lambda kept: True) for n in range(2000
 
 def any_version(version: int) -> bool:
     return True
-
-
-def version(number: int, state: PolicyState, name: str = "m") -> PolicyVersion:
-    return PolicyVersion(
-        name=name,
-        version=number,
-        state=state,
-        served_name=f"{name}@{number}" if number else name,
-        adapter_path=None,
-        update_id=None,
-    )
 
 
 def both_see(versions: Sequence[PolicyVersion], *workers: Versions) -> None:
@@ -164,14 +154,14 @@ def test_without_memory_a_worker_decides_alone(monkeypatch: pytest.MonkeyPatch) 
 def two() -> tuple[Versions, Versions]:
     """Two workers that see version 0 serving."""
     pins = SharedPins(os.memfd_create("pins"))
-    known = [version(0, "serving")]
+    known = numbered("serving")
     return Versions(known, shared=pins), Versions(known, shared=SharedPins(pins.page))
 
 
 def test_an_episode_keeps_its_version_at_another_worker(two: tuple[Versions, Versions]) -> None:
     one, other = two
     assert one.resolve("m", "e").version == 0
-    both_see([version(0, "published"), version(1, "serving")], one, other)
+    both_see(numbered("published", "serving"), one, other)
     assert other.knows("m", "e")
     assert other.resolve("m", "e").version == 0
     assert not other.knows("m", "new")
@@ -183,9 +173,9 @@ def test_one_whose_version_was_retired_goes_on_with_the_same_one_everywhere(
     two: tuple[Versions, Versions],
 ) -> None:
     one, other = two
-    both_see([version(0, "published"), version(1, "serving")], one, other)
+    both_see(numbered("published", "serving"), one, other)
     assert one.resolve("m", "e").version == 1
-    both_see([version(0, "published"), version(1, "retired"), version(2, "serving")], one, other)
+    both_see(numbered("published", "retired", "serving"), one, other)
     assert not other.knows("m", "e")
     assert other.resolve("m", "e").version == 2
     both_see([version(0, "published"), version(2, "published"), version(3, "serving")], one, other)
@@ -199,7 +189,7 @@ def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
     asks_first: bool, known: PolicyState | None
 ) -> None:
     pins = SharedPins(os.memfd_create("pins"))
-    news = [version(0, "published"), version(1, "serving")]
+    news = numbered("published", "serving")
     looks: list[int] = []
     behind: Versions
 

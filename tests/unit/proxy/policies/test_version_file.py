@@ -5,10 +5,9 @@ from pathlib import Path
 
 from proxy.policies.version_file import NAME, VersionFile
 from store.versions import PolicyVersion
+from tests.support.proxy.versions import version
 
-BASE = PolicyVersion(
-    name="m", version=0, state="serving", served_name="m", adapter_path=None, update_id=None
-)
+BASE = version(0, "serving")
 
 
 async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Whose policies are, while their file is damaged, missing, replaced, or being replaced."""
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from proxy.policies.owners import Owners
 from store.errors import BadPolicies
 from store.policy_table import open_policies
 from store.tenants import DEFAULT
-from store.versions import PolicyVersion
-from tests.support.waiting import PATIENCE_S
+from tests.support.proxy.versions import version
 
-TENANTS = ("a", "b", DEFAULT)
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "not TOML": lambda path: path.write_text("[[policy"),
     "no policy": lambda path: path.write_text(""),
@@ -44,7 +41,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def whose(owners: Owners, policy: str = "p") -> str:
-    [tenant] = [tenant for tenant in TENANTS if owners.owns(tenant, policy)]
+    [tenant] = [tenant for tenant in ("a", "b", DEFAULT) if owners.owns(tenant, policy)]
     return tenant
 
 
@@ -56,15 +53,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_without_a_file_a_policy_is_whose_the_store_says() -> None:
-    began = PolicyVersion(
-        name="p",
-        version=0,
-        state="serving",
-        served_name="m",
-        adapter_path=None,
-        update_id=None,
-        tenant="b",
-    )
+    began = version(0, "serving", "p", "m", tenant="b")
     file = OwnersFile(None)
     assert whose(file.now([])) == DEFAULT
     assert whose(file.now([began])) == "b"
@@ -156,31 +145,3 @@ def test_one_that_is_replaced_between_the_look_and_the_reading_is_read_again(
         patched.setattr(owning, "open_policies", late)
         assert whose(file.now([])) == "a"
     assert whose(file.now([])) == "b"
-
-
-def test_whoever_reads_while_it_is_replaced_sees_one_state_whole_and_the_last_in_the_end(
-    path: Path,
-) -> None:
-    states = [text_of(p=one, q=one) for one in ("a", "b")]
-    replace(path, states[0])
-    file, over, looked = OwnersFile(path), threading.Event(), threading.Event()
-
-    def replacing() -> None:
-        for number in range(200):
-            replace(path, states[number % 2])
-        # A quick writer is through before the first look.
-        looked.wait(PATIENCE_S)
-        replace(path, states[1])
-        over.set()
-
-    writer = threading.Thread(target=replacing)
-    with capture_logs() as logs:
-        writer.start()
-        while not over.is_set():
-            owners = file.now([])
-            assert whose(owners) == whose(owners, "q") != DEFAULT
-            looked.set()
-        writer.join()
-        assert whose(file.now([])) == "b"
-    assert looked.is_set()
-    assert logs == []

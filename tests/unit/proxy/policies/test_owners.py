@@ -1,6 +1,5 @@
 """Whose a policy is: what a tenant may ask for, and what is hidden from it."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,8 @@ from proxy.policies.owners import Owners
 from proxy.policies.versions import Serving, Versions
 from store.policy_table import PolicyTable, parse_policies
 from store.tenants import DEFAULT
-from store.versions import PolicyVersion
+from store.versions import PolicyState, PolicyVersion
+from tests.support.proxy.versions import version
 
 TABLE = parse_policies(
     "".join(
@@ -26,15 +26,8 @@ WHOSE = {"pa": "a", "pb": "b", "p": DEFAULT, "gone": DEFAULT}
 
 
 def of(name: str, number: int, tenant: str | None = None) -> PolicyVersion:
-    return PolicyVersion(
-        name=name,
-        version=number,
-        state="serving" if number else "published",
-        served_name=f"{name}@{number}" if number else "m",
-        adapter_path=None,
-        update_id=None,
-        tenant=tenant or WHOSE[name],
-    )
+    state: PolicyState = "serving" if number else "published"
+    return version(number, state, name, "m", tenant=tenant or WHOSE[name])
 
 
 VERSIONS = [of(name, number) for name in WHOSE for number in (0, 1)]
@@ -63,7 +56,7 @@ def test_a_long_name_takes_no_longer_than_it_is_long() -> None:
 
 def test_a_policy_without_a_file_may_have_an_at_in_its_name() -> None:
     owners = Owners(None)
-    owners.learn([msgspec.structs.replace(of("gone", 1), name="me@home", served_name="me@home@1")])
+    owners.learn([version(1, "serving", "me@home")])
     assert owners.hides("a", "me@home@1")
     assert not owners.hides(DEFAULT, "me@home@1")
 

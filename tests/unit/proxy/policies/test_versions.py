@@ -1,6 +1,5 @@
 """Routing: a policy's name gets the serving version, an episode keeps the one it began with."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,17 +7,7 @@ from hypothesis import strategies as st
 from proxy.policies.versions import Serving, Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyState, PolicyVersion
-
-
-def version(number: int, state: PolicyState) -> PolicyVersion:
-    return PolicyVersion(
-        name="m",
-        version=number,
-        state=state,
-        served_name="m" if number == 0 else f"m@{number}",
-        adapter_path=None,
-        update_id=None,
-    )
+from tests.support.proxy.versions import numbered, version
 
 
 def test_an_unknown_name_goes_through_as_it_is() -> None:
@@ -27,41 +16,38 @@ def test_an_unknown_name_goes_through_as_it_is() -> None:
 
 
 def test_new_episodes_get_the_serving_version_and_old_ones_keep_theirs() -> None:
-    versions = Versions([version(0, "serving")])
+    versions = Versions(numbered("serving"))
     assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
-    versions.replace([version(0, "published"), version(1, "serving")])
+    versions.replace(numbered("published", "serving"))
     assert versions.resolve("m", "new") == Serving("m", 1, "m@1", arm="serving")
     assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
 
 
 def test_a_retired_version_is_left_for_the_serving_one() -> None:
-    versions = Versions([version(0, "published"), version(1, "serving")])
+    versions = Versions(numbered("published", "serving"))
     versions.resolve("m", "e")
-    versions.replace([version(0, "published"), version(1, "retired"), version(2, "serving")])
+    versions.replace(numbered("published", "retired", "serving"))
     assert versions.resolve("m", "e").version == 2
 
 
-def test_a_version_can_be_asked_for_by_its_own_name() -> None:
-    versions = Versions([version(0, "published"), version(1, "published"), version(2, "serving")])
-    assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
-
-
-def test_the_base_can_be_asked_for_by_its_number() -> None:
-    versions = Versions([version(0, "published"), version(1, "serving")])
-    assert versions.resolve("m@0", "e") == Serving("m", 0, "m")
-    # It is not the episode's version: that of the policy's own name.
-    assert versions.resolve("m", "e") == Serving("m", 1, "m@1", arm="serving")
-
-
-def test_a_retired_version_can_be_asked_for_as_it_may_still_be_loaded() -> None:
-    versions = Versions([version(0, "published"), version(1, "retired"), version(2, "serving")])
-    assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
-
-
-@pytest.mark.parametrize("state", ["written", "rejected"])
-def test_a_version_that_was_never_published_is_nobodys(state: PolicyState) -> None:
-    versions = Versions([version(0, "serving"), version(1, state)])
-    assert versions.resolve("m@1", "e") == Serving(None, None, "m@1")
+@pytest.mark.parametrize(
+    ("asked", "state", "gets"),
+    [
+        ("m@1", "published", Serving("m", 1, "m@1")),
+        ("m@0", "published", Serving("m", 0, "m")),
+        # It may still be loaded.
+        ("m@1", "retired", Serving("m", 1, "m@1")),
+        ("m@1", "written", Serving(None, None, "m@1")),
+        ("m@1", "rejected", Serving(None, None, "m@1")),
+    ],
+)
+def test_version_that_was_ever_published_can_be_asked_for_by_its_name(
+    asked: str, state: PolicyState, gets: Serving
+) -> None:
+    versions = Versions(numbered("published", state, "serving"))
+    assert versions.resolve(asked, "e") == gets
+    # It is not the episode's version, which the policy's own name gets.
+    assert versions.resolve("m", "e") == Serving("m", 2, "m@2", arm="serving")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +61,8 @@ def test_a_version_that_was_never_published_is_nobodys(state: PolicyState) -> No
     ],
 )
 def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -> None:
-    states: list[PolicyState] = ["published", "retired", "rejected", "serving", "written"]
-    said = Versions([version(n, state) for n, state in enumerate(states)]).why_not_served(asked)
+    versions = Versions(numbered("published", "retired", "rejected", "serving", "written"))
+    said = versions.why_not_served(asked)
     assert said is not None
     assert f"does not have {asked}: this version {why}" in said
     assert "a version that is loaded: m@3, m@0" in said
@@ -84,17 +70,17 @@ def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -
 
 @pytest.mark.parametrize("asked", [None, "m", "other@1", "m@", "m@x", "m@-1", "m@" + "9" * 50])
 def test_of_another_name_nothing_is_said(asked: str | None) -> None:
-    assert Versions([version(0, "serving")]).why_not_served(asked) is None
+    assert Versions(numbered("serving")).why_not_served(asked) is None
 
 
 def test_a_pin_from_an_earlier_process_stands() -> None:
-    versions = Versions([version(0, "published"), version(1, "serving")])
+    versions = Versions(numbered("published", "serving"))
     versions.pin("m", "e", 0)
     assert versions.resolve("m", "e").version == 0
 
 
 def test_a_pin_that_can_be_served_is_not_replaced() -> None:
-    versions = Versions([version(0, "published"), version(1, "published"), version(2, "serving")])
+    versions = Versions(numbered("published", "published", "serving"))
     assert versions.resolve("m", "e").version == 2
     versions.pin("m", "e", 1)
     assert versions.resolve("m", "e").version == 2
@@ -102,16 +88,9 @@ def test_a_pin_that_can_be_served_is_not_replaced() -> None:
 
 def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() -> None:
     """It left version 1 for 2 elsewhere; here 3 serves by now, and 1 is remembered."""
-    versions = Versions([version(0, "published"), version(1, "serving")])
+    versions = Versions(numbered("published", "serving"))
     assert versions.resolve("m", "e").version == 1
-    versions.replace(
-        [
-            version(0, "published"),
-            version(1, "retired"),
-            version(2, "published"),
-            version(3, "serving"),
-        ]
-    )
+    versions.replace(numbered("published", "retired", "published", "serving"))
     assert not versions.knows("m", "e")
     versions.pin("m", "e", 2)
     assert versions.knows("m", "e")
@@ -119,9 +98,9 @@ def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() ->
 
 
 def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
-    versions = Versions([version(0, "published"), version(1, "serving")])
+    versions = Versions(numbered("published", "serving"))
     versions.resolve("m", "e")
-    versions.replace([version(0, "published"), version(1, "retired"), version(2, "serving")])
+    versions.replace(numbered("published", "retired", "serving"))
     assert not versions.knows("m", "e")
     versions.pin("m", "e", 1)
     assert versions.resolve("m", "e").version == 2
@@ -130,7 +109,7 @@ def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
 
 @given(st.lists(st.integers(1, 6), max_size=30), st.lists(st.text(max_size=2), max_size=30))
 def test_an_episode_never_changes_its_version(swaps: list[int], episodes: list[str]) -> None:
-    versions = Versions([version(0, "serving")])
+    versions = Versions(numbered("serving"))
     seen: dict[str, int | None] = {}
     everything = [version(number, "published") for number in range(7)]
     for index, episode in enumerate(episodes):
@@ -165,16 +144,12 @@ TABLE = parse_policies(
 )
 
 
-def of(policy: str, number: int, state: PolicyState) -> PolicyVersion:
-    served = f"{policy}@{number}" if number else "qwen"
-    return msgspec.structs.replace(version(number, state), name=policy, served_name=served)
+def of(policy: str, *states: PolicyState) -> list[PolicyVersion]:
+    return numbered(*states, name=policy, base="qwen")
 
 
 def trained_table() -> Versions:
-    return Versions(
-        [of("writes", 0, "published"), of("writes", 1, "serving"), of("checks", 0, "serving")],
-        TABLE,
-    )
+    return Versions([*of("writes", "published", "serving"), *of("checks", "serving")], TABLE)
 
 
 def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
@@ -184,12 +159,7 @@ def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
     )
     assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen", arm="serving")
     versions.replace(
-        [
-            *(of("writes", number, "published") for number in (0, 1)),
-            of("writes", 2, "serving"),
-            of("checks", 0, "published"),
-            of("checks", 1, "serving"),
-        ]
+        [*of("writes", "published", "published", "serving"), *of("checks", "published", "serving")]
     )
     assert versions.resolve("qwen", "e", "writer") == Serving(
         "writes", 1, "writes@1", arm="serving"
@@ -211,20 +181,20 @@ def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
     versions = Versions([], TABLE)
     assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.knows("writes", "e")
-    versions.replace([of("writes", 0, "published"), of("writes", 1, "serving")])
+    versions.replace(of("writes", "published", "serving"))
     assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
 
 
 def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
-    stored = [version(0, "published"), version(1, "serving"), of("rest", 1, "published")]
-    versions = Versions([*stored, of("writes", 1, "published")], TABLE)
+    stored = [*numbered("published", "serving"), version(1, "published", "rest")]
+    versions = Versions([*stored, version(1, "published", "writes")], TABLE)
     for model in ("m", "m@1", "rest@1", "gpt-x"):
         assert versions.resolve(model, "e", "writer") == Serving(None, None, model)
     assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
 
 
 def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
-    versions = Versions([of("writes", 0, "serving")])
+    versions = Versions(of("writes", "serving"))
     assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.base_of("writes") == "qwen"
     # The base itself is nobody's: no policy has its name.
@@ -265,7 +235,7 @@ def test_nothing_explores_unless_a_file_says_so() -> None:
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_version_whose_files_were_deleted_says_so(listed: bool) -> None:
     """Such versions are not listed any more: there may have been thousands of them."""
-    gone = [msgspec.structs.replace(version(1, "retired"), files_deleted=True)] * listed
+    gone = [version(1, "retired", files_deleted=True)] * listed
     versions = Versions([version(0, "published"), *gone, version(2, "serving")])
     said = versions.why_not_served("m@1")
     assert said is not None
@@ -288,12 +258,8 @@ TOGETHER = parse_policies(
 
 def test_an_episode_gets_versions_that_were_live_together() -> None:
     """Also one that calls the second of them after both have been replaced."""
-    old = [of(name, 0, "serving") for name in ("writes", "checks")]
-    new = [
-        of(name, number, state)
-        for name in ("writes", "checks")
-        for number, state in ((0, "published"), (1, "serving"))
-    ]
+    old = [*of("writes", "serving"), *of("checks", "serving")]
+    new = [*of("writes", "published", "serving"), *of("checks", "published", "serving")]
     versions = Versions(old, TOGETHER)
     assert versions.resolve("writes", "begun").version == 0
     versions.replace(new)
@@ -303,18 +269,7 @@ def test_an_episode_gets_versions_that_were_live_together() -> None:
         assert versions.resolve(name, "new").version == 1
 
 
-def test_what_another_proxy_knows_of_an_episode_counts_more_than_what_was_live_together() -> None:
-    versions = Versions([of(name, 0, "serving") for name in ("writes", "checks")], TOGETHER)
-    versions.resolve("writes", "e")
-    versions.replace(
-        [of("checks", 0, "published"), of("checks", 1, "serving"), of("writes", 0, "serving")]
-    )
-    assert not versions.knows("checks", "e")
-    versions.pin("checks", "e", 1)
-    assert versions.resolve("checks", "e").version == 1
-
-
 def test_a_version_that_waits_to_go_live_can_be_asked_for_and_serves_nobody_else() -> None:
-    versions = Versions([of("writes", 0, "serving"), of("writes", 1, "ready")], TOGETHER)
+    versions = Versions(of("writes", "serving", "ready"), TOGETHER)
     assert versions.resolve("writes", "e").version == 0
     assert versions.resolve("writes@1", "eval").version == 1
