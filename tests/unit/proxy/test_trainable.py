@@ -5,12 +5,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from proxy.formats.base import NOTHING_SAMPLED, Sampled
+from proxy.formats.base import NOTHING_SAMPLED, Sampled, read_request
 from proxy.formats.registry import FORMATS
-from proxy.trainable import sampling_settings
+from proxy.trainable import judged_settings, sampling_settings, why_not_replayed
 from store.values.distribution import distribution_of
 from tests.support.proxy.grammars import why_not_trainable
+from tests.support.records import captured
 
 WHOLE = Sampled(
     prompt_ids=(1, 2),
@@ -43,21 +46,6 @@ def test_what_is_not_text_is_not_trained_whatever_the_tokens_are() -> None:
         assert why_not == "not_text"
     failed = why_not_trainable("complete", 400, 3, settings, WHOLE, rules, only_text=False)
     assert failed == "error_reply"
-
-
-@pytest.mark.parametrize(
-    ("api", "request_"),
-    [
-        ("chat", {"conversation": "c1"}),
-        ("chat", {"functions": [], "function_call": "auto"}),
-        ("completions", {"best_of": 1}),
-        ("responses", {"client_metadata": {"a": "b"}}),
-    ],
-)
-def test_what_clients_send_beside_their_settings_is_harmless(
-    api: str, request_: dict[str, Any]
-) -> None:
-    assert why(request_, api) is None
 
 
 def test_ids_are_enough_where_the_version_that_sampled_them_is_known() -> None:
@@ -153,22 +141,34 @@ def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -
     assert distribution_of(sampling_settings(request_, 1.0, FORMATS[api].sampling))
 
 
-@pytest.mark.parametrize(
-    ("api", "request_"),
-    [
-        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
-        ("messages", {"tool_choice": {"type": "none"}}),
-        ("chat", {"tools": [], "parallel_tool_calls": False}),
-        ("chat", {"tools": [{}], "parallel_tool_calls": True}),
-        ("chat", {"tools": [{}], "tool_choice": "none", "parallel_tool_calls": False}),
-        ("responses", {"tools": [{"name": "x", "strict": False}, "odd"]}),
-        ("responses", {"text": {"format": {"type": "text"}}}),
-        ("responses", {"text": {"verbosity": "low"}, "max_output_tokens": 5}),
-        ("messages", {"output_config": {"effort": "low"}}),
-        ("messages", {"thinking": {"type": "adaptive"}, "stop_sequences": ["x"]}),
-    ],
-)
-def test_the_other_apis_words_for_plain_sampling(api: str, request_: dict[str, Any]) -> None:
+HARMLESS: list[tuple[str, dict[str, Any]]] = [
+    # Words for plain sampling.
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ("messages", {"tool_choice": {"type": "none"}}),
+    ("chat", {"tools": [], "parallel_tool_calls": False}),
+    ("chat", {"tools": [{}], "parallel_tool_calls": True}),
+    ("chat", {"tools": [{}], "tool_choice": "none", "parallel_tool_calls": False}),
+    ("responses", {"tools": [{"name": "x", "strict": False}, "odd"]}),
+    ("responses", {"text": {"format": {"type": "text"}}}),
+    ("responses", {"text": {"verbosity": "low"}, "max_output_tokens": 5}),
+    ("messages", {"output_config": {"effort": "low"}}),
+    ("messages", {"thinking": {"type": "adaptive"}, "stop_sequences": ["x"]}),
+    ("completions", {"best_of": 1}),
+    # Fields that sample nothing.
+    ("chat", {"messages": [], "model": "m", "user": "u", "metadata": {}, "store": True}),
+    ("chat", {"stream": True, "stream_options": {}, "tools": [], "prompt_cache_key": "k"}),
+    ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {}, "session_id": "s"}),
+    ("chat", {"conversation": "c1", "functions": [], "function_call": "auto"}),
+    ("completions", {"prompt": "q", "echo": True, "suffix": "", "logprobs": 0}),
+    ("responses", {"input": "q", "instructions": "i", "include": [], "reasoning": {}}),
+    ("responses", {"previous_response_id": "r", "store": False, "truncation": "auto"}),
+    ("responses", {"client_metadata": {"a": "b"}}),
+    ("messages", {"messages": [], "system": "s", "metadata": {}, "service_tier": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("api", "request_"), HARMLESS)
+def test_field_that_leaves_sampling_alone_does_no_harm(api: str, request_: dict[str, Any]) -> None:
     assert why(request_, api) is None
 
 
@@ -183,22 +183,6 @@ def test_a_field_that_nobody_knows_may_constrain_the_sampling(api: str) -> None:
 def test_of_many_unknown_fields_only_some_are_named() -> None:
     found = sampling_settings({f"x{n}": 1 for n in range(50)}, 1.0, FORMATS["chat"].sampling)
     assert len(found["unreadable"]) == 8
-
-
-@pytest.mark.parametrize(
-    ("api", "request_"),
-    [
-        ("chat", {"messages": [], "model": "m", "user": "u", "metadata": {}, "store": True}),
-        ("chat", {"stream": True, "stream_options": {}, "tools": [], "prompt_cache_key": "k"}),
-        ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {}, "session_id": "s"}),
-        ("completions", {"prompt": "q", "echo": True, "suffix": "", "logprobs": 0}),
-        ("responses", {"input": "q", "instructions": "i", "include": [], "reasoning": {}}),
-        ("responses", {"previous_response_id": "r", "store": False, "truncation": "auto"}),
-        ("messages", {"messages": [], "system": "s", "metadata": {}, "service_tier": "auto"}),
-    ],
-)
-def test_known_fields_that_sample_nothing_do_no_harm(api: str, request_: dict[str, Any]) -> None:
-    assert why(request_, api) is None
 
 
 def test_a_field_is_known_to_its_own_api_only() -> None:
@@ -262,3 +246,54 @@ def test_a_grammar_is_trained_where_log_probabilities_show_it_or_it_held_all_tok
 def test_a_recorded_grammar_has_a_kind_and_a_text(grammar: Any) -> None:
     with pytest.raises(ValueError, match="grammar"):
         distribution_of({"temperature": 1.0, "grammar": grammar})
+
+
+VALUES = st.sampled_from(
+    [
+        *(None, 0, 0.7, 1, "1", "x", True, False, [], ["a"], {"type": "json_object"}),
+        *("required", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+    ]
+)
+NAMES = (
+    *("temperature", "top_p", "min_tokens", "stop_token_ids", "tools", "tool_choice", "n", "user"),
+    *(
+        "parallel_tool_calls",
+        "response_format",
+        "guided_json",
+        "structured_outputs",
+        "logit_bias",
+        "metadata",
+        "unknown",
+    ),
+)
+FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
+
+
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    FIELDS,
+    st.sampled_from([{}, {"top_p": 0.9}, {"top_k": 3.0, "top_p": 1.0}]),
+    st.sampled_from([(False, None), (True, None), (True, "hermes")]),
+)
+def test_settings_are_judged_by_the_calls_own_fields(
+    dialect: str,
+    fields: dict[str, Any],
+    defaults: dict[str, float],
+    parser: tuple[bool, str | None],
+) -> None:
+    known: dict[str, Any] = {"tool_grammars": parser[0], "tool_tag": parser[1]}
+    call = captured(dialect=dialect, default_temperature=0.5, sampling_defaults=defaults, **known)
+    rules = FORMATS[dialect].sampling
+    settings = sampling_settings(fields, 0.5, rules, defaults, **known)
+    request = read_request(msgspec.json.encode(fields))
+    for _ in range(2):
+        found = judged_settings(call, request)
+        assert found.recorded == msgspec.json.encode(settings)
+        for sure in (False, True):
+            assert found.why_not(sure) == why_not_replayed(settings, rules, sure=sure)
+
+
+def test_a_request_that_cannot_be_read_has_no_settings() -> None:
+    found = judged_settings(captured(), read_request(b"["))
+    assert found.recorded == b'{"unreadable":["request"]}'
+    assert found.why_not(True) == found.why_not(False) == "unreadable_sampling"

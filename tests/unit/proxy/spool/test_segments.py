@@ -1,10 +1,25 @@
-"""The spool's frames: whole or not there, at every offset a crash could leave."""
+"""A spool's segments: records come back as they were, and damage costs only what is damaged."""
+
+import struct
+from zlib import crc32
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.spool.segments import CapturedCall, Gap, decode_payload, encode_frame, read_frames
+from proxy.spool.segments import (
+    HEAD_BYTES,
+    MAGIC,
+    MARK,
+    CapturedCall,
+    Gap,
+    Piece,
+    decode_payload,
+    encode_frame,
+    read_frames,
+    read_pieces,
+)
 from store.values.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.support.records import captured, reward
 
@@ -14,29 +29,6 @@ def test_records_come_back_as_they_were() -> None:
     records = [captured(), reward(0.5, episode="e", key="k"), gap]
     data = b"".join(encode_frame(record) for record in records)
     assert [decode_payload(payload) for _, payload in read_frames(data)] == records
-
-
-def test_a_cut_at_any_byte_loses_only_the_last_record() -> None:
-    first, last = encode_frame(captured()), encode_frame(captured())
-    data = first + last
-    for cut in range(len(first), len(data)):
-        assert [end for end, _ in read_frames(data[:cut])] == [len(first)]
-    assert len(list(read_frames(data))) == 2
-
-
-@given(st.integers(0, 10_000), st.integers(1, 255))
-def test_a_flipped_byte_never_becomes_a_record(position: int, flip: int) -> None:
-    frame = bytearray(encode_frame(captured()))
-    frame[position % len(frame)] ^= flip
-    assert list(read_frames(bytes(frame))) == []
-
-
-def test_reading_goes_on_from_an_offset() -> None:
-    first, second = encode_frame(captured("a")), encode_frame(captured("b"))
-    [(_, payload)] = list(read_frames(first + second, len(first)))
-    record = decode_payload(payload)
-    assert isinstance(record, CapturedCall)
-    assert record.episode == "b"
 
 
 @given(
@@ -86,3 +78,143 @@ def test_a_spool_from_before_the_last_fields_is_read() -> None:
         assert isinstance(old, CapturedCall)
         there = last[: 3 - missing] + [None] * missing
         assert [old.tool_tag, old.arm, old.api_key] == there
+
+
+FRAMES = [
+    encode_frame(captured(f"e{number}", request=b"x" * (number * 37)))
+    if number % 3
+    else encode_frame(reward(1.0, episode=f"e{number}"))
+    for number in range(8)
+]
+SEGMENT = b"".join(FRAMES)
+STARTS = [sum(map(len, FRAMES[:number])) for number in range(len(FRAMES) + 1)]
+FIRST = struct.unpack_from("<I", SEGMENT, 12)[0]
+
+
+def pieces(data: bytes, *, ended: bool = True, mark: bytes | None = MARK) -> list[Piece]:
+    """What is read of a segment from its beginning."""
+    return list(read_pieces(data, mark=mark, number=FIRST if mark else None, ended=ended))
+
+
+def whole(found: list[Piece]) -> list[bytes]:
+    return [piece.data for piece in found if not piece.damage]
+
+
+def lost(found: list[Piece]) -> int:
+    return sum(piece.records for piece in found if piece.damage)
+
+
+def payloads(but: set[int]) -> list[bytes]:
+    return [frame[HEAD_BYTES:] for number, frame in enumerate(FRAMES) if number not in but]
+
+
+def hit(position: int) -> int:
+    """The frame that a byte belongs to."""
+    return sum(start <= position for start in STARTS) - 1
+
+
+def adjoin(found: list[Piece], data: bytes) -> None:
+    """Every byte is in exactly one piece."""
+    assert [piece.start for piece in found] == [0, *(piece.end for piece in found)][:-1]
+    assert not found or found[-1].end == len(data)
+    for piece in found:
+        assert piece.data == data[piece.begin : piece.end]
+
+
+@pytest.mark.parametrize("mark", [MARK, None], ids=["marked", "unmarked"])
+@given(bits=st.sets(st.integers(0, 8 * len(SEGMENT) - 1), min_size=1, max_size=6))
+def test_flipped_bits_cost_the_records_they_are_in(mark: bytes | None, bits: set[int]) -> None:
+    data = bytearray(SEGMENT)
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+    touched = {hit(bit // 8) for bit in bits}
+    found = pieces(bytes(data), mark=mark)
+    adjoin(found, bytes(data))
+    assert whole(found) == payloads(touched)
+    if mark and len(FRAMES) - 1 not in touched:
+        assert lost(found) == len(touched)
+    assert 1 <= lost(found) <= len(touched)
+
+
+@given(st.integers(0, len(SEGMENT)), st.binary(min_size=1, max_size=200))
+def test_junk_in_between_costs_at_most_the_record_it_is_in(position: int, junk: bytes) -> None:
+    data = SEGMENT[:position] + junk + SEGMENT[position:]
+    found = pieces(data)
+    adjoin(found, data)
+    touched = set() if position in STARTS else {hit(position)}
+    assert set(payloads(touched)) <= set(whole(found))
+    # Junk that is like the bytes around it may leave the record whole; and at a segment's very
+    # end nothing tells it from a record that was begun.
+    missing = len(FRAMES) - len(whole(found))
+    assert lost(found) == missing or (missing == 0 and found[-1].damage and lost(found) == 1)
+
+
+@given(st.integers(0, len(SEGMENT)), st.integers(0, len(SEGMENT)))
+def test_a_stretch_that_is_missing_costs_what_it_reached_into(one: int, other: int) -> None:
+    begin, end = sorted((one, other))
+    data = SEGMENT[:begin] + SEGMENT[end:]
+    found = pieces(data)
+    adjoin(found, data)
+    touched = {n for n in range(8) if STARTS[n] < end and STARTS[n + 1] > begin and begin < end}
+    # What is left of two frames may be one that is whole: their beginnings are alike.
+    assert set(payloads(touched)) <= set(whole(found)) <= set(payloads(set()))
+
+
+@given(st.lists(st.sampled_from([*FRAMES, MAGIC, MAGIC + MARK, b"\0" * 64, b"junk"])), st.binary())
+def test_whatever_is_in_a_segment_is_read_without_an_error(parts: list[bytes], end: bytes) -> None:
+    data = b"".join(parts) + end
+    for mark in (MARK, None):
+        adjoin(pieces(data, mark=mark), data)
+        assert sum(part in FRAMES for part in parts) <= len(whole(pieces(data, mark=mark)))
+
+
+@given(st.integers(0, len(SEGMENT)), st.integers(0, len(SEGMENT) - 1), st.booleans())
+def test_what_is_read_while_it_grows_is_what_is_read_at_its_end(
+    cut: int, flipped: int, flip: bool
+) -> None:
+    """The ingester counts a segment that grows, and drains it later: both see the same pieces."""
+    data = bytearray(SEGMENT)
+    if flip:
+        data[flipped] ^= 4
+    at_its_end = pieces(bytes(data))
+    early = pieces(bytes(data[:cut]), ended=False)
+    assert early == at_its_end[: len(early)]
+    place, number = (early[-1].end, early[-1].number) if early else (0, FIRST)
+    rest = list(read_pieces(bytes(data), place, mark=MARK, number=number, ended=True))
+    assert early + rest == at_its_end
+
+
+def test_a_tail_that_is_just_being_written_is_not_damage() -> None:
+    for cut in range(len(SEGMENT)):
+        found = pieces(SEGMENT[:cut], ended=False)
+        assert [piece.end for piece in found] == [end for end in STARTS[1:] if end <= cut]
+        assert not any(piece.damage for piece in found)
+
+
+def test_a_client_cannot_plant_a_record_in_a_body_that_is_damaged() -> None:
+    """It knows the format; it does not know the mark."""
+    fields = struct.pack("<12sIII", MAGIC + b"its mark", 0, 0, 0)
+    forged = encode_frame(reward(9.0, episode="mine"))[HEAD_BYTES:]
+    fields = struct.pack("<12sIII", MAGIC + b"its mark", 1, len(forged), crc32(forged))
+    plant = fields + struct.pack("<I", crc32(fields)) + forged
+    outer = encode_frame(captured(request=plant + b"x" * 99))
+    after = encode_frame(captured("after"))
+    for position in range(HEAD_BYTES + 4):
+        data = bytearray(outer + after)
+        data[position] ^= 1
+        assert whole(list(read_pieces(bytes(data), mark=MARK, ended=True))) == [after[HEAD_BYTES:]]
+
+
+@pytest.mark.parametrize("damaged_after", [False, True])
+def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_after: bool) -> None:
+    cut = encode_frame(captured("x" * 400))
+    kept = encode_frame(captured("kept"))
+    after = encode_frame(captured("after"))
+    if damaged_after:
+        after = bytes([after[0] ^ 1]) + after[1:]
+    # The cut frame's length reaches exactly to the end of the whole one.
+    found = pieces(cut[: len(cut) - len(kept)] + kept + after, mark=MARK)
+    records = [decode_payload(data) for data in whole(found)]
+    episodes = [record.episode for record in records if isinstance(record, CapturedCall)]
+    assert episodes == (["kept"] if damaged_after else ["kept", "after"])
+    assert [piece.records for piece in found] == [1, 1, 1]

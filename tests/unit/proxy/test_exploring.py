@@ -1,6 +1,7 @@
-"""What is changed of a call's settings, and of which calls: those that can be learned from then."""
+"""Which episodes explore, what is changed of their calls, and that these can be learned from."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,16 +9,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.exploring import Exploring, explored, header_of, with_explored
+from proxy.exploring import Exploring, explored, header_of, is_chosen, with_explored
 from proxy.formats.base import read_request
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
 from proxy.trainable import sampling_settings, why_not_replayed
 from proxy.upstreams.upstreams import SamplingDefaults
+from store.ids import new_name
 from store.policy_table import Explore
 from store.records import EXPLORED
 from tests.support.records import captured
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["run-{}".format, "{}".format, lambda _: new_name()[1]])
+def test_share_of_episodes_explores(share: float, name: Callable[[int], str]) -> None:
+    many = 20_000
+    chosen = sum(is_chosen(name(number), share) for number in range(many))
+    # Five standard deviations.
+    assert abs(chosen / many - share) < 5 * (share * (1 - share) / many) ** 0.5
+
+
+@given(st.text(), st.floats(min_value=1e-9, max_value=1), st.floats(min_value=1e-9, max_value=1))
+def test_a_smaller_share_lies_within_a_larger_one_and_all_are_in_the_whole(
+    episode: str, one: float, other: float
+) -> None:
+    small, large = sorted((one, other))
+    assert is_chosen(episode, small) <= is_chosen(episode, large)
+    assert is_chosen(episode, 1.0)
+    assert is_chosen(episode, one) == is_chosen(episode, one)
+
+
+def test_a_name_that_is_no_unicode_text_is_chosen_or_not_all_the_same() -> None:
+    assert is_chosen("\ud800", 1.0)
+
+
+def test_the_choice_is_the_one_that_it_has_been_since_it_was_released() -> None:
+    """Another one would turn episodes under way."""
+    chosen = [number for number in range(60) if is_chosen(f"episode-{number}", 0.1)]
+    assert chosen == [1, 3, 5, 6, 23, 48]
+
 
 BOTH = Explore(share=1.0, temperature=0.7, drop_strict=True)
 WARMER = Explore(share=1.0, temperature=0.7)

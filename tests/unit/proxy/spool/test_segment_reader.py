@@ -1,4 +1,4 @@
-"""A segment that its worker seals, and so renames, while the ingester reads it."""
+"""What the ingester reads of segments that grow, are renamed and go; and when it is stuck."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.ingester.drain import Drainer
+from proxy.ingester.drain import Drainer, Progress
 from proxy.ingester.segment_reader import BEGIN, Place, Segment
 from proxy.spool.segments import encode_frame
 from store.database import make_engine
@@ -97,3 +97,26 @@ def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
     assert not segment.has_more
     # Without a look at the last batch, each one would read all that follows it.
     assert sum(read) < 6 * sum(map(len, frames))
+
+
+def test_how_long_it_is_stuck_goes_on_through_an_outage_until_all_moves() -> None:
+    now = 100.0
+    progress = Progress(lambda: now)
+    assert (progress.state, progress.stuck_s) == ("moving", 0.0)
+    now = 110.0
+    progress.note("stuck", "held")
+    now = 115.0
+    progress.note("stuck", "held")
+    assert (progress.stuck_s, progress.told()["for_s"]) == (5.0, 5.0)
+    # PostgreSQL goes away, and comes back: the record has been held all the time.
+    progress.note("waiting", "away")
+    now = 120.0
+    assert (progress.stuck_s, progress.told()["for_s"]) == (0.0, 5.0)
+    progress.note("stuck", "held")
+    assert (progress.stuck_s, progress.told()["for_s"]) == (10.0, 10.0)
+    progress.note("moving")
+    now = 130.0
+    assert (progress.stuck_s, progress.told()["for_s"]) == (0.0, 10.0)
+    progress.note("stuck", "another")
+    now = 131.0
+    assert progress.stuck_s == 1.0
