@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from pawl.commands.common import fail, takes
 from pawl.rollout.agents import Agent, CommandAgent
@@ -23,6 +27,13 @@ from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge
 from pawl.rollout.tasks import RolloutError, Task, digest, parse_tasks
 from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
+
+if TYPE_CHECKING:
+    from pawl.rollout.running import Rollout
+
+REFRESH_S: Final = 0.5
+LINE_S: Final = 10.0
+MAX_ERRORS: Final = 6
 
 # After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
 SILENT: Final = 3
@@ -135,10 +146,8 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
         RolloutError: it cannot run with these options, or could not go on.
     """
     import aiohttp
-    from rich.console import Console
 
     from pawl.judging.feedback import FeedbackClient
-    from pawl.rollout.display import Display
     from pawl.rollout.proxy import ProxyClient
     from pawl.rollout.running import Job, Rollout
 
@@ -171,9 +180,7 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
             job = Job(
                 url=url,
                 tasks=tasks,
-                samples=flags.samples,
-                policy=policy,
-                split=split,
+                plan=plan,
                 limit_s=flags.timeout,
                 at_once=flags.at_once,
                 hidden=frozenset({*(flags.hide or ()), *filter(None, [flags.answer])}),
@@ -200,6 +207,52 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1),
         "hint": HINT if is_silent and run.figures.runs else None,
     }
+
+
+class Display:
+    """Show a rollout."""
+
+    def __init__(self, rollout: "Rollout", console: Console) -> None:
+        """Store what is shown, and where."""
+        self._rollout = rollout
+        self._figures = rollout.figures
+        self._console = console
+        self._started = time.monotonic()
+
+    async def show(self) -> None:
+        """Show the rollout until this is cancelled."""
+        if not self._console.is_terminal:
+            while True:
+                await asyncio.sleep(LINE_S)
+                words = [f"{name} {value}" for name, value in self._cells().items()]
+                line = "  ".join([*words, self._rollout.trouble]).rstrip()
+                self._console.print(line, highlight=False, soft_wrap=True)
+        with Live(self._table(), console=self._console, auto_refresh=False) as live:
+            try:
+                while True:
+                    await asyncio.sleep(REFRESH_S)
+                    live.update(self._table(), refresh=True)
+            finally:
+                live.update(self._table(), refresh=True)
+
+    def _cells(self) -> dict[str, str]:
+        reward = self._figures.reward
+        return {
+            "runs": f"{self._figures.runs}/{self._figures.planned}",
+            "under way": str(self._rollout.under_way),
+            "failed": str(self._figures.outcomes["failed"]),
+            "reward": "–" if reward is None else f"{reward:.3f}",
+            "seconds": f"{time.monotonic() - self._started:.0f}",
+        }
+
+    def _table(self) -> Group:
+        head = Table(*self._cells(), box=None, header_style="dim")
+        head.add_row(*self._cells().values())
+        errors = [
+            Text(f"{count:6}  {kind}", style="red")
+            for kind, count in self._figures.errors.most_common(MAX_ERRORS)
+        ]
+        return Group(head, *errors, Text(self._rollout.trouble, style="yellow"))
 
 
 @contextmanager

@@ -43,10 +43,7 @@ class FunctionAgent(Agent):
     def __init__(
         self, name: str, log: Path, at_once: int, *, option: str = "--python", folder: Path
     ) -> None:
-        """Store what is run: MODULE:FUNCTION, whose module is looked for in `folder` first.
-
-        What it prints goes into the file `log`; messages name it by `option`.
-        """
+        """Store MODULE:FUNCTION, looked for in `folder` first; what it prints goes to `log`."""
         self._about = f"{option} {name}"
         self._log = log
         self._processes = [_Process(name, folder, log) for _ in range(at_once)]

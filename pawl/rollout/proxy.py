@@ -14,14 +14,6 @@ PAUSE_S: Final = 2.0
 GLANCE_S: Final = 0.5
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class ProxyClient:
     """Ask one proxy for its models."""
 
@@ -52,9 +44,10 @@ class ProxyClient:
         if status >= 500:
             shown = body[:200].decode(errors="replace")
             raise RolloutError(f"the proxy at {self._url} answers {status}: {shown}")
-        with suppress(msgspec.DecodeError):
-            return frozenset(one.id for one in msgspec.json.decode(body, type=_Models).data)
-        return frozenset()
+        try:
+            return frozenset(one["id"] for one in msgspec.json.decode(body)["data"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return frozenset()
 
     async def _get(self, url: str) -> tuple[int, bytes]:
         try:

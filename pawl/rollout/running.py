@@ -1,9 +1,11 @@
-"""Run all that is planned: so many at once, each written down before it is posted."""
+"""Run all that is planned, written down before it is posted, and count what became of it."""
 
 import asyncio
 import itertools
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
@@ -12,38 +14,105 @@ from uuid import uuid4
 
 import msgspec
 
-from pawl.judging.answers import JudgeFailed
+from pawl.judging.answers import JudgeFailed, metrics_of
 from pawl.judging.feedback import FeedbackClient
 from pawl.rollout.agents import Agent, Request, environment, named_url
-from pawl.rollout.figures import Figures
-from pawl.rollout.journal import Begun, Ended, Journal, Key, Posted
+from pawl.rollout.journal import Begun, Ended, Journal, Key, Plan, Posted
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.tasks import Task
-from store.records import Record, Split
+from store.records import REWARD, Record
+from store.values.intervals import student, wilson
 
 # After Ctrl-C, feedback that was not taken in this time is left to the next start.
 LEAVE_S: Final = 10.0
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """State what is run: each task `samples` times, `at_once` at the same time.
+    """State what is run: the plan's tasks, `at_once` runs at the same time.
 
-    `policy` is the model to ask for; `""` leaves it to the agent. It does not see `hidden` fields.
+    The plan's policy is the model to ask for; `""` leaves it to the agent, which does not see
+    `hidden` fields: those of the plan, and the answer.
     """
 
     url: str
     tasks: tuple[Task, ...]
-    samples: int = 1
-    policy: str = ""
-    split: Split | None = None
+    plan: Plan
     limit_s: float = 600.0
     at_once: int = 16
     hidden: frozenset[str] = frozenset()
 
 
+class Figures:
+    """Count the settled runs of a rollout, and all errors, also those of abandoned attempts."""
+
+    def __init__(self, planned: int) -> None:
+        """Begin with nothing done of `planned` runs."""
+        self.planned = planned
+        self.outcomes: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.metrics: dict[str, list[float]] = {}
+
+    def add(self, ended: Ended) -> None:
+        """Count an attempt that ended; one that failed has no metrics."""
+        self.outcomes[ended.outcome] += 1
+        if ended.error is not None:
+            self.errors[ended.error] += 1
+        if ended.outcome == "done":
+            for metric, value in metrics_of(ended.statements).items():
+                self.metrics.setdefault(metric, []).append(value)
+
+    @property
+    def runs(self) -> int:
+        """Return how many runs are settled."""
+        return self.outcomes.total() - self.outcomes["abandoned"]
+
+    @property
+    def reward(self) -> float | None:
+        """Return the mean reward, or None if no run has one."""
+        rewards = self.metrics.get(REWARD)
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts as JSON has them, and the mean reward with its 95 % interval."""
+        low, high = self._interval()
+        means = {name: math.fsum(some) / len(some) for name, some in self.metrics.items()}
+        return {
+            "planned": self.planned,
+            "runs": self.runs,
+            "failed": self.outcomes["failed"],
+            "unjudged": self.outcomes["unjudged"],
+            "abandoned": self.outcomes["abandoned"],
+            "rewarded": len(self.metrics.get(REWARD, ())),
+            "reward": _rounded(self.reward),
+            "low": _rounded(low),
+            "high": _rounded(high),
+            "metrics": {name: _rounded(mean) for name, mean in means.items()},
+            "errors": dict(self.errors.most_common()),
+        }
+
+    def _interval(self) -> tuple[float | None, float | None]:
+        """Return the limits of the mean reward: Wilson's where all are 0 or 1, else Student's."""
+        mean, rewards = self.reward, self.metrics.get(REWARD, [])
+        if mean is None:
+            return None, None
+        if set(rewards) <= {0.0, 1.0}:
+            return wilson(mean, len(rewards))
+        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
+        spread = math.sqrt(squares / max(1, len(rewards) - 1))
+        return student(mean, spread, len(rewards)) or (None, None)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
 class Rollout:
-    """Run one rollout; `unposted` has the ended attempts that `/feedback` has not taken."""
+    """Run one rollout.
+
+    `unposted` has the ended attempts that `/feedback` has not taken; `on_end` is called for each
+    attempt that counts.
+    """
 
     def __init__(
         self,
@@ -56,7 +125,7 @@ class Rollout:
         *,
         on_end: Callable[[Key, Ended], None] = lambda key, ended: None,
     ) -> None:
-        """Store the parts; `on_end` is called for each attempt that counts."""
+        """Store the parts."""
         self._job = job
         self._agent = agent
         self._judge = judge
@@ -70,7 +139,7 @@ class Rollout:
         self._numbers = itertools.count(1)
         self._lanes: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
-        self.figures = Figures(len(job.tasks) * job.samples)
+        self.figures = Figures(len(job.tasks) * job.plan.samples)
         self.under_way = 0
         self.unposted: dict[str, Ended] = {}
 
@@ -118,7 +187,7 @@ class Rollout:
 
     def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | Key]:
         yield from unposted
-        for task, sample in itertools.product(self._tasks, range(self._job.samples)):
+        for task, sample in itertools.product(self._tasks, range(self._job.plan.samples)):
             if (key := Key(task, sample)) not in self._journal.past.settled:
                 yield key
 
@@ -179,12 +248,12 @@ class Rollout:
         return ended(outcome="done", statements=tuple(statements))
 
     def _request(self, key: Key, task: Task, episode: str) -> Request:
-        job, split = self._job, self._job.split
+        job, split = self._job, self._job.plan.split
         fields = {name: value for name, value in task.fields.items() if name not in job.hidden}
         sample = str(key.sample)
         variables = environment(
             named_url(job.url, task=task.name, episode=episode, split=split),
-            model=job.policy or None,
+            model=job.plan.policy or None,
             given=os.environ,
             names={
                 "TASK_ID": task.name,

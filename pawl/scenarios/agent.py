@@ -208,12 +208,18 @@ class WorkingAgent:
 
     def ask(self, tasks: Sequence[Task]) -> None:
         """Give tasks to the agent."""
+        plan = Plan(
+            tasks=digest(tuple(tasks)),
+            samples=self._samples,
+            agent=self._scenario.agent,
+            judge=self._scenario.judge,
+            split=self._split,
+            policy=self._scenario.asks_for,
+        )
         job = Job(
             url=self._url,
             tasks=tuple(tasks),
-            samples=self._samples,
-            policy=self._scenario.asks_for,
-            split=self._split,
+            plan=plan,
             at_once=self._concurrency,
             hidden=frozenset({self._scenario.answer}),
         )
@@ -226,14 +232,6 @@ class WorkingAgent:
             FeedbackClient(self._session, f"{self._url}/feedback", patience_s=math.inf),
             ProxyClient(self._session, self._url),
             on_end=self._take,
-        )
-        plan = Plan(
-            tasks=digest(job.tasks),
-            samples=job.samples,
-            agent=self._scenario.agent,
-            judge=self._scenario.judge,
-            split=job.split,
-            policy=job.policy,
         )
         working = asyncio.create_task(self._work(rollout, journal, plan))
         self._rollouts.append((rollout, working))

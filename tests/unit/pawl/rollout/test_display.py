@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pawl.rollout import display
-from pawl.rollout.display import Display
-from pawl.rollout.figures import Figures
+from pawl.commands import rollout as display
+from pawl.commands.rollout import Display
 from pawl.rollout.journal import Ended, Outcome
+from pawl.rollout.running import Figures
 from tests.support.waiting import until
 
 # What moves the cursor, and what hides and shows it.
