@@ -212,12 +212,16 @@ def small_plan(
         trainer_listen=f"127.0.0.1:{free_port()}",
         steward_listen=f"127.0.0.1:{free_port()}",
         data_dir=folder,
-        spool_dir=folder / "spool",
-        adapter_dir=folder / "adapters",
         log_dir=folder / "logs",
-        recipe=recipe,
-        policy=policy,
-        model=model,
+        settings={
+            "PAWL_SPOOL_DIR": str(folder.resolve() / "spool"),
+            "PAWL_ADAPTER_DIR": str(folder.resolve() / "adapters"),
+            "PAWL_RECIPE": recipe,
+            "PAWL_SEED": "0",
+            "PAWL_POLICY": policy,
+            "PAWL_POLICIES": "",
+            "PAWL_MODEL": model,
+        },
     )
 
 

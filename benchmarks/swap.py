@@ -195,7 +195,7 @@ async def measure(
         await stack.stop_training()
         settings = TrainerSettings(
             upstream_url=f"http://127.0.0.1:{plan.vllm.port}/v1",
-            adapter_dir=plan.adapter_dir,
+            adapter_dir=plan.data_dir / "adapters",
             recipe=str(recipe),
             model=model,
         )

@@ -4,9 +4,9 @@ import asyncio
 import inspect
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -135,8 +135,32 @@ def write_lines(
         Console().print(table(lines))
 
 
+def grid(
+    names: Sequence[str],
+    rows: Iterable[Iterable[Any]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    caption: str | None = None,
+) -> Table:
+    """Return a table of values as plain text, with the columns `right` aligned to the right.
+
+    Those in `whole` are never wrapped.
+    """
+    table = Table(box=None, pad_edge=False, caption=caption)
+    for name in names:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if name in whole else "fold"
+        table.add_column(name, justify=justify, no_wrap=name in whole, overflow=overflow)
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table
+
+
 def cell(value: Any) -> Text:
     """Return a value as plain text: clients choose many names, so rich must not read markup."""
-    if value is None:
+    if value is None or value is msgspec.UNSET:
         return Text()
+    if isinstance(value, tuple):
+        return Text(", ".join(value))
     return Text(f"{value:.4f}" if isinstance(value, float) else str(value))

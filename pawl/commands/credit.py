@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.common import AsJson, OfTenant, cell, fail, with_engine, write_lines
+from pawl.commands.common import AsJson, OfTenant, fail, grid, with_engine, write_lines
 from pawl.settings import refuse_unread
 from store.claims import Outcome
 from store.read.past import PastUpdate, past_update
@@ -185,30 +185,17 @@ def _by_episode(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
 
 
 def table(lines: Sequence[CreditLine]) -> Table:
-    """Return the lines as a table for a terminal, one column for each field that any line has."""
-    grid = Table(box=None, pad_edge=False)
-    names = [name for name in CreditLine.__struct_fields__ if _has(lines, name)]
-    for name in names:
-        is_number = name.startswith("r_") or name in ("advantage", "weight")
-        grid.add_column(
-            name,
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="fold",
-        )
-    for line in lines:
-        grid.add_row(*[cell(_shown(getattr(line, name))) for name in names])
-    return grid
-
-
-def _has(lines: Sequence[CreditLine], name: str) -> bool:
-    return name != "parts" or any(line.parts for line in lines)
+    """Return the lines as a table for a terminal; `parts` only if any line has them."""
+    names = [*CreditLine.__struct_fields__]
+    if not any(line.parts for line in lines):
+        names.remove("parts")
+    numbers = {name for name in names if name.startswith("r_")} | {"advantage", "weight"}
+    rows = ([_shown(getattr(line, name)) for name in names] for line in lines)
+    return grid(names, rows, right=numbers, whole=numbers)
 
 
 def _shown(value: Any) -> Any:
     """Return a value as the table has it: of the parts of a reward each with its metric."""
-    if value is msgspec.UNSET:
-        return None
     if not isinstance(value, dict):
         return value
     return ", ".join(f"{metric} {part:+.4g}" for metric, part in value.items())

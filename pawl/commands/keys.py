@@ -1,18 +1,18 @@
 """`pawl keys …`: make, list and revoke the API keys of the proxy's ports."""
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
+from rich.table import Table
 
-from pawl.commands.common import OfTenant, in_database, takes
+from pawl.commands.common import AsJson, OfTenant, grid, in_database, takes, write_lines
 from store.records import Record
 from store.tenants import DEFAULT
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from store.keys import ApiKey
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     help="Make, list and revoke the API keys that the proxy's ports ask for.",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+InJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 class KeyFlags(Record, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class KeyFlags(Record, frozen=True, kw_only=True):
             help="Tokens, of prompts and replies, after which no call may begin in that minute.",
         ),
     ] = None
-    as_json: AsJson = False
+    as_json: InJson = False
 
 
 @app.command()
@@ -75,8 +75,6 @@ def create(flags: KeyFlags) -> None:
     Status 2: a key that is not revoked has this name already, a scope is unknown, or a tenant other
     than the default one was to have a key with the scope admin.
     """
-    import msgspec
-
     from store.keys import Limits, create_key, read_scopes
 
     scopes = read_scopes(flags.scope)
@@ -101,48 +99,36 @@ def create(flags: KeyFlags) -> None:
 
 
 @app.command("list")
-def list_all(
-    tenant: OfTenant = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
-    ] = False,
-) -> None:
+def list_all(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     """List the keys, revoked ones too: names, ids, scopes and times, never a secret.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it.
     """
-    from pawl.commands.common import write_lines
     from store.keys import list_keys
 
     listed = in_database(lambda connection: list_keys(connection, tenant))
     write_lines(listed, table, as_json=as_json)
 
 
-def table(keys: "Sequence[ApiKey]") -> "Table":
+def table(keys: "Sequence[ApiKey]") -> Table:
     """Return the keys as a table for a terminal."""
-    import msgspec
-    from rich.table import Table
-
-    from pawl.commands.common import cell
     from store.keys import ApiKey
 
-    grid = Table(box=None, pad_edge=False)
-    for name in ApiKey.__struct_fields__:
-        grid.add_column(name, overflow="fold")
-    for key in keys:
+    def shown(key: ApiKey) -> Iterable[Any]:
         row = msgspec.structs.asdict(key) | {"scopes": ",".join(key.scopes)}
         for name in ("created_at", "revoked_at"):
             row[name] = row[name] and f"{row[name]:%Y-%m-%d %H:%M} UTC"
-        grid.add_row(*map(cell, row.values()))
-    return grid
+        return row.values()
+
+    return grid(ApiKey.__struct_fields__, map(shown, keys))
 
 
 @app.command()
 def revoke(
     key: Annotated[str, typer.Argument(help="Name or id of the key.", show_default=False)],
     tenant: OfTenant = None,
-    as_json: AsJson = False,
+    as_json: InJson = False,
 ) -> None:
     """Revoke a key: proxies that reach the database refuse it within two seconds.
 
@@ -151,8 +137,6 @@ def revoke(
 
     Status 2: no key with this name or id exists that is not revoked already.
     """
-    import msgspec
-
     from store.keys import revoke_key
 
     revoked = in_database(lambda connection: revoke_key(connection, key, tenant))

@@ -224,14 +224,8 @@ def _plan(settings: StackSettings) -> StackPlan:
         trainer_listen=trainer.trainer_listen,
         steward_listen=read_settings(StewardSettings).steward_listen,
         data_dir=settings.data_dir,
-        spool_dir=proxy.spool_dir,
-        adapter_dir=trainer.adapter_dir,
         log_dir=settings.log_dir,
-        recipe=trainer.recipe,
-        policy=policy,
-        policies=trainer.policies,
-        model=model,
-        seed=trainer.seed,
+        settings={"PAWL_POLICY": policy or "", "PAWL_MODEL": model or ""},
         judge=read_settings(JudgeSettings).judge_command is not None,
     )
 

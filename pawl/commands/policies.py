@@ -9,10 +9,9 @@ import msgspec
 import typer
 from msgspec import UNSET, UnsetType
 from rich.table import Table
-from rich.text import Text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import AsJson, OfTenant, cell, with_engine, write_lines
+from pawl.commands.common import AsJson, OfTenant, cell, grid, with_engine, write_lines
 from pawl.commands.policy_files import check, export_version, import_version
 from pawl.commands.policy_lookup import PolicyName, policy_versions
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
@@ -35,8 +34,6 @@ from trainer.settings import TrainerSettings
 
 # `unlisted`: it has versions, and the file of policies does not name it.
 Kind = Literal["trained", "fixed", "unlisted"]
-NUMBERS: Final = ("versions", "waiting")
-TEXTS: Final = ("version", "state")
 # As many as are shown, the newest.
 MAX_EVENTS: Final = 100
 
@@ -194,23 +191,12 @@ def _with_versions(
 
 def policies_table(lines: Sequence[PolicyLine]) -> Table:
     """Return the lines as a table for a terminal; `explore` and `tenant` only if any has it."""
-    grid = Table(box=None, pad_edge=False)
-    rows = [msgspec.structs.asdict(line) for line in lines]
     names = list(PolicyLine.__struct_fields__)
     for name in ("explore", "tenant"):
-        if all(row[name] is UNSET for row in rows):
+        if all(getattr(line, name) is UNSET for line in lines):
             names.remove(name)
-    for name in names:
-        grid.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*[_listed(row[name]) for name in names])
-    return grid
-
-
-def _listed(value: Any) -> Text:
-    if value is UNSET:
-        return cell(None)
-    return cell(", ".join(value) if isinstance(value, tuple) else value)
+    rows = ([getattr(line, name) for name in names] for line in lines)
+    return grid(names, rows, right=("versions", "waiting"))
 
 
 class VersionLine(Record, frozen=True, kw_only=True):
@@ -262,9 +248,7 @@ async def versions_of(
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
-        tried = await trial_of(connection, name)
-        waits = await waiting_of(connection, name)
-        unwatched = await unwatched_of(connection, name)
+        notes = await _notes(connection, name)
     spec = None if policies is None else policies.named(name)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     lines = []
@@ -273,13 +257,11 @@ async def versions_of(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
-            unwatched=unwatched if version.state == "serving" and unwatched else UNSET,
-            trial=tried[1] if tried and tried[0] == version.version else UNSET,
-            waits=waits[1] if waits and waits[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
             **_of_files(version),
+            **notes.get(version.version, {}),
         )
         point = curve.get(version.version)
         if point is not None:
@@ -305,7 +287,7 @@ def _on_trial(trial: Decision) -> str:
     )
 
 
-def _of_files(version: PolicyVersion) -> dict[str, bool]:
+def _of_files(version: PolicyVersion) -> dict[str, Any]:
     """Return whether the version's files, if they are here, are `altered`, or are `unread`."""
     if version.adapter_path is None:
         return {}
@@ -330,11 +312,11 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
         for line in lines
         if line.unwatched is not UNSET
     ]
-    grid = Table(box=None, pad_edge=False, caption="\n".join(notes) or None)
-    far = ["KL to base"] if any(line.kl_to_base is not UNSET for line in lines) else []
-    evaluated = ("eval episodes", "scored", "mean reward", "95 % interval")
-    for name in ("version", "state", *evaluated, *far):
-        grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
+    numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
+    if any(line.kl_to_base is not UNSET for line in lines):
+        numbers.append("KL to base")
+    names = ["version", "state", *numbers]
+    rows = []
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
         more = {
@@ -343,14 +325,10 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
             "altered": line.altered,
             "unread": line.unread,
         }
-        words = [word for word, is_so in more.items() if is_so]
-        state = ", ".join([line.state, *words])
-        reward = (line.eval_episodes, line.scored, line.mean, interval)
-        shown = [line.version, state, *reward]
-        if far:
-            shown.append(None if line.kl_to_base is UNSET else line.kl_to_base)
-        grid.add_row(*map(cell, shown))
-    return grid
+        state = (line.state, *(word for word, is_so in more.items() if is_so))
+        reward = (line.eval_episodes, line.scored, line.mean, interval, line.kl_to_base)
+        rows.append((line.version, state, *reward)[: len(names)])
+    return grid(names, rows, right=numbers, whole=names, caption="\n".join(notes) or None)
 
 
 class EventLine(Record, frozen=True, kw_only=True):
@@ -395,46 +373,40 @@ async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -
 
 def events_table(lines: Sequence[EventLine]) -> Table:
     """Return the lines as a table for a terminal; what decided is in the JSON lines alone."""
-    grid = Table(box=None, pad_edge=False)
-    for name in ("at", "version", "state", "by", "why"):
-        grid.add_column(name, no_wrap=name != "why")
+    rows = []
     for line in lines:
         before = "" if line.from_state in (None, line.to_state) else f"{line.from_state} → "
         state = before + line.to_state
         at = f"{line.at.astimezone():%Y-%m-%d %H:%M:%S}"
-        grid.add_row(*map(cell, (at, line.version, state, line.actor, line.reason)))
-    return grid
+        rows.append((at, line.version, state, line.actor, line.reason))
+    names = ("at", "version", "state", "by", "why")
+    return grid(names, rows, whole=names[:-1])
 
 
-async def unwatched_of(connection: AsyncConnection, name: str) -> str | None:
-    """Return why live rewards cannot roll back what serves; None if they can, or the base does."""
+async def _notes(connection: AsyncConnection, name: str) -> dict[int, dict[str, Any]]:
+    """Return what a gate has to say of versions by number, as fields of their lines.
+
+    Of the one that serves, why live rewards cannot roll it back; of the candidate, why it waits
+    though its replay has ended; of the one that is tried, what it has come to.
+    """
     stands = await gated(connection, name)
     if stands is None:
-        return None
-    version = stands.serving.version.version
-    promoted = await promotion(connection, name, version)
+        return {}
+    notes: dict[int, dict[str, Any]] = {}
+    serving = stands.serving.version.version
+    promoted = await promotion(connection, name, serving)
     why = why_unwatched(stands, promoted)
     rule = rule_of(stands.serving.gate or {})
-    if why is not None or not version or rule.mode == "gated":
-        return why
-    served = await terms(connection, name, version, rule.counted_at(stands.now))
-    return why_not_in_line(served, version)
-
-
-async def waiting_of(connection: AsyncConnection, name: str) -> tuple[int, str] | None:
-    """Return the number of the candidate, and why it waits though its replay has ended, if so."""
-    stands = await gated(connection, name)
-    if stands is None or stands.candidate is None:
-        return None
-    number = stands.candidate.version.version
-    why = await why_stays(connection, name, number)
-    return None if why is None else (number, why)
-
-
-async def trial_of(connection: AsyncConnection, name: str) -> tuple[int, Decision] | None:
-    """Return the number of the version that is tried, and what it has come to; None: none is."""
-    stands = await gated(connection, name)
-    if stands is None or stands.canary is None:
-        return None
-    decision = await OnTrial(stands, stands.canary).decide(connection, stands.now)
-    return stands.canary.version.version, decision
+    if why is None and serving and rule.mode != "gated":
+        served = await terms(connection, name, serving, rule.counted_at(stands.now))
+        why = why_not_in_line(served, serving)
+    if why:
+        notes[serving] = {"unwatched": why}
+    if stands.candidate is not None:
+        candidate = stands.candidate.version.version
+        if (why := await why_stays(connection, name, candidate)) is not None:
+            notes[candidate] = {"waits": why}
+    if stands.canary is not None:
+        decision = await OnTrial(stands, stands.canary).decide(connection, stands.now)
+        notes[stands.canary.version.version] = {"trial": decision}
+    return notes

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.common import (
     AsJson,
     OfTenant,
-    cell,
     fail,
+    grid,
     in_database,
     require_torch,
     with_engine,
@@ -127,15 +127,12 @@ class Fault(Record, frozen=True, kw_only=True):
 
 
 async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
-    """Return the versions of every policy, or a tenant's, that lack files or have altered ones.
-
-    Files that cannot be read are told of, too.
+    """Return the versions of every policy, or a tenant's, with missing, altered or unread files.
 
     Versions whose files were deleted, as nothing could ask for them any more, lack nothing.
     """
     async with engine.connect() as connection:
         versions = await versions_with_files(connection)
-    problems = [(one, _problem(one)) for one in versions if _is_looked_at(one, tenant)]
     return [
         Fault(
             version=version.served_name,
@@ -143,13 +140,10 @@ async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
             folder=version.adapter_path or "",
             problem=problem,
         )
-        for version, problem in problems
-        if problem is not None
+        for version in versions
+        if version.adapter_path is not None and tenant in (None, version.tenant)
+        if (problem := _problem(version)) is not None
     ]
-
-
-def _is_looked_at(version: PolicyVersion, tenant: str | None) -> bool:
-    return version.adapter_path is not None and tenant in (None, version.tenant)
 
 
 def _problem(version: PolicyVersion) -> str | None:
@@ -166,9 +160,5 @@ def _problem(version: PolicyVersion) -> str | None:
 
 def faults_table(lines: Sequence[Fault]) -> Table:
     """Return the lines as a table for a terminal."""
-    grid = Table(box=None, pad_edge=False)
-    for name in ("version", "state", "problem"):
-        grid.add_column(name, no_wrap=name != "problem")
-    for line in lines:
-        grid.add_row(*map(cell, (line.version, line.state, f"{line.folder}: {line.problem}")))
-    return grid
+    rows = [(line.version, line.state, f"{line.folder}: {line.problem}") for line in lines]
+    return grid(("version", "state", "problem"), rows, whole=("version", "state"))

@@ -30,6 +30,19 @@ async def policy_versions(
     return versions
 
 
+def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
+    """Return the version of a policy with this number.
+
+    Raises:
+        UnknownPolicy: there is none; the message names those that there are.
+    """
+    for version in versions:
+        if version.version == number:
+            return version
+    known = ", ".join(str(one.version) for one in versions)
+    raise UnknownPolicy(f"policy {versions[0].name!r} has no version {number} (there are: {known})")
+
+
 def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
     """Return the version with this number (None: that which serves) if it has an adapter.
 
@@ -38,12 +51,13 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     """
     name = versions[0].name
     trained = ", ".join(str(one.version) for one in versions if one.version) or "none yet"
+    with_files = [str(one.version) for one in versions if one.version and not one.files_deleted]
     for version in versions:
         if version.version == number and version.files_deleted:
             raise UnknownPolicy(
                 f"the files of {version.served_name} were deleted, as the version was"
                 f" {version.state} and nothing asked for them any more (there are those of:"
-                f" {_with_files(versions)})"
+                f" {', '.join(with_files) or 'none'})"
             )
         if version.version == number or (number is None and version.state == "serving"):
             if version.version:
@@ -53,8 +67,3 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
                 f" {trained})"
             )
     raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
-
-
-def _with_files(versions: list[PolicyVersion]) -> str:
-    there = (str(one.version) for one in versions if one.version and not one.files_deleted)
-    return ", ".join(there) or "none"

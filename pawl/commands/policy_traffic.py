@@ -1,17 +1,18 @@
 """Define `pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final
+from functools import partial
+from typing import Annotated, Any, Final, TypeVar
 from uuid import UUID
 
 import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import OfTenant, with_engine, with_zone
-from pawl.commands.policy_lookup import PolicyName, chosen_version, policy_versions
+from pawl.commands.common import OfTenant, in_database, with_engine, with_zone
+from pawl.commands.policy_lookup import PolicyName, chosen_version, numbered, policy_versions
 from pawl.settings import StewardSettings, read_settings
 from pawl.steward.evidence import OnTrial
 from pawl.steward.rollback import (
@@ -25,7 +26,6 @@ from pawl.steward.rollback import (
 from store import retraining, version_states
 from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
 from store.read.standing import gated
-from store.records import Record
 from store.retraining import Retrained
 from store.selecting import Selection, named, selected
 from store.tenants import scoped
@@ -34,6 +34,7 @@ from store.version_states import change_state, lock_policies
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.publishing.model_server import Replicas
 
+Result = TypeVar("Result")
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME[@N]", help="The policy, or a version.", show_default=False)
 ]
@@ -74,13 +75,9 @@ def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None
 
     Status 2: there is no such version, or it cannot serve.
     """
-
-    async def work(engine: AsyncEngine) -> PolicyVersion:
-        settings = read_settings(StewardSettings)
-        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
-            return await promote_by_hand(engine, replicas, name, reason, tenant)
-
-    chosen = with_engine(work)
+    chosen = with_servers(
+        lambda engine, replicas: promote_by_hand(engine, replicas, name, reason, tenant)
+    )
     print(f"{chosen.served_name} serves")
 
 
@@ -96,15 +93,9 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
 
     Status 2: there is no such version, or it has no new episodes.
     """
-
-    async def work(
-        engine: AsyncEngine,
-    ) -> tuple[PolicyVersion, PolicyVersion | None, Loaded | None]:
-        settings = read_settings(StewardSettings)
-        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
-            return await roll_back_by_hand(engine, replicas, name, reason, tenant)
-
-    chosen, serves, loaded = with_engine(work)
+    chosen, serves, loaded = with_servers(
+        lambda engine, replicas: roll_back_by_hand(engine, replicas, name, reason, tenant)
+    )
     print(f"{chosen.served_name} is rolled back")
     if serves is not None:
         print(f"{serves.served_name} serves")
@@ -146,16 +137,13 @@ def retrain(
 
     Status 2: there is no such version, episode or key, or the line cannot start at the version.
     """
-    left_out = read_without(without or ())
-
-    async def work(engine: AsyncEngine) -> Retrained:
-        settings = read_settings(StewardSettings)
-        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
-            return await retrain_by_hand(
-                engine, replicas, (name, start), left_out, reason, tenant, dry_run=dry_run
-            )
-
-    print(as_text(with_engine(work)))
+    left_out = [read_query(query) for query in without or ()]
+    retrained = with_servers(
+        lambda engine, replicas: retrain_by_hand(
+            engine, replicas, name, start, left_out, reason, tenant, dry_run=dry_run
+        )
+    )
+    print(as_text(retrained))
 
 
 def freeze(
@@ -171,8 +159,24 @@ def freeze(
 
     Status 2: there is no such policy.
     """
-    with_engine(lambda engine: freeze_by_hand(engine, name, reason, tenant, frozen=not off))
+
+    async def work(connection: AsyncConnection) -> None:
+        await policy_versions(connection, name, tenant)
+        await version_states.freeze(connection, name, frozen=not off, reason=reason, actor=OPERATOR)
+
+    in_database(work)
     print(f"{name} is {'no longer ' if off else ''}frozen")
+
+
+def with_servers(work: Callable[[AsyncEngine, Replicas], Awaitable[Result]]) -> Result:
+    """Run `work` with the database and all replicas of the model server; return its result."""
+
+    async def run(engine: AsyncEngine) -> Result:
+        settings = read_settings(StewardSettings)
+        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
+            return await work(engine, replicas)
+
+    return with_engine(run)
 
 
 def split_name(named: str) -> tuple[str, int | None]:
@@ -225,19 +229,6 @@ def _chosen(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
     raise UnknownPolicy(
         f"no version of {name!r} is tried, or waits for it: name the one to promote, as {name}@N"
     )
-
-
-def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
-    """Return the version of a policy with this number.
-
-    Raises:
-        UnknownPolicy: there is none; the message names those that there are.
-    """
-    for version in versions:
-        if version.version == number:
-            return version
-    known = ", ".join(str(one.version) for one in versions)
-    raise UnknownPolicy(f"policy {versions[0].name!r} has no version {number} (there are: {known})")
 
 
 def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
@@ -328,34 +319,16 @@ async def roll_back_by_hand(
     return chosen, serves, loaded
 
 
-async def freeze_by_hand(
-    engine: AsyncEngine, name: str, reason: str, tenant: str | None = None, *, frozen: bool
-) -> None:
-    """Let only operators move the policy's traffic from now on; or, if not `frozen`, all again.
-
-    With `tenant` the policy must be that tenant's.
-
-    Raises:
-        UnknownPolicy: there is no such policy.
-    """
-    async with engine.begin() as connection:
-        await policy_versions(connection, name, tenant)
-        await version_states.freeze(connection, name, frozen=frozen, reason=reason, actor=OPERATOR)
-
-
 class BadQuery(StoreError):
     """Report a query that cannot be read; the message names the field and the remedy."""
 
-
-class Without(Record, frozen=True, kw_only=True):
-    """Hold what is left out: episodes by key or id, and those that a selection selects."""
-
-    names: tuple[str, ...] = ()
-    selections: tuple[Selection, ...] = ()
+    def __init__(self, query: str, field: str, problem: str) -> None:
+        """Make the message."""
+        super().__init__(f"--without {query!r}: {field}: {problem}")
 
 
-def read_without(texts: Sequence[str]) -> Without:
-    """Read queries (pure): an episode's key or id, or conditions `FIELD=VALUE` between commas.
+def read_query(query: str) -> str | Selection:
+    """Read an episode's key or id, or conditions `FIELD=VALUE` between commas (pure).
 
     A comma in a value is part of it unless a field follows.
 
@@ -363,46 +336,45 @@ def read_without(texts: Sequence[str]) -> Without:
         BadQuery: a value is missing or is no time, a field comes twice, or an episode's name has
             further conditions.
     """
-    names, selections = [], []
-    for query in texts:
-        pairs = [("episode", query)]
-        if _BEGINS.match(query):
-            pairs = [one.partition("=")[::2] for one in _NEXT.split(query)]
-        values: dict[str, str | datetime | None] = {}
-        for field, value in pairs:
-            if not value:
-                raise BadQuery(f"--without {query!r}: {field}: write {field}=VALUE, with a value")
-            if FIELDS[field] in values:
-                raise BadQuery(f"--without {query!r}: {field}: it comes twice: give it once")
-            values[FIELDS[field]] = _time(query, field, value) if field in TIMES else value
-        name = values.pop("episode", None)
-        if name is not None and values:
-            raise BadQuery(
-                f"--without {query!r}: episode: a name selects one episode: leave the other"
-                " conditions away, or give a --without of their own"
-            )
-        if name is None:
-            selections.append(msgspec.convert(values, Selection))
-        else:
-            names.append(str(name))
-    return Without(names=tuple(names), selections=tuple(selections))
+    pairs = [("episode", query)]
+    if _BEGINS.match(query):
+        pairs = [one.partition("=")[::2] for one in _NEXT.split(query)]
+    values: dict[str, str | datetime | None] = {}
+    for field, value in pairs:
+        if not value:
+            raise BadQuery(query, field, f"write {field}=VALUE, with a value")
+        if FIELDS[field] in values:
+            raise BadQuery(query, field, "it comes twice: give it once")
+        values[FIELDS[field]] = _time(query, field, value) if field in TIMES else value
+    name = values.pop("episode", None)
+    if name is None:
+        return msgspec.convert(values, Selection)
+    if values:
+        raise BadQuery(
+            query,
+            "episode",
+            "a name selects one episode: leave the other conditions away, or give a --without of"
+            " their own",
+        )
+    return str(name)
 
 
 def _time(query: str, field: str, value: str) -> datetime | None:
     try:
         return with_zone(datetime.fromisoformat(value))
     except ValueError as error:
-        raise BadQuery(
-            f"--without {query!r}: {field}: {value!r} is no time: write it as 2026-11-22 or"
-            " 2026-11-22T14:30, with a zone (+01:00) or in this machine's"
-        ) from error
+        remedy = (
+            "write it as 2026-11-22 or 2026-11-22T14:30, with a zone (+01:00) or in this machine's"
+        )
+        raise BadQuery(query, field, f"{value!r} is no time: {remedy}") from error
 
 
 async def retrain_by_hand(
     engine: AsyncEngine,
     replicas: Replicas,
-    named_start: tuple[str, int],
-    without: Without,
+    name: str,
+    number: int,
+    without: Sequence[str | Selection],
     reason: str,
     tenant: str | None = None,
     *,
@@ -410,45 +382,51 @@ async def retrain_by_hand(
 ) -> Retrained:
     """Start a policy's line again at a version, which is loaded first if it is on no server.
 
-    `named_start` is its policy's name and its number; with `tenant` it must be that tenant's. With
-    `dry_run` nothing is kept.
+    With `tenant` the policy must be that tenant's. With `dry_run` nothing is kept.
 
     Raises:
         UnknownPolicy, UnknownNames: there is no such version, episode or API key.
         NotGated, StateChanged, RolledBack: the line cannot start there; the message says why.
     """
-    name, number = named_start
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         base = numbered(versions, 0)
         start = chosen_version(versions, number) if number else base
         left_out = await _episodes(connection, base.tenant, without)
+        retrain = partial(
+            retraining.retrain,
+            policy=name,
+            version=number,
+            left_out=left_out,
+            reason=reason,
+            actor=OPERATOR,
+        )
         if start.state == "retired":
             why = "it is loaded, so that the policy's line can start again at it"
             await change_state(connection, start, "published", reason=why, actor=OPERATOR)
             start = msgspec.structs.replace(start, state="published")
         if dry_run:
-            return await retraining.retrain(
-                connection, name, number, left_out, reason=reason, actor=OPERATOR
-            )
+            return await retrain(connection)
         await connection.commit()
     await load_if_called_back(engine, replicas, start, base)
     async with engine.begin() as connection:
-        return await retraining.retrain(
-            connection, name, number, left_out, reason=reason, actor=OPERATOR
-        )
+        return await retrain(connection)
 
 
-async def _episodes(connection: AsyncConnection, tenant: str, without: Without) -> set[UUID]:
-    chosen = await named(connection, [scoped(tenant, name) for name in without.names])
+async def _episodes(
+    connection: AsyncConnection, tenant: str, without: Sequence[str | Selection]
+) -> set[UUID]:
+    names = [scoped(tenant, query) for query in without if isinstance(query, str)]
+    chosen = await named(connection, names)
     if chosen.unknown:
         raise UnknownNames(
             f"these episodes are not recorded, and nothing was changed: {list(chosen.unknown)[:5]};"
             " correct the names, or leave them away if their calls wait in a spool"
         )
     ids = set(chosen.wholes)
-    for selection in without.selections:
-        ids |= set(await selected(connection, msgspec.structs.replace(selection, tenant=tenant)))
+    for query in without:
+        if not isinstance(query, str):
+            ids |= set(await selected(connection, msgspec.structs.replace(query, tenant=tenant)))
     return ids
 
 
@@ -456,18 +434,18 @@ def as_text(retrained: Retrained) -> str:
     """Return in words what a retraining did, or would do."""
     instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
     freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))
-    told = (
+    text = (
         f"{retrained.serves} serves{instead}; versions ended: {retrained.ended}; episodes freed:"
         f" {freed or 'none'}; episodes left out: {retrained.left_out}"
     )
     if retrained.learned:
-        told += (
+        text += (
             f"\n{retrained.serves} learned from {retrained.learned} of the episodes to leave out:"
             " start at an earlier version"
         )
     if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
-        told += (
+        text += (
             f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"
             " versions, freed episodes that still wait expire; raise it until they are trained"
         )
-    return told
+    return text

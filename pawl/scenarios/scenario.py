@@ -255,6 +255,17 @@ def stack_plan(
     proxy, trainer = read_settings(ProxySettings), read_settings(TrainerSettings)
     policies = policies_file(scenario)
     data = var / "data"
+    settings = {
+        "PAWL_SPOOL_DIR": str((data / "spool").resolve()),
+        "PAWL_ADAPTER_DIR": str((data / "adapters").resolve()),
+        "PAWL_RECIPE": recipe,
+        "PAWL_SEED": str(seed),
+        "PAWL_POLICY": "" if policies else scenario.model,
+        "PAWL_POLICIES": str(policies or ""),
+        "PAWL_MODEL": model,
+    }
+    if scenario.tool_results is not None:
+        settings["PAWL_TOOL_RESULTS"] = scenario.tool_results
     return StackPlan(
         vllm=_vllm_options(scenario, model, is_packaged=is_packaged, rank=rank),
         database_url=None,
@@ -264,15 +275,8 @@ def stack_plan(
         trainer_listen=trainer.trainer_listen,
         steward_listen=read_settings(StewardSettings).steward_listen,
         data_dir=data,
-        spool_dir=data / "spool",
-        adapter_dir=data / "adapters",
         log_dir=data / "logs",
-        recipe=recipe,
-        policy=None if policies else scenario.model,
-        policies=policies,
-        model=model,
-        seed=seed,
-        tool_results=scenario.tool_results,
+        settings=settings,
     )
 
 

@@ -37,16 +37,9 @@ class StackPlan(Record, frozen=True, kw_only=True):
         trainer_listen: the trainer's metrics port, as HOST:PORT.
         steward_listen: the steward's port, as HOST:PORT.
         data_dir: folder of the embedded PostgreSQL.
-        spool_dir: folder of the proxy's spool.
-        adapter_dir: folder of policy versions.
         log_dir: folder of logs.
-        recipe: name of a packaged recipe, or path of a TOML file.
-        policy: the policy to train; None: the model server's base model.
-        policies: the file of policies; None: there is none.
-        model: the base model; None: as the model server reports it.
-        seed: random seed of the first adapter.
+        settings: variables of the processes, where they differ from those of this one.
         judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
-        tool_results: the proxy's `PAWL_TOOL_RESULTS`; None: as it is set.
     """
 
     vllm: VllmOptions
@@ -57,16 +50,9 @@ class StackPlan(Record, frozen=True, kw_only=True):
     trainer_listen: str
     steward_listen: str
     data_dir: Path
-    spool_dir: Path
-    adapter_dir: Path
     log_dir: Path
-    recipe: str
-    policy: str | None
-    model: str | None
-    policies: Path | None = None
-    seed: int = 0
+    settings: Mapping[str, str] = {}
     judge: bool = False
-    tool_results: str | None = None
 
 
 class Stack:
@@ -188,7 +174,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
 
 
 def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str, str]:
-    of_plan = {
+    environment = {
         "DATABASE_URL": database_url,
         "PAWL_UPSTREAM_URL": upstream,
         "PAWL_LISTEN": plan.listen,
@@ -196,20 +182,11 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_TRAINER_LISTEN": plan.trainer_listen,
         "PAWL_STEWARD_LISTEN": plan.steward_listen,
         "PAWL_DATA_DIR": str(plan.data_dir.resolve()),
-        "PAWL_SPOOL_DIR": str(plan.spool_dir.resolve()),
-        "PAWL_ADAPTER_DIR": str(plan.adapter_dir.resolve()),
-        "PAWL_RECIPE": plan.recipe,
-        "PAWL_SEED": str(plan.seed),
-        "PAWL_POLICY": plan.policy or "",
-        "PAWL_POLICIES": "" if plan.policies is None else str(plan.policies),
-        "PAWL_MODEL": plan.model or "",
         "PYTHONWARNINGS": "ignore",
     }
     if plan.upstream_url is None:
-        of_plan["PAWL_TOOL_PARSER"] = plan.vllm.tool_parser
-    if plan.tool_results is not None:
-        of_plan["PAWL_TOOL_RESULTS"] = plan.tool_results
-    return dict(os.environ) | of_plan
+        environment["PAWL_TOOL_PARSER"] = plan.vllm.tool_parser
+    return {**os.environ, **environment, **plan.settings}
 
 
 async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:

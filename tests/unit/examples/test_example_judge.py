@@ -64,12 +64,7 @@ def test_the_stack_runs_a_judge_where_one_is_configured(tmp_path: Any) -> None:
             trainer_listen="127.0.0.1:3",
             steward_listen="127.0.0.1:4",
             data_dir=tmp_path,
-            spool_dir=tmp_path,
-            adapter_dir=tmp_path,
             log_dir=tmp_path,
-            recipe="default",
-            policy=None,
-            model=None,
             **changes,
         )
         return [process.name for process in _processes(plan, "postgresql://h/d")]

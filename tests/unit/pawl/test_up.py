@@ -61,5 +61,5 @@ def test_one_trainer_trains_all_policies_of_a_file(
     monkeypatch.setenv("PAWL_POLICIES", str(policies))
     monkeypatch.setenv("PAWL_MODEL", "some/model")
     plan = local._plan(StackSettings(model="some/model"))
-    assert (plan.policy, plan.policies) == (None, policies)
+    assert plan.settings == {"PAWL_POLICY": "", "PAWL_MODEL": "some/model"}
     assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from pawl.commands.policy_traffic import Without, read_without, retrain_by_hand
+from pawl.commands.policy_traffic import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
 from tests.support.faults.killing import Killed
@@ -42,8 +42,9 @@ async def again(bench: Bench, start: int, *without: str, dry_run: bool = False) 
         return await retrain_by_hand(
             bench.engine,
             replicas,
-            ("m", start),
-            read_without(without) if without else Without(),
+            "m",
+            start,
+            [read_query(query) for query in without],
             "wrong rewards",
             dry_run=dry_run,
         )
