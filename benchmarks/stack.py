@@ -205,8 +205,6 @@ def small_plan(
             tool_parser=tool_parser,
             chat_template=packaged_template("smollm2_tools"),
         ),
-        database_url=None,
-        upstream_url=None,
         listen=f"127.0.0.1:{free_port()}",
         admin_listen=f"127.0.0.1:{free_port()}",
         trainer_listen=f"127.0.0.1:{free_port()}",

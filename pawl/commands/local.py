@@ -13,23 +13,16 @@ from pawl.commands.common import fail
 from pawl.processes import stop_event
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
-from pawl.settings import (
-    JudgeSettings,
-    StackSettings,
-    StewardSettings,
-    read_settings,
-    refuse_unread,
-)
+from pawl.settings import JudgeSettings, StackSettings, read_settings, refuse_unread
 from pawl.stack.model import unpacked_model
 from pawl.stack.preflight import NotReady, check_torch
 from pawl.stack.process import ProcessFailed
-from pawl.stack.stack import Stack, StackPlan, running_stack
-from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
+from pawl.stack.stack import Stack, StackPlan, configured_plan, running_stack
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
 from trainer.errors import RecipeError
 from trainer.policies import chosen_policies, load_recipes
-from trainer.settings import USUAL_SLOTS, TrainerSettings
+from trainer.settings import TrainerSettings
 
 DEFAULT_POLICY: Final = "smollm2"
 CHECK_S: Final = 1.0
@@ -205,24 +198,12 @@ def _plan(settings: StackSettings) -> StackPlan:
     policy = trainer.policy
     if trainer.policies is None and not outside:
         policy = policy or settings.model or DEFAULT_POLICY
-    return StackPlan(
-        vllm=VllmOptions(
-            model=model or "",
-            served_name=chosen[0].base or policy or "",
-            port=settings.vllm_port,
-            dtype=settings.vllm_dtype,
-            max_model_len=settings.max_model_len,
-            max_lora_rank=max(recipe.lora.rank for recipe in load_recipes(chosen)),
-            tool_parser=proxy.tool_parser or USUAL_TOOL_PARSER,
-            sampling_defaults=proxy.sampling_defaults,
-            adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
-        ),
+    return configured_plan(
+        model or "",
+        chosen[0].base or policy or "",
+        max(recipe.lora.rank for recipe in load_recipes(chosen)),
         database_url=settings.database_url.get_secret_value() if settings.database_url else None,
         upstream_url=str(proxy.upstream_url) if outside else None,
-        listen=proxy.listen,
-        admin_listen=proxy.admin_listen,
-        trainer_listen=trainer.trainer_listen,
-        steward_listen=read_settings(StewardSettings).steward_listen,
         data_dir=settings.data_dir,
         log_dir=settings.log_dir,
         settings={"PAWL_POLICY": policy or "", "PAWL_MODEL": model or ""},

@@ -141,14 +141,10 @@ class FunctionJudge(RunJudge):
 
 
 class Ran(Record, frozen=True, kw_only=True):
-    """Hold what came of one run of the agent.
+    """Hold what came of one run of the agent: the `sample`-th of its task.
 
-    Attributes:
-        task: the name of its task.
-        sample: its number among the runs of that task.
-        value: what the agent returned; None if it failed.
-        error: why it failed; None if it did not.
-        metrics: what the judge says of it, by metric.
+    `value` is what the agent returned, `error` why it failed; one of them is None. `metrics` are
+    what the judge says of it.
     """
 
     task: str
@@ -159,20 +155,16 @@ class Ran(Record, frozen=True, kw_only=True):
 
 
 class WorkingAgent:
-    """Keep a scenario's agent and its judge warm, and give them tasks.
+    """Keep a scenario's agent and its judge running, and give them tasks.
 
     Attributes:
         results: all results collected so far.
     """
 
     def __init__(self, scenario: Scenario, url: str, folder: Path, *, name: str = "train") -> None:
-        """Store where the agent works, and where its files go.
+        """Store the proxy's address, without `/v1`, and where journals and logs are written.
 
-        Args:
-            scenario: whose agent and judge.
-            url: the proxy's address, without `/v1`.
-            folder: where journals and logs are written.
-            name: what the files are called by.
+        `name` is what the files are called by.
 
         Raises:
             ScenarioFailed: the Python that runs the agent is missing.
@@ -223,7 +215,9 @@ class WorkingAgent:
             at_once=self._concurrency,
             hidden=frozenset({self._scenario.answer}),
         )
-        journal = self._journal()
+        path = self._folder / f"{self._name}-{next(self._numbers)}.rollout.jsonl"
+        path.unlink(missing_ok=True)
+        journal = Journal(path)
         rollout = Rollout(
             job,
             self._agent,
@@ -235,11 +229,6 @@ class WorkingAgent:
         )
         working = asyncio.create_task(self._work(rollout, journal, plan))
         self._rollouts.append((rollout, working))
-
-    def _journal(self) -> Journal:
-        path = self._folder / f"{self._name}-{next(self._numbers)}.rollout.jsonl"
-        path.unlink(missing_ok=True)
-        return Journal(path)
 
     async def _work(self, rollout: Rollout, journal: Journal, plan: Plan) -> None:
         try:
@@ -320,12 +309,7 @@ async def examine(
 ) -> Exam:
     """Give the agent the held-out tasks, and judge what it does: an evaluation.
 
-    Args:
-        scenario: whose agent.
-        url: the proxy's address, without `/v1`.
-        tasks: the held-out tasks.
-        folder: where journals, logs and NAME.jsonl, the results, are written.
-        name: what the files are called by.
+    The results go to NAME.jsonl in `folder`, beside journals and logs.
 
     Raises:
         ScenarioFailed: the agent or the judge failed.
@@ -338,13 +322,12 @@ async def examine(
         results = agent.collect()
     finally:
         await agent.stop()
-    lines = [json.dumps(as_line(result), ensure_ascii=False) for result in results]
+    lines = [json.dumps(_line(result), ensure_ascii=False) for result in results]
     (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     scores = [one.metrics[scenario.score] for one in results if scenario.score in one.metrics]
     return Exam(score=round(fmean(scores), 4) if scores else None, results=results)
 
 
-def as_line(result: Ran) -> dict[str, Any]:
-    """Return a result as a line of a file: what the agent returned, if it was an object."""
+def _line(result: Ran) -> dict[str, Any]:
     value = result.value if isinstance(result.value, dict) else {"output": result.value}
     return {**value, "id": result.task, "sample": result.sample, "error": result.error}

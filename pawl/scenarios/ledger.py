@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -13,7 +13,7 @@ from store.claims import list_updates
 from store.database import is_unavailable, make_engine
 from store.policy_table import PolicySpec
 from store.read.evaluations import Evaluation, evaluations, rewards_of_work
-from store.read.stats import PolicyTotals, Totals, policy_totals, totals
+from store.read.stats import PolicyTotals, policy_totals, totals
 from store.records import Record, UpdateRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
@@ -25,17 +25,10 @@ Found = TypeVar("Found")
 
 
 class VersionRewards(Record, frozen=True, kw_only=True):
-    """Hold what the episodes were worth that one version of a policy worked in.
+    """Hold the mean rewards, and numbers, of the episodes that one version of a policy worked in.
 
-    Of an episode with several versions the policy's first counts. Where several policies share an
-    episode, they share its reward.
-
-    Attributes:
-        version: the version; 0 is the base model.
-        reward: the mean reward of its episodes of work; None: none has one.
-        episodes: number of these.
-        held_out: the mean reward of its episodes of held-out tasks; None: none has one.
-        held_out_episodes: number of these.
+    Those of held-out tasks are apart. Of an episode with several versions the policy's first
+    counts. Where several policies share an episode, they share its reward.
     """
 
     version: int
@@ -74,21 +67,38 @@ class Ledger:
         leading = self._progress.policy
         return is_trained(self._updates, self._versions, self._policies, leading, number)
 
-    async def calls(self) -> int | None:
-        """Return how many calls are stored; None: the database does not answer."""
-        counted = await self._ask(totals)
-        return None if counted is None else counted.calls
-
-    async def by_policy(self) -> list[PolicyTotals] | None:
-        """Return what is stored of each policy; None: the database does not answer."""
-        return await self._ask(policy_totals)
-
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
         """Return each trained policy's rewards by version; None: the database does not answer."""
         worked, asked = await self._ask(rewards_of_work), await self._ask(evaluations)
         if worked is None or asked is None:
             return None
         return curves_of(self._policies, worked, asked)
+
+    async def calls(self, metrics_url: str, specs: Sequence[PolicySpec]) -> dict[str, Any] | None:
+        """Return what became of all calls that the proxy answered, and of each policy's.
+
+        `metrics_url` has the proxy's own count, which is waited for. None: the database does not
+        answer.
+        """
+        async with aiohttp.ClientSession() as session, session.get(metrics_url) as reply:
+            calls = int(sum(map(float, CALLS.findall(await reply.text()))))
+        deadline = asyncio.get_running_loop().time() + STORED_S
+        while True:
+            counted = await self._ask(totals)
+            stored = 0 if counted is None else counted.calls
+            if stored >= calls or asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(LOOK_S)
+        by_policy = await self._ask(policy_totals)
+        if by_policy is None:
+            return None
+        return {
+            "calls": calls,
+            "recorded": stored,
+            "trainable_share": trainable_share(specs, by_policy),
+            "failed_requests": sum(one.failed_calls for one in by_policy),
+            "policies": policy_facts(specs, by_policy),
+        }
 
     async def _ask(self, query: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
         try:
@@ -163,31 +173,19 @@ def _rounded(point: Evaluation | None) -> float | None:
     return None if point is None or point.mean is None else round(point.mean, 4)
 
 
-def ledger_facts(counted: Totals) -> dict[str, int]:
-    """Return what must be true of the ledger, in numbers."""
-    return {
-        "trained_episodes": counted.trained_episodes,
-        "trained_unscored_episodes": counted.trained_unscored_episodes,
-        "twice_consumed_episodes": counted.twice_consumed_episodes,
-        "eval_episodes": counted.eval_episodes,
-        "consumed_eval_episodes": counted.consumed_eval_episodes,
-    }
-
-
 def policy_facts(
     specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]
 ) -> dict[str, dict[str, Any]]:
     """Return of each policy whether it is trained, its versions, and the episodes behind them."""
-    by_name: Mapping[str, PolicyTotals] = {one.policy: one for one in counted}
-    facts = {}
-    for spec in specs:
-        one = by_name.get(spec.name)
-        facts[spec.name] = {
+    by_name = {one.policy: one for one in counted}
+    return {
+        spec.name: {
             "trained": spec.trained,
-            "versions": one.versions if one else 0,
+            "versions": one.versions if (one := by_name.get(spec.name)) else 0,
             "trained_episodes": one.trained_episodes if one else 0,
         }
-    return facts
+        for spec in specs
+    }
 
 
 def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]) -> float | None:
@@ -199,45 +197,3 @@ def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]
     ours = [one for one in counted if one.policy in trained]
     calls = sum(one.calls for one in ours)
     return round(sum(one.trainable_calls for one in ours) / calls, 4) if calls else None
-
-
-async def all_calls(
-    ledger: Ledger, metrics_url: str, specs: Sequence[PolicySpec]
-) -> dict[str, Any] | None:
-    """Return what became of all calls that the proxy answered, and of each policy's.
-
-    Args:
-        ledger: where they are stored.
-        metrics_url: the proxy's metrics, which count them.
-        specs: the policies.
-
-    Returns:
-        None if the database does not answer.
-    """
-    calls = await _answered(metrics_url)
-    stored = await _all(calls, ledger.calls)
-    counted = await ledger.by_policy()
-    if counted is None:
-        return None
-    return {
-        "calls": calls,
-        "recorded": stored,
-        "trainable_share": trainable_share(specs, counted),
-        "failed_requests": sum(one.failed_calls for one in counted),
-        "policies": policy_facts(specs, counted),
-    }
-
-
-async def _answered(metrics_url: str) -> int:
-    async with aiohttp.ClientSession() as session, session.get(metrics_url) as reply:
-        return int(sum(map(float, CALLS.findall(await reply.text()))))
-
-
-async def _all(expected: int, count: Callable[[], Awaitable[int | None]]) -> int:
-    """Wait until the ingester has stored so many; return how many are stored."""
-    deadline = asyncio.get_running_loop().time() + STORED_S
-    while True:
-        stored = await count() or 0
-        if stored >= expected or asyncio.get_running_loop().time() > deadline:
-            return stored
-        await asyncio.sleep(LOOK_S)

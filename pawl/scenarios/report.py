@@ -84,15 +84,15 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
     looks = progress.held_out
     waves, scores = [one.waves for one in looks], [one.score for one in looks]
     axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
-    for one in told_looks(progress):
-        _tell(axes, one.waves, one.score)
+    for one in labelled_looks(progress):
+        _label(axes, one.waves, one.score)
     dress(axes, "wave")
     title = "An unchanged agent gets better while it works"
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False, loc="lower center")
 
 
-def told_looks(progress: Progress) -> list[HeldOut]:
+def labelled_looks(progress: Progress) -> list[HeldOut]:
     """Return the looks whose score is written beside them: the first, the best and the last."""
     looks = progress.held_out
     ends = [*looks[:1], *looks[1:][-1:]]
@@ -111,7 +111,7 @@ def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> N
     axes.set_title(policy, loc="left", color=INK)
 
 
-def _tell(axes: Any, wave: int, score: float) -> None:
+def _label(axes: Any, wave: int, score: float) -> None:
     axes.annotate(
         f"{score:.0%}",
         (wave, score),
@@ -154,12 +154,7 @@ def closing_words(
 ) -> str:
     """Return the last words of a run, in rich's markup: the result, where it lies, what to do next.
 
-    Args:
-        score: what the held-out figures are: success or reward.
-        summary: the figures of the run, as `write_report` gets them.
-        folder: where the report was written.
-        data: the data folder of the run's own database.
-        policy: the name of the policy that was trained.
+    `data` is the data folder of the run's own database; `policy` was trained.
     """
     return (
         f"\nHeld-out {score} went from [bold]{summary['before']:.0%}[/] to "

@@ -20,7 +20,7 @@ from rich.live import Live
 
 from pawl.rollout.tasks import Task
 from pawl.scenarios.agent import WorkingAgent, examine
-from pawl.scenarios.ledger import Ledger, all_calls, ledger_facts
+from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.progress import Ending, HeldOut, Progress, Wave, outcome, render
 from pawl.scenarios.report import Curves, check_drawing, closing_words, write_report
 from pawl.scenarios.scenario import (
@@ -44,6 +44,14 @@ from trainer.recipes.recipe import Recipe, load_recipe
 DEMO: Final = "calculator"
 STUCK_S: Final = 420.0
 LOOK_S: Final = 0.5
+# What must be true of the ledger, in numbers.
+LEDGER_FACTS: Final = (
+    "trained_episodes",
+    "trained_unscored_episodes",
+    "twice_consumed_episodes",
+    "eval_episodes",
+    "consumed_eval_episodes",
+)
 # Asks the held-out tasks: the phase, and the name of the files.
 Ask = Callable[[str, str], Awaitable[None]]
 
@@ -275,8 +283,7 @@ class Run:
 
     async def _summary(self, stack: Stack, ledger: Ledger) -> tuple[dict[str, Any], Curves]:
         """Return the summary, and the policies' own curves in it."""
-        metrics_url = f"http://{stack.plan.admin_listen}/metrics"
-        calls = await all_calls(ledger, metrics_url, self._specs)
+        calls = await ledger.calls(f"http://{stack.plan.admin_listen}/metrics", self._specs)
         curves = await ledger.curves()
         await ledger.look()
         if self.progress.totals is None or calls is None or curves is None:
@@ -289,7 +296,7 @@ class Run:
             "by_version": to_builtins(curves),
             **calls,
             "failed_runs": self.progress.failed_runs,
-            **ledger_facts(self.progress.totals),
+            **{name: getattr(self.progress.totals, name) for name in LEDGER_FACTS},
             "seed": self._options.seed,
             "recipe": self._recipe_name,
             "cores": len(os.sched_getaffinity(0)),

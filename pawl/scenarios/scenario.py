@@ -1,6 +1,5 @@
 """Describe a scenario by its folder: agent, judge, tasks, recipe, and the stack it runs on."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,21 +8,21 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pawl.programs import TooMuchOutput, run_program
 from pawl.rollout.tasks import Task, parse_tasks
-from pawl.settings import StackSettings, StewardSettings, read_settings
-from pawl.stack.stack import StackPlan
-from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
+from pawl.stack.stack import StackPlan, configured_plan
 from proxy.errors import SpoolInUse
-from proxy.settings import ProxySettings
 from proxy.spool.folders import LOCK, hold
 from store.policy_table import PolicySpec, load_policies
 from store.toml_file import TomlFile
-from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 CHECKOUT: Final = Path(__file__).parents[2]
 EXAMPLES: Final = CHECKOUT / "examples"
 CLIENTS: Final = CHECKOUT / ".venv-clients" / "bin" / "python"
 FILE_NAME: Final = "example.toml"
+# Limits of a program that makes tasks.
+TASKS_S: Final = 600.0
+MOST_TASK_BYTES: Final = 2**28
 Count = Annotated[int, Field(ge=1)]
 Function = Annotated[str, Field(pattern=r"^\w+:\w+$")]
 TaskSplit = Literal["train", "held-out"]
@@ -246,13 +245,13 @@ def stack_plan(
     Args:
         scenario: what runs on it.
         model: folder or hub name of the base model.
-        is_packaged: whether that is the packaged one, for which the scenario has its template.
+        is_packaged: whether that is the packaged one, for which the scenario has its template and
+            parser.
         recipe: as `PAWL_RECIPE`.
         rank: the recipe's LoRA rank.
         seed: random seed of the adapter.
         var: folder for its data and logs.
     """
-    proxy, trainer = read_settings(ProxySettings), read_settings(TrainerSettings)
     policies = policies_file(scenario)
     data = var / "data"
     settings = {
@@ -266,35 +265,15 @@ def stack_plan(
     }
     if scenario.tool_results is not None:
         settings["PAWL_TOOL_RESULTS"] = scenario.tool_results
-    return StackPlan(
-        vllm=_vllm_options(scenario, model, is_packaged=is_packaged, rank=rank),
-        database_url=None,
-        upstream_url=None,
-        listen=proxy.listen,
-        admin_listen=proxy.admin_listen,
-        trainer_listen=trainer.trainer_listen,
-        steward_listen=read_settings(StewardSettings).steward_listen,
+    return configured_plan(
+        model,
+        scenario.model,
+        rank,
+        tool_parser=scenario.tool_parser if is_packaged else None,
+        chat_template=chat_template(scenario) if is_packaged else None,
         data_dir=data,
         log_dir=data / "logs",
         settings=settings,
-    )
-
-
-def _vllm_options(scenario: Scenario, model: str, *, is_packaged: bool, rank: int) -> VllmOptions:
-    """Return how the scenario's model server is started; another model has its own template."""
-    settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
-    own_parser = scenario.tool_parser if is_packaged else None
-    return VllmOptions(
-        model=model,
-        served_name=scenario.model,
-        port=settings.vllm_port,
-        dtype=settings.vllm_dtype,
-        max_model_len=settings.max_model_len,
-        max_lora_rank=rank,
-        tool_parser=own_parser or proxy.tool_parser or USUAL_TOOL_PARSER,
-        chat_template=chat_template(scenario) if is_packaged else None,
-        sampling_defaults=proxy.sampling_defaults,
-        adapter_slots=read_settings(TrainerSettings).adapter_slots or USUAL_SLOTS,
     )
 
 
@@ -303,41 +282,22 @@ async def make_tasks(
 ) -> tuple[Task, ...]:
     """Write `count` tasks with their answers to a file in `folder`, and return them.
 
-    Args:
-        scenario: whose tasks.
-        count: number of tasks.
-        seed: random seed of the tasks.
-        split: no task is in both.
-        folder: where the file is written.
-
     Raises:
         ScenarioFailed: the program failed, or what it printed is no file of tasks.
     """
     program, *arguments = scenario.tasks
     options = ["--count", str(count), "--seed", str(seed), "--split", split]
-    printed = await _run([sys.executable, str(scenario.folder / program), *arguments, *options])
-    (folder / f"{split}.jsonl").write_bytes(printed)
-    tasks = parse_tasks(printed, program, scenario.answer)
+    command = [sys.executable, str(scenario.folder / program), *arguments, *options]
+    try:
+        ended = await run_program(command, b"", limit_s=TASKS_S, most_bytes=MOST_TASK_BYTES)
+    except (TimeoutError, TooMuchOutput) as error:
+        raise ScenarioFailed(
+            f"{program} was ended: {error or f'it took over {TASKS_S:g} s'}"
+        ) from (error)
+    if ended.status:
+        raise ScenarioFailed(f"{program} failed: {ended.errors.decode(errors='replace')[-800:]}")
+    (folder / f"{split}.jsonl").write_bytes(ended.output)
+    tasks = parse_tasks(ended.output, program, scenario.answer)
     if len(tasks) < count:
         raise ScenarioFailed(f"{program} made {len(tasks)} tasks of {count}")
     return tasks
-
-
-async def _run(command: list[str]) -> bytes:
-    """Run a program to its end, and return its standard output."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, err = await process.communicate()
-    except asyncio.CancelledError:
-        process.terminate()
-        await process.wait()
-        raise
-    if process.returncode:
-        errors = err.decode(errors="replace")[-800:]
-        raise ScenarioFailed(f"{Path(command[1]).name} failed: {errors}")
-    return out

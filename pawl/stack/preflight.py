@@ -1,5 +1,6 @@
 """Check the machine before anything is started; each failure is one line with a remedy."""
 
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,13 @@ from pawl.processes import run_code
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
+VARIABLES: Final = {
+    "vLLM": "PAWL_VLLM_PORT",
+    "proxy": "PAWL_LISTEN",
+    "proxy admin": "PAWL_ADMIN_LISTEN",
+    "trainer metrics": "PAWL_TRAINER_LISTEN",
+    "steward": "PAWL_STEWARD_LISTEN",
+}
 
 
 class NotReady(Exception):
@@ -19,10 +27,7 @@ class NotReady(Exception):
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Check that all ports are free on 127.0.0.1.
-
-    Args:
-        ports: ports by purpose: `vLLM`, `proxy`, `proxy admin`, `trainer metrics` or `steward`.
+    """Check that all ports, by their purpose in `VARIABLES`, are free on 127.0.0.1.
 
     Raises:
         NotReady: a port is taken.
@@ -35,18 +40,8 @@ def check_ports(ports: dict[str, int]) -> None:
             except OSError as error:
                 raise NotReady(
                     f"port {port} ({purpose}) is taken: stop the program that listens there, "
-                    f"or choose another port ({_variable(purpose)})"
+                    f"or choose another port ({VARIABLES[purpose]})"
                 ) from error
-
-
-def _variable(purpose: str) -> str:
-    return {
-        "vLLM": "PAWL_VLLM_PORT",
-        "proxy": "PAWL_LISTEN",
-        "proxy admin": "PAWL_ADMIN_LISTEN",
-        "trainer metrics": "PAWL_TRAINER_LISTEN",
-        "steward": "PAWL_STEWARD_LISTEN",
-    }[purpose]
 
 
 def check_memory(needed_gib: float = MEMORY_GIB) -> None:
@@ -55,28 +50,18 @@ def check_memory(needed_gib: float = MEMORY_GIB) -> None:
     Raises:
         NotReady: there is less, or the system does not say how much there is.
     """
-    available = available_memory() / GIB
+    found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if found is None:
+        raise NotReady(
+            "this system does not say how much memory is free (no MemAvailable in /proc/meminfo): "
+            "run the stack on Linux"
+        )
+    available = int(found[1]) * 1024 / GIB
     if available < needed_gib:
         raise NotReady(
             f"{available:.1f} GiB of memory are free, {needed_gib:g} are needed: "
             "close other programs, or use a larger machine"
         )
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that are available without swapping (Linux).
-
-    Raises:
-        NotReady: the system does not say.
-    """
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise NotReady(
-        "this system does not say how much memory is free (no MemAvailable in /proc/meminfo): "
-        "run the stack on Linux"
-    )
 
 
 def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:

@@ -5,19 +5,21 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
 from pawl.database import kept_postgres
 from pawl.processes import run_module
+from pawl.settings import StackSettings, StewardSettings, read_settings
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
-from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
+from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
+from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 READY_S: Final = 600.0
 POLL_S: Final = 0.25
@@ -30,29 +32,71 @@ class StackPlan(Record, frozen=True, kw_only=True):
 
     Attributes:
         vllm: how vLLM is started.
-        database_url: the PostgreSQL to use; None: start the embedded one.
-        upstream_url: the model server to use; None: start vLLM.
         listen: the proxy's data port, as HOST:PORT.
         admin_listen: the proxy's admin port, as HOST:PORT.
         trainer_listen: the trainer's metrics port, as HOST:PORT.
         steward_listen: the steward's port, as HOST:PORT.
         data_dir: folder of the embedded PostgreSQL.
         log_dir: folder of logs.
+        database_url: the PostgreSQL to use; None: start the embedded one.
+        upstream_url: the model server to use; None: start vLLM.
         settings: variables of the processes, where they differ from those of this one.
         judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
     """
 
     vllm: VllmOptions
-    database_url: str | None
-    upstream_url: str | None
     listen: str
     admin_listen: str
     trainer_listen: str
     steward_listen: str
     data_dir: Path
     log_dir: Path
+    database_url: str | None = None
+    upstream_url: str | None = None
     settings: Mapping[str, str] = {}
     judge: bool = False
+
+
+def configured_plan(
+    model: str,
+    served_name: str,
+    rank: int,
+    *,
+    tool_parser: str | None = None,
+    chat_template: Path | None = None,
+    **others: Any,
+) -> StackPlan:
+    """Return a plan with the addresses, and the options of vLLM, that this process is told.
+
+    Args:
+        model: folder or hub name of the base model.
+        served_name: the name under which clients ask for it.
+        rank: the highest LoRA rank.
+        tool_parser: vLLM's parser of tool calls; None: as it is set, or the usual one.
+        chat_template: chat template file; None: the model's own.
+        others: the other fields of the plan.
+    """
+    settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
+    trainer = read_settings(TrainerSettings)
+    return StackPlan(
+        vllm=VllmOptions(
+            model=model,
+            served_name=served_name,
+            port=settings.vllm_port,
+            dtype=settings.vllm_dtype,
+            max_model_len=settings.max_model_len,
+            max_lora_rank=rank,
+            tool_parser=tool_parser or proxy.tool_parser or USUAL_TOOL_PARSER,
+            chat_template=chat_template,
+            sampling_defaults=proxy.sampling_defaults,
+            adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
+        ),
+        listen=proxy.listen,
+        admin_listen=proxy.admin_listen,
+        trainer_listen=trainer.trainer_listen,
+        steward_listen=read_settings(StewardSettings).steward_listen,
+        **others,
+    )
 
 
 class Stack:

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pawl.scenarios.ledger import Ledger, all_calls
+from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
 from tests.support.faults.stand import Stand
@@ -48,11 +48,11 @@ async def test_all_calls_of_the_proxy_are_counted_and_found(stand: Stand) -> Non
 
         async def counted() -> bool:
             # A call is counted a moment after its reply has ended.
-            found = await all_calls(ledger, page, SPECS)
+            found = await ledger.calls(page, SPECS)
             return found is not None and found["calls"] == 3
 
         await eventually(counted)
-        found = await all_calls(ledger, page, SPECS)
+        found = await ledger.calls(page, SPECS)
         assert found is not None
         assert (found["calls"], found["recorded"], found["failed_requests"]) == (3, 3, 0)
         assert set(found["policies"]) == {"m", "other"}

@@ -11,7 +11,7 @@ from rich.console import Console
 from pawl.scenarios.agent import Ran
 from pawl.scenarios.ledger import VersionRewards
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
-from pawl.scenarios.report import closing_words, told_looks, write_report
+from pawl.scenarios.report import closing_words, labelled_looks, write_report
 from pawl.scenarios.scenario import find_scenario
 from store.ids import new_id
 from store.records import UpdateRow
@@ -122,7 +122,7 @@ def test_the_picture_names_the_first_the_best_and_the_last_look() -> None:
         for wave, score in enumerate([0.9, 0.5, 0.8, 0.7, 0.6])
     ]
     assert seen.best == seen.held_out[2]
-    assert [look.waves for look in told_looks(seen)] == [0, 4, 2]
+    assert [look.waves for look in labelled_looks(seen)] == [0, 4, 2]
     seen.held_out = seen.held_out[:1]
     assert seen.best is None
-    assert [look.waves for look in told_looks(seen)] == [0]
+    assert [look.waves for look in labelled_looks(seen)] == [0]
