@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from pawl.judging.answers import read_answer
-from pawl.stack.stack import StackPlan, _processes
-from pawl.stack.vllm import VllmOptions
 from tests.conftest import ROOT
 
 EXAMPLE = ROOT / "examples" / "arithmetic_judge" / "arithmetic_judge.py"
@@ -44,30 +42,3 @@ def test_it_knows_right_from_wrong_and_what_it_cannot_tell(
     )
     said = read_answer(done.stdout, "e")
     assert said == ([] if value is None else [{"value": value, "episode": "e"}])
-
-
-def test_the_stack_runs_a_judge_where_one_is_configured(tmp_path: Any) -> None:
-    def started(**changes: Any) -> list[str]:
-        plan = StackPlan(
-            vllm=VllmOptions(
-                model="m",
-                served_name="m",
-                port=8000,
-                dtype=None,
-                max_model_len=128,
-                max_lora_rank=8,
-            ),
-            database_url=None,
-            upstream_url="http://127.0.0.1:1/v1",
-            listen="127.0.0.1:1",
-            admin_listen="127.0.0.1:2",
-            trainer_listen="127.0.0.1:3",
-            steward_listen="127.0.0.1:4",
-            data_dir=tmp_path,
-            log_dir=tmp_path,
-            **changes,
-        )
-        return [process.name for process in _processes(plan, "postgresql://h/d")]
-
-    assert started() == ["trainer", "steward", "proxy"]
-    assert started(judge=True) == ["trainer", "steward", "proxy", "judge"]

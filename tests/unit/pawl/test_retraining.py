@@ -8,41 +8,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pawl.commands.policies import app
-from pawl.commands.policy_traffic import FIELDS, BadQuery, Without, as_text, read_without
+from pawl.commands.policy_traffic import FIELDS, BadQuery, as_text, read_query
 from store.retraining import Retrained
 from store.selecting import Selection
 
 
 @pytest.mark.parametrize(
-    ("query", "without"),
+    ("query", "read"),
     [
-        ("e7", Without(names=("e7",))),
-        ("a=b,c", Without(names=("a=b,c",))),
-        ("episode=task=x", Without(names=("task=x",))),
-        ("task=a,b", Without(selections=(Selection(task="a,b"),))),
-        ("task=a,b,agent=c", Without(selections=(Selection(task="a,b", agent="c"),))),
-        ("prefix=user-42/", Without(selections=(Selection(prefix="user-42/"),))),
+        ("e7", "e7"),
+        ("a=b,c", "a=b,c"),
+        ("episode=task=x", "task=x"),
+        ("task=a,b", Selection(task="a,b")),
+        ("task=a,b,agent=c", Selection(task="a,b", agent="c")),
+        ("prefix=user-42/", Selection(prefix="user-42/")),
         (
             "since=2026-11-20T10:00+00:00,before=2026-11-21T00:00Z",
-            Without(
-                selections=(
-                    Selection(
-                        since=datetime(2026, 11, 20, 10, tzinfo=UTC),
-                        begun_before=datetime(2026, 11, 21, tzinfo=UTC),
-                    ),
-                )
+            Selection(
+                since=datetime(2026, 11, 20, 10, tzinfo=UTC),
+                begun_before=datetime(2026, 11, 21, tzinfo=UTC),
             ),
         ),
         (
             "scored-since=2026-11-20",
-            Without(selections=(Selection(scored_since=datetime(2026, 11, 20).astimezone()),)),
+            Selection(scored_since=datetime(2026, 11, 20).astimezone()),
         ),
     ],
 )
-def test_query_is_a_name_or_conditions(query: str, without: Without) -> None:
-    assert read_without([query]) == without
-    both = read_without(["e1", query])
-    assert both == Without(names=("e1", *without.names), selections=without.selections)
+def test_query_is_a_name_or_conditions(query: str, read: str | Selection) -> None:
+    assert read_query(query) == read
 
 
 @pytest.mark.parametrize(
@@ -58,17 +52,15 @@ def test_query_is_a_name_or_conditions(query: str, without: Without) -> None:
 )
 def test_bad_query_is_refused_with_the_field_and_the_remedy(query: str, message: str) -> None:
     with pytest.raises(BadQuery, match=message):
-        read_without([query])
+        read_query(query)
 
 
 @given(st.text())
 def test_any_text_is_a_query_or_is_refused(query: str) -> None:
     try:
-        read = read_without([query])
+        assert read_query(query) not in ("", Selection())
     except BadQuery:
         return
-    assert len(read.names) + len(read.selections) == 1
-    assert Selection() not in read.selections
 
 
 def test_help_names_all_conditions() -> None:

@@ -1,10 +1,14 @@
-"""A scenario's file: what it says, what it leaves out, and what is wrong with it."""
+"""A scenario's file, what is wrong with it, and what `pawl example` needs besides."""
 
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.stack import free_port
+from pawl.commands.local import example
 from pawl.scenarios.run import Run, RunOptions
 from pawl.scenarios.scenario import (
     EXAMPLES,
@@ -12,7 +16,6 @@ from pawl.scenarios.scenario import (
     chat_template,
     find_scenario,
     held,
-    interpreter,
     parse_scenario,
     policies_of,
     recipe_file,
@@ -23,7 +26,7 @@ LEAST = 'title = "A title"\nabout = "What it is."\nmodel = "m"\n'
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/example.toml"))
 
 
-def test_what_a_file_leaves_out_has_defaults() -> None:
+def test_keys_that_a_file_leaves_out_have_defaults() -> None:
     scenario = parse_scenario(LEAST, Path("/somewhere/sums"))
     assert (scenario.name, scenario.folder) == ("sums", Path("/somewhere/sums"))
     assert (scenario.agent, scenario.judge, scenario.tasks) == (
@@ -50,34 +53,23 @@ def test_agents_of_several_policies_know_whom_they_ask_for() -> None:
         (LEAST + 'score = "f1"', "score: Input should be 'reward' or 'success'"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_key(text: str, said: str) -> None:
+def test_wrong_key_is_named(text: str, said: str) -> None:
     with pytest.raises(ScenarioFailed, match=r"sums/example\.toml") as raised:
         parse_scenario(text, Path("sums"))
     assert said in str(raised.value)
 
 
-def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
-    with pytest.raises(ScenarioFailed, match="there is no example 'nope': name one of"):
-        find_scenario("nope")
-
-
-def test_a_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     """The last one may be ending yet, and its database write into the folder."""
-    var = tmp_path / "var" / "sums"
-    with held(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"), held(var):
-        pass
-    with held(var):
-        assert var.is_dir()
-
-
-async def test_a_run_whose_folder_is_in_use_starts_nothing(tmp_path: Path) -> None:
-    var = tmp_path / "calculator"
+    var = tmp_path / "var" / "calculator"
     options = RunOptions(
         name="calculator", minutes=1.0, seed=0, var=var, models=tmp_path / "models"
     )
     with held(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"):
         await Run(options).run()
     assert not (var / "data").exists()
+    with held(var):
+        assert var.is_dir()
 
 
 def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
@@ -85,14 +77,7 @@ def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
         find_scenario("math", tmp_path)
 
 
-def test_a_missing_framework_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pawl.scenarios.scenario.CLIENTS", tmp_path / "python")
-    assert interpreter(find_scenario("calculator")) == sys.executable
-    with pytest.raises(ScenarioFailed, match="install it with `make example NAME=math`"):
-        interpreter(find_scenario("math"))
-
-
-def test_a_template_that_is_not_there_is_said_so() -> None:
+def test_missing_template_is_named() -> None:
     scenario = find_scenario("math").model_copy(update={"chat_template": "nope"})
     with pytest.raises(ScenarioFailed, match="chat_template: there is no 'nope'"):
         chat_template(scenario)
@@ -109,3 +94,57 @@ def test_each_example_is_whole(name: str) -> None:
     assert {spec.base for spec in specs} == {scenario.model}
     assert recipe.claim.group_size > 1
     assert all((scenario.folder / file).is_file() for file in (scenario.tasks[0], "README.md"))
+
+
+Said = Callable[[str | None], str]
+
+
+@pytest.fixture
+def said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Said:
+    """The line by which `pawl example NAME` refuses; nothing is unpacked or started."""
+    monkeypatch.setattr("pawl.commands.local.check_torch", lambda: None)
+    monkeypatch.setattr("pawl.scenarios.run.unpacked_model", lambda folder: folder)
+    monkeypatch.setattr("pawl.stack.stack.check_memory", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str | None) -> str:
+        with pytest.raises(SystemExit) as ended:
+            example(name)
+        assert ended.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
+def test_command_needs_a_name_that_it_knows(said: Said) -> None:
+    assert said(None) == "pawl: name an example, as in `make example NAME=math`"
+    assert "there is no example 'nope': name one of calculator, math" in said("nope")
+
+
+def test_missing_framework_has_a_remedy(
+    said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pawl.scenarios.scenario.CLIENTS", tmp_path / "python")
+    assert "install it with `make example NAME=math`" in said("math")
+
+
+def test_missing_library_for_the_picture_is_named(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib, which draws the picture" in said("calculator")
+
+
+def test_taken_port_is_named(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN"):
+        monkeypatch.setenv(name, f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("PAWL_VLLM_PORT", str(free_port()))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        monkeypatch.setenv("PAWL_STEWARD_LISTEN", f"127.0.0.1:{port}")
+        assert f"port {port} (steward) is taken" in said("calculator")

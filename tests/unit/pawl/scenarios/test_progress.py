@@ -1,0 +1,325 @@
+"""The figures of a scenario's run: what is counted, when its waves end, and what is reported."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pawl.scenarios.agent import Ran
+from pawl.scenarios.ledger import (
+    VersionRewards,
+    curves_of,
+    is_trained,
+    policy_facts,
+    trainable_share,
+)
+from pawl.scenarios.progress import Ending, HeldOut, Progress, Wave, largest_fall, render
+from pawl.scenarios.report import closing_words, labelled_looks, write_report
+from pawl.scenarios.scenario import find_scenario
+from store.ids import new_id
+from store.policy_table import PolicySpec
+from store.read.evaluations import Evaluation
+from store.read.stats import PolicyTotals
+from store.records import UpdateRow
+from store.versions import PolicyVersion
+
+SPECS = (
+    PolicySpec(name="writer", base="m"),
+    PolicySpec(name="rewriter", base="m"),
+    PolicySpec(name="checker", base="m", trained=False),
+)
+USUAL = Ending(learned=0.9, most_waves=40)
+SUMMARY: dict[str, Any] = {
+    "before": 0.25,
+    "after": 0.75,
+    "best": 0.75,
+    "seconds": 600.0,
+    "updates": 2,
+    "calls": 10,
+    "recorded": 10,
+    "failed_requests": 0,
+    "seed": 7,
+}
+
+
+def counted(policy: str, calls: int, trainable: int) -> PolicyTotals:
+    return PolicyTotals(
+        policy=policy,
+        calls=calls,
+        trainable_calls=trainable,
+        failed_calls=0,
+        versions=3,
+        trained_episodes=calls,
+    )
+
+
+def ran(value: Any = "text", **metrics: float) -> Ran:
+    return Ran(task="t", sample=0, value=value, error=None if metrics else "e", metrics=metrics)
+
+
+def update(policy: str, version: int | None, state: str = "done", **metrics: float) -> UpdateRow:
+    now = datetime.now(UTC)
+    return UpdateRow(
+        id=new_id(),
+        policy=policy,
+        parent_version=0,
+        version=version,
+        state=state,
+        claimed_at=now,
+        finished_at=now,
+        metrics=metrics,
+    )
+
+
+def serving(policy: str, version: int) -> PolicyVersion:
+    return PolicyVersion(
+        name=policy,
+        version=version,
+        state="serving",
+        served_name=f"{policy}@{version}",
+        adapter_path=None,
+        update_id=None,
+    )
+
+
+def progress(
+    *scores: float, updates: tuple[UpdateRow, ...] = (), minutes: float = 30, seconds: float = 0
+) -> Progress:
+    """A run with a wave of each score, between two looks at the held-out tasks."""
+    waves = [
+        Wave(number, 0, 1, "reward", [ran(reward=score)])
+        for number, score in enumerate(scores, start=1)
+    ]
+    return Progress(
+        title="A title",
+        policy="writer",
+        held_out=[
+            HeldOut(waves=0, updates=0, score=0.25),
+            HeldOut(waves=1, updates=1, score=0.75),
+        ],
+        waves=waves,
+        updates=updates,
+        minutes=minutes,
+        seconds=seconds,
+    )
+
+
+def updated(count: int) -> tuple[UpdateRow, ...]:
+    return tuple(update("writer", version + 1) for version in range(count))
+
+
+# What is counted
+
+
+def test_calls_of_a_policy_that_is_not_trained_do_not_count_as_untrainable() -> None:
+    totals = [counted("writer", 10, 9), counted("checker", 10, 0)]
+    assert trainable_share(SPECS, totals) == 0.9
+    assert trainable_share(SPECS, totals[1:]) is None
+
+
+def test_policy_without_a_call_has_its_line() -> None:
+    facts = policy_facts(SPECS, [counted("writer", 10, 9)])
+    assert facts == {
+        "writer": {"trained": True, "versions": 3, "trained_episodes": 10},
+        "rewriter": {"trained": True, "versions": 0, "trained_episodes": 0},
+        "checker": {"trained": False, "versions": 0, "trained_episodes": 0},
+    }
+
+
+def test_failed_run_lowers_a_waves_score() -> None:
+    wave = Wave(1, 0, 4, "reward")
+    assert (wave.success, wave.well_formed) == (0.0, None)
+    wave.results += [ran(reward=1.0), ran()]
+    assert (wave.success, wave.well_formed) == (0.5, None)
+    wave.results += [ran(reward=1.0, well_formed=1.0), ran(reward=0.0, well_formed=0.0)]
+    assert (wave.success, wave.well_formed) == (0.5, 0.5)
+
+
+def test_agent_that_says_how_its_tool_ended_is_believed() -> None:
+    wave = Wave(1, 0, 2, "success")
+    wave.results += [ran({"tool": {"status": status}}) for status in ("ok", "malformed")]
+    assert wave.well_formed == 0.5
+
+
+@pytest.mark.parametrize(
+    ("updates", "versions", "number", "trained"),
+    [
+        ([], [], 1, False),
+        ([update("writer", 1)], [], 1, False),
+        ([update("writer", 1)], [serving("writer", 1)], 1, True),
+        ([update("writer", 1)], [serving("writer", 1)], 2, False),
+        ([update("writer", None)], [serving("writer", 0)], 1, True),
+        ([update("writer", 1), update("rewriter", 1)], [serving("writer", 1)], 1, False),
+        ([update("rewriter", 1)], [serving("rewriter", 1)], 1, False),
+        (
+            [update("writer", 1), update("rewriter", None, "running")],
+            [serving("writer", 1)],
+            1,
+            False,
+        ),
+    ],
+)
+def test_wave_is_over_with_the_leading_policys_update(
+    updates: list[UpdateRow], versions: list[PolicyVersion], number: int, trained: bool
+) -> None:
+    assert is_trained(updates, versions, ("writer", "rewriter"), "writer", number) == trained
+
+
+def point(policy: str, version: int, mean: float | None, scored: int = 4) -> Evaluation:
+    return Evaluation(policy=policy, version=version, episodes=5, scored=scored, mean=mean)
+
+
+def test_each_policy_has_a_curve_of_its_own() -> None:
+    worked = [point("writer", 0, 0.25), point("rewriter", 1, 0.5), point("checker", 0, 0.3)]
+    asked = [point("writer", 2, 0.75, 8), point("writer", 0, None, 0)]
+    assert curves_of(["writer", "rewriter", "third"], worked, asked) == {
+        "writer": [
+            VersionRewards(version=0, reward=0.25, episodes=4),
+            VersionRewards(version=2, held_out=0.75, held_out_episodes=8),
+        ],
+        "rewriter": [VersionRewards(version=1, reward=0.5, episodes=4)],
+        "third": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("scores", "fall"),
+    [
+        ([], 0),
+        ([0.3], 0),
+        ([0.3, 0.5, 0.9], 0),
+        ([0.3, 0.9, 0.8, 0.95, 0.9], 0.1),
+        ([0.5, 0.2, 0.6], 0.3),
+    ],
+)
+def test_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> None:
+    assert largest_fall(scores) == pytest.approx(fall)
+
+
+# When the waves end
+
+
+@pytest.mark.parametrize(
+    ("ending", "seen", "ends"),
+    [
+        (USUAL, progress(0.95, updates=updated(1)), False),
+        (USUAL, progress(0.5, 0.95, updates=updated(2)), False),
+        (USUAL, progress(0.9, 0.95, updates=updated(2)), True),
+        (USUAL, progress(0.9, 0.9, 0.8, updates=updated(3)), False),
+        (Ending(learned=0.9, most_waves=2), progress(0.1, 0.1), True),
+        (
+            Ending(learned=0.9, most_waves=40, updates=6),
+            progress(1, 1, 1, updates=updated(5)),
+            False,
+        ),
+        (Ending(learned=0.9, most_waves=40, updates=6), progress(0.1, updates=updated(6)), True),
+        (
+            Ending(learned=0.9, most_waves=40, updates=2),
+            progress(0.5, 0.5, updates=(*updated(1), update("writer", None))),
+            False,
+        ),
+        (USUAL, progress(0.1, 0.1, minutes=10, seconds=399), False),
+        (USUAL, progress(0.1, 0.1, minutes=10, seconds=401), True),
+        (
+            Ending(learned=0.9, most_waves=40, updates=50),
+            progress(0.1, 0.1, minutes=10, seconds=401),
+            True,
+        ),
+    ],
+    ids=[
+        "one good wave",
+        "the last wave is good",
+        "two good waves in a row",
+        "two good waves before the last",
+        "as many waves as there may be",
+        "learned, but too few updates",
+        "enough updates",
+        "an update without a version does not count",
+        "time for one more wave",
+        "no time for one more wave",
+        "no time for more updates",
+    ],
+)
+def test_waves_end_when(ending: Ending, seen: Progress, ends: bool) -> None:
+    assert ending.is_reached(seen) is ends
+
+
+def test_there_are_waves_enough_for_so_many_updates() -> None:
+    assert USUAL.waves == 40
+    assert Ending(learned=0.9, most_waves=2, updates=50).waves == 100
+    assert Ending(learned=0.9, most_waves=40, updates=3).waves == 40
+
+
+# What is shown and reported
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "has_column"),
+    [
+        ("math", (update("writer", 1, reward_mean=0.4),), False),
+        ("calculator", (update("rewriter", 1), update("writer", 1)), True),
+    ],
+)
+def test_report_is_three_files_with_a_column_for_several_policies(
+    name: str, updates: tuple[UpdateRow, ...], has_column: bool, tmp_path: Path
+) -> None:
+    scenario = find_scenario(name)
+    write_report(scenario, tmp_path, SUMMARY, progress(0.5, updates=updates), {"m": []})
+    assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text()
+    assert scenario.title in page
+    assert ("<th>policy</th>" in page) is has_column
+    assert "75%" in page
+
+
+def test_waves_reward_is_that_of_the_leading_policys_update() -> None:
+    updates = (update("rewriter", 1, reward_mean=0.1), update("writer", 1, reward_mean=0.4))
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(render(progress(0.5, updates=updates)))
+    assert "A title" in shown.get()
+    assert "0.40" in shown.get()
+    assert "0.10" not in shown.get()
+
+
+@pytest.mark.parametrize(("best", "said"), [(0.75, "75%[/] in 2"), (0.8, "75%[/] (best 80%) in 2")])
+def test_last_words_say_what_rose_and_the_best_where_it_was_not_the_last(
+    best: float, said: str
+) -> None:
+    words = closing_words("reward", SUMMARY | {"best": best}, Path("x"), Path("x/data"), "writer")
+    assert f"Held-out reward went from [bold]25%[/] to [bold]{said} updates" in words
+
+
+def size(picture: Path) -> tuple[int, int]:
+    header = picture.read_bytes()[16:24]
+    return int.from_bytes(header[:4]), int.from_bytes(header[4:])
+
+
+def test_several_policies_have_each_a_curve_in_the_picture(tmp_path: Path) -> None:
+    seen, scenario = progress(0.5, updates=updated(1)), find_scenario("sql")
+    writer = [
+        VersionRewards(version=0, reward=0.3, episodes=8, held_out=0.25, held_out_episodes=8),
+        VersionRewards(version=1, reward=0.5, episodes=8),
+    ]
+    write_report(scenario, tmp_path / "one", SUMMARY, seen, {"writer": writer})
+    write_report(scenario, tmp_path / "two", SUMMARY, seen, {"writer": writer, "rewriter": []})
+    one, two = (size(tmp_path / name / "reward.png") for name in ("one", "two"))
+    assert one[0] == two[0]
+    assert one[1] < two[1]
+
+
+def test_picture_names_the_first_the_best_and_the_last_look() -> None:
+    seen = progress()
+    seen.held_out = [
+        HeldOut(waves=wave, updates=wave, score=score)
+        for wave, score in enumerate([0.9, 0.5, 0.8, 0.7, 0.6])
+    ]
+    assert seen.best == seen.held_out[2]
+    assert [look.waves for look in labelled_looks(seen)] == [0, 4, 2]
+    seen.held_out = seen.held_out[:1]
+    assert seen.best is None
+    assert [look.waves for look in labelled_looks(seen)] == [0]

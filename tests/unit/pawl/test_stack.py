@@ -1,0 +1,220 @@
+"""The local stack: what the machine must have, what is started, and with which options."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pawl.commands import local
+from pawl.scenarios.scenario import find_scenario, stack_plan
+from pawl.settings import StackSettings, read_settings
+from pawl.stack import model, vllm
+from pawl.stack.preflight import NotReady, check_disk, check_memory, check_ports
+from pawl.stack.process import ProcessFailed
+from pawl.stack.stack import _processes, configured_plan
+from pawl.stack.vllm import vllm_command, vllm_environment
+from proxy.settings import ProxySettings
+from tests.conftest import ROOT
+
+# The machine
+
+
+@pytest.mark.parametrize(
+    ("purpose", "variable"),
+    [
+        ("proxy", "PAWL_LISTEN"),
+        ("proxy admin", "PAWL_ADMIN_LISTEN"),
+        ("vLLM", "PAWL_VLLM_PORT"),
+        ("trainer metrics", "PAWL_TRAINER_LISTEN"),
+        ("steward", "PAWL_STEWARD_LISTEN"),
+    ],
+)
+def test_taken_port_is_named_with_its_variable(purpose: str, variable: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(NotReady, match=rf"port {port} \({purpose}\).*\({variable}\)"):
+            check_ports({purpose: port})
+    check_ports({purpose: port})
+
+
+def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> None:
+    with pytest.raises(NotReady, match="GiB of memory are free, 1e\\+09 are needed"):
+        check_memory(1e9)
+    with pytest.raises(NotReady, match="GiB are free on the disk"):
+        check_disk(tmp_path / "not" / "there", 1e9)
+    check_memory(0.001)
+    check_disk(tmp_path, 0.001)
+
+
+@pytest.mark.parametrize("command", ["trainer", "demo"])
+def test_unusable_torch_is_reported_in_one_line(command: str, tmp_path: Path) -> None:
+    fault = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+    (tmp_path / "torch.py").write_text(fault)
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", command],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("pawl: the trainer cannot be imported: ImportError: libcudart.so.13")
+    assert "make install PYTHON=python3.11" in line
+
+
+# The packaged model
+
+# Unpacks as slowly as the real one does beside another, and says that it did.
+SLOW = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[-1])
+folder.mkdir()
+time.sleep(0.3)
+(folder / "config.json").write_text("{}")
+with (folder.parent / "unpacked").open("a") as said:
+    said.write("once ")
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is not there yet, with a slow program in place of the real one."""
+    monkeypatch.setattr(model, "run_module", lambda _: [sys.executable, "-c", SLOW])
+    monkeypatch.setattr(model, "packaged_gguf", lambda: Path("model.gguf"))
+    return tmp_path / "var" / "models"
+
+
+def test_model_is_unpacked_once_by_several_at_the_same_time(models: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: model.unpacked_model(models), range(4)))
+    assert set(folders) == {models / model.PACKAGED}
+    assert (models / "unpacked").read_text() == "once "
+
+
+def test_model_is_unpacked_again_after_a_kill(models: Path) -> None:
+    (models / f"{model.PACKAGED}.part").mkdir(parents=True)
+    assert (model.unpacked_model(models) / "config.json").exists()
+
+
+# `pawl up`
+
+
+def test_recipe_that_is_not_there_is_named_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", "up"],
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "PAWL_RECIPE": "nowhere",
+            "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "nowhere" in done.stderr
+
+
+def test_process_that_cannot_be_kept_running_is_reported_with_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def failing(_: StackSettings) -> None:
+        await asyncio.sleep(0)
+        raise ProcessFailed("vllm ended with code 1; the end of vllm.log:\nno memory")
+
+    monkeypatch.setattr(local, "run_stack", failing)
+    with pytest.raises(SystemExit) as ended:
+        local.up()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "pawl: vllm ended with code 1; the end of vllm.log:\nno memory\n"
+    )
+
+
+def test_one_trainer_trains_all_policies_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "wide.toml").write_text('dtype = "auto"\n[lora]\nrank = 48\n')
+    policies = tmp_path / "policies.toml"
+    policies.write_text(
+        '[[policy]]\nname = "writer"\nbase = "qwen"\n[[policy]]\nname = "checker"\nbase = "qwen"\n'
+        f'recipe = "{tmp_path / "wide.toml"}"\n'
+    )
+    monkeypatch.setenv("PAWL_POLICIES", str(policies))
+    monkeypatch.setenv("PAWL_MODEL", "some/model")
+    plan = local._plan(StackSettings(model="some/model"))
+    assert plan.settings == {"PAWL_POLICY": "", "PAWL_MODEL": "some/model"}
+    assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)
+
+
+@pytest.mark.parametrize("judge", [False, True])
+def test_judge_runs_where_one_is_configured(judge: bool, tmp_path: Path) -> None:
+    plan = configured_plan(
+        "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1", judge=judge
+    )
+    started = [process.name for process in _processes(plan, "postgresql://h/d")]
+    assert started == ["trainer", "steward", "proxy", *(["judge"] if judge else [])]
+
+
+# vLLM
+
+
+def command(folder: Path) -> list[str]:
+    return vllm_command(configured_plan("m", "m", 8, data_dir=folder, log_dir=folder).vllm)
+
+
+def test_vllm_is_started_by_our_own_program_without_the_model_cards_settings(
+    tmp_path: Path,
+) -> None:
+    given = command(tmp_path)
+    # It is vLLM's, but imported sooner.
+    assert given[:4] == [sys.executable, "-P", "-m", "pawl.stack.vllm"]
+    assert given[given.index("--generation-config") + 1] == "vllm"
+
+
+def test_vllm_samples_with_the_defaults_that_the_proxy_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAWL_DEFAULT_SAMPLING", "top_p=0.95,top_k=20")
+    scenario = stack_plan(
+        find_scenario("calculator"),
+        model="/a/model",
+        is_packaged=True,
+        recipe="demo",
+        rank=8,
+        seed=0,
+        var=tmp_path,
+    )
+    for given in (command(tmp_path), vllm_command(scenario.vllm)):
+        served = json.loads(given[given.index("--override-generation-config") + 1])
+        assert served == {"temperature": 1.0, "top_p": 0.95, "top_k": 20}
+        # The proxy is started with this environment.
+        assert read_settings(ProxySettings).sampling_defaults == served
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_vllm_on_a_cpu_keeps_short_prompts_and_computes_with_all_cores(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: gpu)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given, environment = command(tmp_path), vllm_environment(4)
+    assert ("--block-size" in given) is not gpu
+    if not gpu:
+        # vLLM's kernels on a CPU want multiples of 32.
+        assert given[given.index("--block-size") + 1] == "32"
+    assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == (None if gpu else "0")
+    assert environment["OMP_NUM_THREADS"] == ("1" if gpu else "4")
