@@ -191,9 +191,9 @@ async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_af
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     before = ledger()["pawl_records_dropped_total"]
     recorder = Recorder(tmp_path, segment_bytes=2**20)
-    assert await recorder.take(captured("e", total_ms=1.0), "c1", None)
+    assert await recorder.take(captured("e", total_ms=1.0))
     mend = failing("write", "ftruncate")
-    assert not await recorder.take(captured("e"), "c2", None)
+    assert not await recorder.take(captured("e"))
     # It tries to tell of it, again and again.
     await until(lambda: failing.refused["write"] >= 4)
     mend()
@@ -218,8 +218,8 @@ async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_af
 async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
     before = ledger()["pawl_records_dropped_total"]
     recorder = Recorder(tmp_path, segment_bytes=2**20)
-    assert not await recorder.take(captured("\ud800"), "c", None)
-    assert await recorder.take(captured("e"), "c", None)
+    assert not await recorder.take(captured("\ud800"))
+    assert await recorder.take(captured("e"))
     assert ledger()["pawl_records_dropped_total"] == before + 1
     await recorder.close()
 

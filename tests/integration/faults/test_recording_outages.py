@@ -44,7 +44,7 @@ segment_writer.RESERVE_BYTES = int(sys.argv[2])
 async def main() -> None:
     recorder = Recorder(Path(sys.argv[1]), segment_bytes=2**20)
     while episode := (await asyncio.to_thread(sys.stdin.readline)).strip():
-        print(await recorder.take(captured(episode, started_at=time.time()), "c", None), flush=True)
+        print(await recorder.take(captured(episode, started_at=time.time())), flush=True)
     await recorder.close()
 
 asyncio.run(main())
@@ -160,7 +160,7 @@ def recorder_on(disk: Path) -> Recorder:
 
 
 async def take(recorder: Recorder, episode: str) -> bool:
-    return await recorder.take(captured(episode, started_at=time.time()), "c", None)
+    return await recorder.take(captured(episode, started_at=time.time()))
 
 
 async def ended(disk: Path) -> bool:

@@ -112,16 +112,6 @@ async def test_dead_letters_are_private_and_durable_before_their_segment_goes(
     assert synced[-2] == "dead"
 
 
-def test_letters_that_others_could_read_become_private(tmp_path: Path) -> None:
-    folder = tmp_path / "dead"
-    folder.mkdir(mode=0o755)
-    (folder / "x.letter").write_bytes(b"prompt")
-    (folder / "x.letter").chmod(0o644)
-    Drainer(tmp_path, lambda: None, batch=1)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "x.letter").stat().st_mode) == 0o600
-
-
 async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_other(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,11 +65,11 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
 ) -> None:
     before = ledger()["pawl_records_dropped_total"]
     recorder = Recorder(full_disk, segment_bytes=2**20)
-    assert await recorder.take(captured("whole"), "c0", None)
+    assert await recorder.take(captured("whole"))
     fill(full_disk)
     # The last page of the segment has room for a few.
     episodes = [f"e-{number}" for number in range(frames)]
-    lost = [e for e in episodes if not await recorder.take(captured(e), "c", None)]
+    lost = [e for e in episodes if not await recorder.take(captured(e))]
     assert len(lost) > frames // 4
     # Nothing of it is in memory: the worker may be killed now, and the disk is still full.
     assert recorder._gaps == {}
@@ -79,10 +79,10 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
         pass
     assert await incomplete(engine) == set(lost)
     (full_disk / "balloon").unlink()
-    assert await recorder.take(captured("later"), "c", None)
+    assert await recorder.take(captured("later"))
     fill(full_disk)
     # There is a reserve again.
-    while await recorder.take(captured("again"), "c", None):
+    while await recorder.take(captured("again")):
         pass
     assert recorder._gaps == {}
     await recorder.close()
@@ -97,17 +97,17 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
 
 async def test_a_reserve_that_somebody_removed_takes_no_mark(full_disk: Path) -> None:
     recorder = Recorder(full_disk, segment_bytes=2**20)
-    assert await recorder.take(captured("whole"), "c0", None)
+    assert await recorder.take(captured("whole"))
     fill(full_disk)
     for reserve in full_disk.glob("0/*.open"):
         if not reserve.stat().st_size:
             reserve.unlink()
     fill(full_disk)
-    while await recorder.take(captured("lost"), "c", None):
+    while await recorder.take(captured("lost")):
         pass
     assert list(recorder._gaps) == ["lost"]
     (full_disk / "balloon").unlink()
-    assert await recorder.take(captured("later"), "c", None)
+    assert await recorder.take(captured("later"))
     await recorder.close()
 
 
@@ -116,11 +116,11 @@ async def test_marks_beyond_the_reserve_wait_in_memory(
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     recorder = Recorder(full_disk, segment_bytes=2**20)
-    assert await recorder.take(captured("whole"), "c0", None)
+    assert await recorder.take(captured("whole"))
     fill(full_disk)
     long = "e" * 600_000
     for episode in ("1" + long, "2" + long):
-        assert not await recorder.take(captured(episode), "c", None)
+        assert not await recorder.take(captured(episode))
     assert list(recorder._gaps) == ["2" + long]
     (full_disk / "balloon").unlink()
 
@@ -145,7 +145,7 @@ async def test_at_every_step_of_a_refusal_the_counts_add_up(
     failing("write", "ftruncate")
     before = ledger()
     monkeypatch.setattr(MutexValue, "inc", counted)
-    assert not await recorder.take(captured("e"), "c", None)
+    assert not await recorder.take(captured("e"))
     await recorder.close()
     assert steps
     for step in steps:
@@ -163,8 +163,8 @@ async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
     for filler in fillers:
         filler.write_bytes(b"")
     recorder = Recorder(small_disk, segment_bytes=2**20)
-    assert not await recorder.take(captured("e"), "c", None)
+    assert not await recorder.take(captured("e"))
     for filler in fillers:
         filler.unlink()
-    assert await recorder.take(captured("e"), "c", None)
+    assert await recorder.take(captured("e"))
     await recorder.close()
