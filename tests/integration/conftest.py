@@ -1,8 +1,8 @@
 """A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
+from yarl import URL
 
 from benchmarks.stack import free_port
 from pawl.serving.supervisor import listening
@@ -51,25 +52,36 @@ class Proxy:
         self.url = f"http://{settings.listen}"
         self.admin = f"http://{settings.admin_listen}"
 
+    async def ask(
+        self, method: str, path: str, headers: Any = None, *, data: Any = None, **body: Any
+    ) -> Reply:
+        """Send `data`, or `body` as JSON, and read the answer; no redirect is followed."""
+        url = URL(self.url + path, encoded=True)
+        sent = {"json": body or None} if data is None else {"data": data}
+        async with self.session.request(
+            method, url, headers=headers, allow_redirects=False, **sent
+        ) as reply:
+            return Reply(reply.status, reply.headers, await reply.read())
+
     async def chat(self, path: str = "", headers: Any = None, **body: Any) -> Reply:
         """POST a chat call."""
         body = {"model": "m", "messages": [{"role": "user", "content": "q"}]} | body
-        url = f"{self.url}{path}/v1/chat/completions"
-        async with self.session.post(url, json=body, headers=headers) as response:
-            return Reply(response.status, response.headers, await response.read())
+        return await self.ask("POST", f"{path}/v1/chat/completions", headers, **body)
 
     async def feedback(self, body: Any, **headers: str) -> tuple[int, Any]:
         """POST feedback; status and parsed body."""
         async with self.session.post(f"{self.url}/feedback", json=body, headers=headers) as reply:
             return reply.status, await reply.json()
 
-    async def episodes(self, calls: int) -> list[Episode]:
-        """All episodes, once so many calls are stored."""
+    async def episodes(
+        self, calls: int, good: Callable[[list[Episode]], object] = bool
+    ) -> list[Episode]:
+        """All episodes, once so many calls are stored, and they are as wanted."""
 
         async def look() -> list[Episode]:
             async with self.engine.connect() as connection:
                 found = await read_episodes(connection, await episode_ids(connection))
-            return found if sum(len(e.calls) for e in found) >= calls else []
+            return found if sum(len(e.calls) for e in found) >= calls and good(found) else []
 
         return await eventually(look)
 
@@ -79,12 +91,16 @@ class Proxy:
         [call] = episode.calls
         return call
 
-    async def counters(self) -> dict[str, float]:
-        """All samples without labels."""
-        async with self.session.get(f"{self.admin}/metrics") as reply:
-            lines = (await reply.text()).splitlines()
-        pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]
-        return {name: float(value) for name, value in pairs}
+    async def admin_page(self, path: str, headers: Any = None) -> Reply:
+        """GET a page of the admin port."""
+        async with self.session.get(self.admin + path, headers=headers) as reply:
+            return Reply(reply.status, reply.headers, await reply.read())
+
+    async def counters(self, name: str = "pawl_") -> dict[str, float]:
+        """All samples whose name begins so."""
+        lines = (await self.admin_page("/metrics")).body.decode().splitlines()
+        pairs = [line.rpartition(" ") for line in lines if line.startswith(name)]
+        return {sample: float(value) for sample, _, value in pairs}
 
 
 @asynccontextmanager
@@ -139,14 +155,29 @@ def settings_for(database_url: str | None, upstream_url: str, folder: Path) -> P
     )
 
 
+StartProxy = Callable[..., AbstractAsyncContextManager[Proxy]]
+
+
 @pytest.fixture
-async def proxy(
+def start_proxy(
     database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
-    """A proxy whose policy `m` is the base model."""
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    async with proxy_with(settings_for(database_url, upstream.url, tmp_path), engine) as made:
+) -> StartProxy:
+    """Start a proxy with some settings of its own; its policy `m` is the base model."""
+
+    @asynccontextmanager
+    async def start(**changes: Any) -> AsyncIterator[Proxy]:
+        async with engine.begin() as connection:
+            await ensure_base(connection, "m")
+        settings = settings_for(database_url, upstream.url, tmp_path)
+        async with proxy_with(settings.model_copy(update=changes), engine) as made:
+            yield made
+
+    return start
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
+    async with start_proxy() as made:
         yield made
 
 

@@ -1,4 +1,4 @@
-"""An admin port: what strangers send is answered and not logged; a failure of ours is logged."""
+"""The admin port answers what strangers send without logging it; it logs our own failures."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from aiohttp import web
 
 from benchmarks.stack import free_port
 from proxy.admin_port import listen_on
+from tests.support.servers.raw_upstream import raw_ask
 
 HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"
 RESETS = struct.pack("ii", 1, 0)
@@ -43,7 +44,7 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_a_body_that_cannot_be_read_after_the_answer_is_not_logged(
+async def test_body_that_cannot_be_read_after_the_answer_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     headers = b"Content-Encoding: gzip\r\nContent-Length: 20\r\n"
@@ -58,7 +59,7 @@ async def test_a_body_that_cannot_be_read_after_the_answer_is_not_logged(
     assert failures(caplog) == []
 
 
-async def test_a_client_that_is_gone_before_it_may_go_on_is_not_logged(
+async def test_client_that_is_gone_before_it_may_go_on_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with listening() as port:
@@ -74,7 +75,7 @@ async def test_a_client_that_is_gone_before_it_may_go_on_is_not_logged(
     assert failures(caplog) == []
 
 
-async def test_a_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/broken", b"Connection: close\r\n"))
@@ -82,3 +83,20 @@ async def test_a_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> 
         await reader.read()
         writer.close()
     assert len(failures(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: \xb2\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\nX-Pawl: a\rb\r\n\r\n",
+        b'{"event":"call","level":"info"}\n\n',
+    ],
+)
+async def test_stranger_writes_nothing_into_the_log(
+    request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening() as port:
+        answer = await raw_ask(port, request_bytes)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 "))
+    assert caplog.records == []

@@ -5,6 +5,7 @@ import gzip
 import json
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.values.tokens import unpack_ids
-from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, running, settings_for
+from tests.integration.conftest import Proxy, StartProxy, running, settings_for
 from tests.integration.faults.test_faults import (
     APIS,
     CHAT,
@@ -40,21 +40,25 @@ MESSAGES = "/v1/messages"
 
 
 @pytest.fixture
-async def vllm() -> AsyncIterator[RawUpstream]:
+async def upstream() -> AsyncIterator[RawUpstream]:
+    """A server that gives ids."""
     async with raw_upstream("vllm") as server:
         yield server
 
 
-@pytest.fixture
-async def proxy(
-    database_url: str, engine: AsyncEngine, vllm: RawUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
-    """A proxy before a server that gives ids."""
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    settings = settings_for(database_url, vllm.url, tmp_path)
-    async with proxy_with(settings, engine) as found:
-        yield found
+@asynccontextmanager
+async def asking(
+    proxy: Proxy, path: str, body: bytes, *headers: bytes
+) -> AsyncIterator[asyncio.StreamReader]:
+    """Ask, and read the answer as it comes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    writer.write(post(path, body, *headers))
+    yield reader
+    writer.close()
+
+
+async def answered(proxy: Proxy, path: str, body: bytes) -> bytes:
+    return await raw_ask(port_of(proxy), post(path, body))
 
 
 def chunk(content: str, token: int, **more: Any) -> bytes:
@@ -83,6 +87,16 @@ CODED = EVENTS.replace(b"\r\n\r\n", b"\r\nContent-Encoding: %b\r\n\r\n")
 STREAMED = APIS[CHAT][:-1] + b',"stream":true}'
 
 
+def lingers(said: bytes, until: asyncio.Event, then: bytes) -> Script:
+    async def script(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
+        await server.say(writer, said)
+        await until.wait()
+        await server.say(writer, then)
+        writer.close()
+
+    return script
+
+
 def coded(pieces: tuple[bytes, ...], wbits: int) -> list[bytes]:
     """Each piece can be read as soon as it is there."""
     engine = zlib.compressobj(wbits=wbits)
@@ -93,38 +107,30 @@ def coded(pieces: tuple[bytes, ...], wbits: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("coding", "wbits"), [(b"gzip", 31), (b"X-Gzip", 31), (b"deflate", 15), (b"deflate", -15)]
 )
-async def test_a_coded_stream_is_decoded_piece_by_piece(
-    proxy: Proxy, vllm: RawUpstream, coding: bytes, wbits: int
+async def test_coded_stream_is_decoded_piece_by_piece(
+    proxy: Proxy, upstream: RawUpstream, coding: bytes, wbits: int
 ) -> None:
     """Identity was asked for; a server or balancer that compresses all the same shows no ids."""
     goes_on = asyncio.Event()
     pieces = [chunked(piece) for piece in coded(STREAM, wbits)]
 
-    async def script(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
-        await server.say(writer, CODED % coding + pieces[0])
-        await goes_on.wait()
-        await server.say(writer, b"".join(pieces[1:]) + LAST)
-        writer.close()
-
-    vllm.script = script
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post(CHAT, STREAMED, b"Accept-Encoding: gzip"))
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert b"content-encoding" not in head.lower()
-    await asyncio.wait_for(reader.readuntil(b'"content":"a"'), 5)
-    goes_on.set()
-    rest = await reader.read()
-    writer.close()
+    upstream.script = lingers(CODED % coding + pieces[0], goes_on, b"".join(pieces[1:]) + LAST)
+    async with asking(proxy, CHAT, STREAMED, b"Accept-Encoding: gzip") as reader:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"content-encoding" not in head.lower()
+        await asyncio.wait_for(reader.readuntil(b'"content":"a"'), 5)
+        goes_on.set()
+        rest = await reader.read()
     assert b"7770" not in rest
     assert rest.endswith(LAST)
     call = await proxy.only_call()
     assert (call.status, call.trainable) == ("complete", True)
     assert unpack_ids(call.tokens.sampled_ids) == [77701, 77702]
-    assert b"\naccept-encoding: identity" in vllm.heads[-1].lower()
+    assert b"\naccept-encoding: identity" in upstream.heads[-1].lower()
 
 
 async def test_coded_streams_say_the_same_bytes_as_plain_ones(
-    proxy: Proxy, vllm: RawUpstream
+    proxy: Proxy, upstream: RawUpstream
 ) -> None:
     for sent in (
         EVENTS + chunked(*STREAM) + LAST,
@@ -132,14 +138,14 @@ async def test_coded_streams_say_the_same_bytes_as_plain_ones(
         # Members one after another are one file.
         CODED % b"gzip" + chunked(*map(gzip.compress, STREAM)) + LAST,
     ):
-        vllm.script = says(sent)
-        assert parts(await raw_ask(port_of(proxy), post(CHAT, STREAMED)))[2] == SEEN
+        upstream.script = says(sent)
+        assert parts(await answered(proxy, CHAT, STREAMED))[2] == SEEN
 
 
-async def test_a_coded_whole_reply_shows_no_ids(proxy: Proxy, vllm: RawUpstream) -> None:
+async def test_coded_whole_reply_shows_no_ids(proxy: Proxy, upstream: RawUpstream) -> None:
     sent = sized(b"200 OK", gzip.compress(WHOLE), JSON, b"Content-Encoding: gzip")
-    vllm.script = says(sent)
-    _, lines, body = parts(await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT])))
+    upstream.script = says(sent)
+    _, lines, body = parts(await answered(proxy, CHAT, APIS[CHAT]))
     assert b"Content-Encoding: gzip" not in lines
     choice = json.loads(body)["choices"][0]
     assert (choice["token_ids"], choice["logprobs"]) == (None, None)
@@ -155,11 +161,11 @@ async def test_a_coded_whole_reply_shows_no_ids(proxy: Proxy, vllm: RawUpstream)
         sized(b"200 OK", WHOLE, JSON, b"Content-Encoding: br"),
     ],
 )
-async def test_what_cannot_be_decoded_does_not_reach_the_client(
-    proxy: Proxy, vllm: RawUpstream, sent: bytes
+async def test_undecodable_reply_does_not_reach_the_client(
+    proxy: Proxy, upstream: RawUpstream, sent: bytes
 ) -> None:
-    vllm.script = says(sent)
-    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
+    upstream.script = says(sent)
+    reply = await answered(proxy, CHAT, APIS[CHAT])
     assert b"7770" not in reply
     if sent.startswith(CODED[:40]):
         assert b"content coding" in reply
@@ -170,11 +176,11 @@ async def test_what_cannot_be_decoded_does_not_reach_the_client(
     assert not (await proxy.only_call()).trainable
 
 
-async def test_an_error_in_an_unknown_coding_is_the_upstreams_own(
-    proxy: Proxy, vllm: RawUpstream
+async def test_error_in_an_unknown_coding_is_the_upstreams_own(
+    proxy: Proxy, upstream: RawUpstream
 ) -> None:
-    vllm.script = says(sized(b"503 Busy", b"\x0b\x02", b"Content-Encoding: br"))
-    status, lines, body = parts(await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT])))
+    upstream.script = says(sized(b"503 Busy", b"\x0b\x02", b"Content-Encoding: br"))
+    status, lines, body = parts(await answered(proxy, CHAT, APIS[CHAT]))
     assert (status, body) == (b"HTTP/1.1 503 Busy", b"\x0b\x02")
     assert b"Content-Encoding: br" in lines
 
@@ -191,64 +197,49 @@ ENDS = {
 }
 
 
-def lingers(said: bytes, until: asyncio.Event, then: bytes) -> Script:
-    async def script(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
-        await server.say(writer, EVENTS + said)
-        await until.wait()
-        await server.say(writer, then)
-        writer.close()
-
-    return script
-
-
 @pytest.mark.parametrize("path", APIS)
-async def test_a_streams_end_does_not_wait_for_the_upstreams_close(
-    proxy: Proxy, vllm: RawUpstream, path: str
+async def test_streams_end_does_not_wait_for_the_upstreams_close(
+    proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     """It leaves when the record is durable; what follows goes on as it comes."""
-    vllm.owned_by = "somebody"
+    upstream.owned_by = "somebody"
     goes_on = asyncio.Event()
     after = b": goodbye\n\ndata: more"
-    vllm.script = lingers(chunked(ENDS[path]), goes_on, chunked(after) + LAST)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post(path, APIS[path][:-1] + b',"stream":true}'))
-    await reader.readuntil(b"\r\n\r\n")
-    await asyncio.wait_for(reader.readuntil(ENDS[path]), 5)
-    call = await proxy.only_call()
-    assert call.status == "complete"
-    goes_on.set()
-    rest = await asyncio.wait_for(reader.read(), 5)
-    writer.close()
+    upstream.script = lingers(EVENTS + chunked(ENDS[path]), goes_on, chunked(after) + LAST)
+    async with asking(proxy, path, APIS[path][:-1] + b',"stream":true}') as reader:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(ENDS[path]), 5)
+        assert (await proxy.only_call()).status == "complete"
+        goes_on.set()
+        rest = await asyncio.wait_for(reader.read(), 5)
     assert b": goodbye" in rest
     assert rest.endswith(LAST)
 
 
-async def test_a_messages_end_made_of_a_chats_does_not_wait_either(
-    proxy: Proxy, vllm: RawUpstream
+async def test_messages_end_made_of_a_chats_does_not_wait_for_the_close(
+    proxy: Proxy, upstream: RawUpstream
 ) -> None:
     goes_on = asyncio.Event()
-    vllm.script = lingers(chunked(*STREAM), goes_on, chunked(b": goodbye\n\n") + LAST)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post(MESSAGES, APIS[MESSAGES][:-1] + b',"stream":true}'))
-    await asyncio.wait_for(reader.readuntil(b'{"type":"message_stop"}\n\n'), 5)
-    goes_on.set()
-    assert (await reader.read()).endswith(LAST)
-    writer.close()
+    upstream.script = lingers(EVENTS + chunked(*STREAM), goes_on, chunked(b": goodbye\n\n") + LAST)
+    async with asking(proxy, MESSAGES, APIS[MESSAGES][:-1] + b',"stream":true}') as reader:
+        await asyncio.wait_for(reader.readuntil(b'{"type":"message_stop"}\n\n'), 5)
+        goes_on.set()
+        assert (await reader.read()).endswith(LAST)
     assert (await proxy.only_call()).trainable
 
 
-async def test_after_an_end_ids_are_hidden_all_the_same(proxy: Proxy, vllm: RawUpstream) -> None:
+async def test_ids_after_a_streams_end_are_hidden_too(proxy: Proxy, upstream: RawUpstream) -> None:
     goes_on = asyncio.Event()
-    vllm.script = lingers(chunked(*STREAM), goes_on, chunked(chunk("c", 77703)) + LAST)
-    asking = asyncio.create_task(raw_ask(port_of(proxy), post(CHAT, STREAMED)))
-    await proxy.only_call()
-    goes_on.set()
-    reply = await asking
+    upstream.script = lingers(EVENTS + chunked(*STREAM), goes_on, chunked(chunk("c", 77703)) + LAST)
+    async with asking(proxy, CHAT, STREAMED) as reader:
+        await proxy.only_call()
+        goes_on.set()
+        reply = await reader.read()
     assert b'"content":"c"' in reply
     assert b"7770" not in reply
 
 
-async def test_the_upstreams_connection_is_used_again_after_it_lingered(
+async def test_upstreams_connection_is_used_again_after_it_lingered(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     connections = 0
@@ -273,35 +264,91 @@ async def test_the_upstreams_connection_is_used_again_after_it_lingered(
     assert connections == 1
 
 
-async def test_a_forwarded_streams_head_does_not_wait_for_its_first_event(
-    proxy: Proxy, vllm: RawUpstream
+async def test_forwarded_streams_head_does_not_wait_for_its_first_event(
+    proxy: Proxy, upstream: RawUpstream
 ) -> None:
     goes_on = asyncio.Event()
-    vllm.script = lingers(b"", goes_on, chunked(b"data: x\n\n") + LAST)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post("/v1/embeddings", b"{}"))
-    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    goes_on.set()
-    assert (await reader.read()).endswith(LAST)
-    writer.close()
+    upstream.script = lingers(EVENTS, goes_on, chunked(b"data: x\n\n") + LAST)
+    async with asking(proxy, "/v1/embeddings", b"{}") as reader:
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        goes_on.set()
+        assert (await reader.read()).endswith(LAST)
 
 
-async def test_a_model_is_deleted_only_where_a_setting_says_so(
-    database_url: str, engine: AsyncEngine, vllm: RawUpstream, tmp_path: Path
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_model_is_deleted_only_where_a_setting_says_so(
+    start_proxy: StartProxy, upstream: RawUpstream, allowed: bool
 ) -> None:
-    request = post("/v1/models/m", b"").replace(b"POST", b"DELETE", 1)
-    vllm.script = says(sized(b"200 OK", b'{"deleted":true}', JSON))
-    for allowed in (False, True):
-        settings = settings_for(database_url, vllm.url, tmp_path)
-        settings = settings.model_copy(update={"allow_model_delete": allowed})
-        async with running(settings):
-            reply = await raw_ask(int(settings.listen.rpartition(":")[2]), request)
-        if allowed:
-            assert reply.startswith(b"HTTP/1.1 200 OK")
+    upstream.script = says(sized(b"200 OK", b'{"deleted":true}', JSON))
+    async with start_proxy(allow_model_delete=allowed) as proxy:
+        request = post("/v1/models/m", b"").replace(b"POST", b"DELETE", 1)
+        reply = await raw_ask(port_of(proxy), request)
+    assert reply.startswith(b"HTTP/1.1 200 OK" if allowed else b"HTTP/1.1 403 ")
+    assert len(upstream.heads) == int(allowed)
+    if not allowed:
+        assert b"x-pawl-fault: client" in reply
+        error = json.loads(parts(reply)[2])["error"]
+        assert "PAWL_ALLOW_MODEL_DELETE" in error["message"]
+        assert error["code"] == "model_delete_not_allowed"
+
+
+# errors
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_relayed_errors_name_the_upstream_and_have_the_shape_of_the_clients_api(
+    proxy: Proxy, upstream: RawUpstream, path: str
+) -> None:
+    for status, kind in ((404, "not_found_error"), (503, "overloaded_error")):
+        said = {"message": "no", "type": "BadRequestError", "param": None, "code": status}
+        body = json.dumps({"error": said}).encode()
+        upstream.script = says(sized(b"%d No" % status, body, JSON))
+        reply = await answered(proxy, path, APIS[path])
+        assert reply.startswith(b"HTTP/1.1 %d No\r\n" % status)
+        assert reply.lower().count(b"x-pawl-fault: upstream\r\n") == 1
+        seen = parts(reply)[2]
+        if path == MESSAGES:
+            wanted = {"type": "error", "error": {"type": kind, "message": "no"}}
+            assert json.loads(seen) == wanted
         else:
-            assert reply.startswith(b"HTTP/1.1 403 ")
-            assert b"x-pawl-fault: client" in reply
-            error = json.loads(parts(reply)[2])["error"]
-            assert "PAWL_ALLOW_MODEL_DELETE" in error["message"]
-            assert error["code"] == "model_delete_not_allowed"
-        assert len(vllm.heads) == int(allowed)
+            assert seen == body
+
+
+async def test_our_own_refusals_are_anthropics_to_its_clients(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.script = says(sized(b"200 OK", WHOLE, JSON)[:-1], then="reset")
+    large = b'{"model":"' + b"x" * (8 * 2**20) + b'"}'
+    for body, status, kind in (
+        (large, 413, b"request_too_large"),
+        (APIS[MESSAGES], 502, b"api_error"),
+    ):
+        reply = await answered(proxy, MESSAGES, body)
+        assert reply.startswith(b"HTTP/1.1 %d " % status)
+        assert b'{"type":"error","error":{"type":"%b"' % kind in reply
+
+
+async def test_errors_of_a_server_that_speaks_anthropics_api_are_passed_on_untouched(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.owned_by = "anthropic"
+    body = b'{"type":"error", "error":{"type":"some_new_error","message":"no"},"request_id":"r"}'
+    upstream.script = says(sized(b"400 No", body, JSON))
+    assert parts(await answered(proxy, MESSAGES, APIS[MESSAGES]))[2] == body
+
+
+async def test_forwarded_reply_that_breaks_off_is_502_until_it_has_begun(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.script = says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", then="reset")
+    reply = await answered(proxy, "/v1/embeddings", b"{}")
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"x-pawl-fault: upstream\r\n" in reply
+    assert b"broke off" in reply
+    # What has begun can only be torn.
+    upstream.script = says(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", then="reset")
+    assert (await answered(proxy, "/v1/embeddings", b"{}")).endswith(b"\r\n\r\nabc")
+    upstream.script = says(sized(b"404 Nope", b"{}", JSON))
+    reply = await answered(proxy, "/v1/embeddings", b"{}")
+    assert reply.startswith(b"HTTP/1.1 404 Nope\r\n")
+    assert b"x-pawl-fault: upstream\r\n" in reply

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
+DONE = b"data: [DONE]\n\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -61,12 +62,41 @@ class FakeUpstream:
 
     async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         """Send three chunks and the end."""
+        chunks = stream_chunks(asked, len(self.requests))
+        return await streams(*chunks, DONE)(request)
+
+
+def answers(body: Any, status: int = 200, **headers: str) -> Handler:
+    """Answer every request with this JSON, or these bytes."""
+
+    async def handle(_: web.Request) -> web.Response:
+        if isinstance(body, bytes):
+            return web.Response(body=body, status=status, headers=headers)
+        return web.json_response(body, status=status, headers=headers)
+
+    return handle
+
+
+def streams(*pieces: bytes, waits: asyncio.Event | None = None, tears: bool = False) -> Handler:
+    """Answer every request with a stream, which may wait before its last piece or end torn."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in stream_chunks(asked, len(self.requests)):
-            await response.write(chunk)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        for number, piece in enumerate(pieces, 1):
+            if waits is not None and number == len(pieces):
+                await waits.wait()
+            await response.write(piece)
+        return await hang_up(request) if tears else response
+
+    return handle
+
+
+async def hang_up(request: web.Request) -> web.Response:
+    """Close the connection without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
 
 
 async def echo(request: web.Request) -> web.Response:

@@ -1,0 +1,310 @@
+"""Calls through the proxy: what is captured, who they belong to, and what a client is told."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from proxy.calls import call as steps
+from proxy.calls import recording
+from proxy.errors import SpoolInUse
+from proxy.policies.owners import Owners
+from proxy.policies.versions import Arms
+from store.values.tokens import unpack_ids, unpack_logprobs
+from tests.integration.conftest import Proxy, StartProxy, proxy_with, running, settings_for
+from tests.support.ledger.lineage import promote, trained
+from tests.support.servers.fake_upstream import (
+    DONE,
+    FakeUpstream,
+    Handler,
+    answers,
+    hang_up,
+    streams,
+)
+from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually
+
+CHAT: Final = "/v1/chat/completions"
+RETRIED: Final = {"x-stainless-retry-count": "1"}
+
+
+async def test_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:
+    seen = (await proxy.chat()).json
+    assert seen["choices"][0]["token_ids"] is None
+    assert seen["prompt_token_ids"] is None
+    assert seen["choices"][0]["logprobs"] is None
+    assert upstream.requests[0]["return_token_ids"] is True
+    call = await proxy.only_call()
+    assert unpack_ids(call.tokens.prompt_ids) == [1, 2, 3]
+    assert unpack_ids(call.tokens.sampled_ids) == [4, 5]
+    assert unpack_logprobs(call.tokens.sampled_logprobs) == [-0.5, -1.5]
+    assert call.trainable
+    assert json.loads(call.reply or b"") == seen
+
+
+async def test_stream_is_captured_and_passed_on(proxy: Proxy) -> None:
+    body = (await proxy.chat(stream=True)).body
+    assert body.endswith(DONE)
+    assert b'"token_ids":[' not in body
+    call = await proxy.only_call()
+    assert unpack_ids(call.tokens.sampled_ids) == [4, 5]
+    assert json.loads(call.reply or b"")["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_chunks_are_passed_on_before_the_upstream_ends(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    first, go_on = b'data: {"choices":[]}\n\n', asyncio.Event()
+    upstream.behave = streams(first, DONE, waits=go_on)
+    asked = {"model": "m", "stream": True}
+    async with proxy.session.post(proxy.url + CHAT, json=asked) as response:
+        assert await response.content.readany() == first
+        go_on.set()
+        assert await response.content.read() == DONE
+
+
+async def test_plain_call_does_not_enter_optional_code(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no key, is the default tenant's, and no version is tried."""
+
+    def entered(*_: object, **__: object) -> None:
+        raise AssertionError("a plain call entered optional code")
+
+    places: tuple[tuple[object, str], ...] = (
+        (steps, "check_continued"),
+        (recording, "own_digests"),
+        *((Owners, name) for name in ("owns", "hides", "check", "check_body")),
+        *((Arms, name) for name in ("of_new", "of_version", "version_of")),
+    )
+    for place, name in places:
+        monkeypatch.setattr(place, name, entered)
+    reply = await proxy.chat(headers={"x-pawl-episode": "e"})
+    assert (reply.status, reply.headers["x-pawl-policy"]) == (200, "m@0")
+    assert (await proxy.only_call()).policy_version == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/task/t1/episode/e7/agent/writer", {}),
+        ("", {"x-pawl-episode": "e7", "x-pawl-agent": "writer", "x-pawl-task": "t1"}),
+    ],
+    ids=["url", "headers"],
+)
+async def test_url_and_headers_name_episode_agent_and_task_and_are_not_passed_on(
+    proxy: Proxy, upstream: FakeUpstream, path: str, headers: dict[str, str]
+) -> None:
+    response = await proxy.chat(path, headers | {"x-my": "1"})
+    assert response.headers["x-pawl-episode"] == "e7"
+    assert response.headers["x-pawl-policy"] == "m@0"
+    assert not any(name.lower().startswith("x-pawl") for name in upstream.headers[0])
+    assert upstream.headers[0]["x-my"] == "1"
+    [episode] = await proxy.episodes(1)
+    assert (episode.key, episode.task, episode.calls[0].agent) == ("e7", "t1", "writer")
+
+
+@pytest.mark.parametrize("name", ["\u00e9t\u00e9".encode(), b"\xff\xfe"])
+async def test_episodes_name_may_hold_any_letters_and_no_bytes_fail_the_call(
+    proxy: Proxy, name: bytes
+) -> None:
+    body = b'{"model":"m","messages":[]}'
+    port = int(proxy.settings.listen.rpartition(":")[2])
+    reply = await raw_ask(port, post(CHAT, body, b"x-pawl-episode: " + name))
+    assert reply.startswith(b"HTTP/1.1 200")
+    if name == b"\xff\xfe":
+        assert b"x-pawl-warning: x-pawl-episode" in reply
+    else:
+        assert b"x-pawl-episode: " + name in reply
+        assert (await proxy.feedback({"value": 1, "episode": name.decode()}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("header", "warning"),
+    [("x-pawl-tool-status", "x-pawl-tool-status"), ("x-pawl-split", "'broken;;' is no split")],
+)
+async def test_malformed_header_is_a_warning_and_the_call_goes_through(
+    proxy: Proxy, header: str, warning: str
+) -> None:
+    counted = "pawl_warnings_total"
+    before = (await proxy.counters())[counted]
+    response = await proxy.chat(headers={header: "broken;;"})
+    assert response.status == 200
+    assert warning in response.headers["x-pawl-warning"]
+    assert (await proxy.counters())[counted] == before + 1
+    [episode] = await proxy.episodes(1)
+    assert episode.split == "train"
+
+
+async def test_stray_tool_status_is_stored_with_the_episode(proxy: Proxy) -> None:
+    headers = {"x-pawl-episode": "e", "x-pawl-tool-status": 'error;id="c1";detail="exit 2"'}
+    await proxy.chat(headers=headers)
+    [episode] = await proxy.episodes(1)
+    assert [(e.tool_id, e.status) for e in episode.stray_tool_events] == [("c1", "error")]
+
+
+async def test_malformed_json_reaches_the_upstream_which_says_so(proxy: Proxy) -> None:
+    reply = await proxy.ask("POST", CHAT, data=b'{"model": ')
+    assert reply.status == 400
+    assert "JSON" in reply.json["error"]["message"]
+    call = await proxy.only_call()
+    assert (call.request, call.trainable, call.reason) == (None, False, "error_reply")
+
+
+async def test_admin_endpoints_are_refused_with_a_clear_error(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    reply = await proxy.ask("POST", "/v1/load_lora_adapter", data=b"{}")
+    assert (reply.status, reply.headers["x-pawl-fault"]) == (404, "client")
+    assert "load_lora_adapter" in reply.json["error"]["message"]
+    assert upstream.other == []
+
+
+async def test_other_allowed_paths_are_forwarded_untouched(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    reply = await proxy.ask("POST", "/v1/embeddings?x=%2F", data=b"\x00\x01")
+    assert (reply.body, reply.headers["x-upstream"]) == (b"other:\x00\x01", "1")
+    assert upstream.other == [("POST", "/v1/embeddings?x=%2F", b"\x00\x01")]
+
+
+async def test_too_large_body_is_refused_by_the_settings_name(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    reply = await proxy.ask("POST", CHAT, data=io.BytesIO(b"x" * (2**20 + 1)))
+    assert reply.status == 413
+    assert "PAWL_MAX_BODY_MB" in reply.json["error"]["message"]
+    assert upstream.requests == []
+
+
+async def test_upstream_that_hangs_up_is_502_and_recorded(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    upstream.behave = hang_up
+    response = await proxy.chat()
+    assert (response.status, response.headers["x-pawl-fault"]) == (502, "upstream")
+    assert "gave no reply" in response.json["error"]["message"]
+    assert (await proxy.only_call()).status == "upstream_error"
+
+
+@pytest.mark.parametrize("failure", [hang_up, answers(b"", 503)], ids=["no reply", "error"])
+async def test_retry_by_the_clients_sdk_is_one_call_with_the_attempt_that_failed(
+    proxy: Proxy, upstream: FakeUpstream, failure: Handler
+) -> None:
+    upstream.behave = failure
+    failed = await proxy.chat()
+    upstream.behave = None
+    again = await proxy.chat(headers=RETRIED)
+    assert again.headers["x-pawl-episode"] == failed.headers["x-pawl-episode"]
+    other = await proxy.chat(headers=RETRIED)
+    assert other.headers["x-pawl-episode"] != failed.headers["x-pawl-episode"]
+    [episode, _] = await proxy.episodes(2)
+    [call] = episode.calls
+    assert (str(call.id), call.method) == (again.headers["x-pawl-call"], "retry")
+    assert (call.status, call.trainable) == ("complete", True)
+
+
+async def promote_version_1(proxy: Proxy) -> None:
+    async with proxy.engine.begin() as connection:
+        await trained(connection, 0)
+        await promote(connection, "m", 1, reason="for the test", actor="operator")
+
+    async def swapped() -> bool:
+        return (await proxy.chat()).headers["x-pawl-policy"] == "m@1"
+
+    await eventually(swapped)
+
+
+async def test_episode_keeps_its_version_across_a_swap(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    await proxy.chat("/episode/old")
+    await promote_version_1(proxy)
+    response = await proxy.chat("/episode/old")
+    assert response.headers["x-pawl-policy"] == "m@0"
+    assert upstream.requests[-1]["model"] == "m"
+    response = await proxy.chat("/episode/new")
+    assert upstream.requests[-1]["model"] == "m@1"
+    assert response.json["model"] == "m"
+
+
+@pytest.mark.usefixtures("_patient_lookups")
+async def test_episode_keeps_its_version_at_another_proxy(
+    proxy: Proxy, database_url: str, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    settings = settings_for(database_url, upstream.url, tmp_path / "other")
+    async with proxy_with(settings, proxy.engine) as other:
+        await proxy.chat("/episode/old")
+        await proxy.episodes(1)
+        await promote_version_1(proxy)
+        await other.chat("/episode/unknown")
+        response = await other.chat("/episode/old")
+    assert response.headers["x-pawl-policy"] == "m@0"
+
+
+async def test_health_readiness_and_metrics_are_the_admin_ports(proxy: Proxy) -> None:
+    for path in ("/healthz", "/readyz", "/metrics"):
+        assert (await proxy.admin_page(path)).status == 200
+    assert (await proxy.ask("GET", "/metrics")).status == 404
+
+
+async def test_two_proxies_do_not_share_a_spool(proxy: Proxy, tmp_path: Path) -> None:
+    other = settings_for(None, "http://127.0.0.1:1/v1", tmp_path)
+    with pytest.raises(SpoolInUse, match="PAWL_SPOOL_DIR"):
+        async with running(other):
+            pass
+
+
+async def test_numbers_of_any_size_are_passed_on_and_kept(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    seed = 10**30
+    headers = {"x-stainless-retry-count": "9" * 50}
+    assert (await proxy.chat(seed=seed, top_k=seed, headers=headers)).status == 200
+    assert upstream.requests[-1]["seed"] == seed
+    call = await proxy.only_call()
+    assert json.loads(call.request or b"")["seed"] == seed
+    assert (call.sampling["top_k"], call.reason) == (seed, "unreadable_sampling")
+
+
+async def test_servers_own_sampling_defaults_are_recorded(start_proxy: StartProxy) -> None:
+    card: Any = {"default_temperature": 0.6, "default_sampling": {"top_p": 0.95, "top_k": 20}}
+    async with start_proxy(**card) as proxy:
+        assert (await proxy.chat(top_k=5)).status == 200
+        call = await proxy.only_call()
+    assert call.sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 5}
+    assert (call.trainable, call.reason) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("parser", "reason"),
+    [
+        *((None, "constrained_sampling"), ("glm47", "constrained_sampling")),
+        *(("hermes", None), ("pythonic", None)),
+    ],
+)
+async def test_strict_tools_are_trained_where_the_servers_parser_is_known(
+    start_proxy: StartProxy, parser: str | None, reason: str | None
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    async with start_proxy(tool_parser=parser) as proxy:
+        assert (await proxy.chat(tools=[tool])).status == 200
+        call = await proxy.only_call()
+    assert call.reason == reason
+    # With a syntax of its own the server held the call to it; nothing else holds one.
+    assert ("grammar" in call.sampling) == (parser == "hermes")
+
+
+async def test_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:
+    user = {"role": "user", "content": "q"}
+    first = await proxy.chat(messages=[user], tools=[{"type": "function"}])
+    message = first.json["choices"][0]["message"]
+    result = {"role": "tool", "content": "1", "tool_call_id": message["tool_calls"][0]["id"]}
+    second = await proxy.chat(messages=[user, message, result], tools=[{"type": "function"}])
+    assert second.headers["x-pawl-episode"] == first.headers["x-pawl-episode"]
+    assert (await proxy.feedback({"value": 1, "response": second.json["id"]}))[0] == 200
+    [episode] = await proxy.episodes(2, lambda found: found[0].feedback)
+    assert [f.value for f in episode.feedback] == [1.0]
