@@ -1,4 +1,4 @@
-"""Two bodies under one Idempotency-Key: a conflict is told where it can be known, none is lost."""
+"""Two bodies under one Idempotency-Key: a known conflict is refused, and nothing is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,25 +14,21 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.serving.supervisor import listening
 from proxy.feedback.idempotency import KEEP_S, KeyFiles
 from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
-from proxy.worker import serving
-from store.errors import Refused
-from store.records import FeedbackRecord
 from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
 from store.write.ingest import Ingester
-from tests.integration.conftest import Proxy, settings_for
+from tests.integration.conftest import Proxy, settings_for, working
 from tests.support.records import statement
 from tests.support.servers.fake_upstream import FakeUpstream
-from tests.support.waiting import eventually
+from tests.support.waiting import awaited, until
 
 
 @dataclass
-class Place:
-    """Where workers are started for one test."""
+class Workers:
+    """Workers of one test."""
 
     exits: AsyncExitStack
     upstream: FakeUpstream
@@ -40,38 +36,30 @@ class Place:
     database_url: str
     session: aiohttp.ClientSession
 
-    async def worker(self, folder: Path, *, database: bool = True, ingester: bool = False) -> Proxy:
-        """One on the spool in `folder`, which has a database or not."""
+    async def start(self, folder: Path, *, database: bool = True) -> Proxy:
+        """Start a worker on the spool in `folder`, which has a database or not."""
         url = self.database_url if database else None
         settings = settings_for(url, self.upstream.url, folder)
-        if ingester:
-            await self.exits.enter_async_context(ingesting(settings))
-        [listener] = listening(settings.listen, 1)
-        await self.exits.enter_async_context(serving(settings, listener))
+        await self.exits.enter_async_context(working(settings))
         return Proxy(settings, self.engine, self.session)
 
-    async def values(self) -> list[float]:
-        """What is stored."""
-        async with self.engine.connect() as connection:
-            rows = await connection.execute(text("SELECT value FROM feedback ORDER BY value"))
-            return list(rows.scalars())
+    async def stored(self, count: int) -> list[float]:
+        """Return what is stored, once it is so many."""
+
+        async def look() -> list[float]:
+            async with self.engine.connect() as connection:
+                rows = await connection.execute(text("SELECT value FROM feedback ORDER BY value"))
+                return list(rows.scalars())
+
+        return await awaited(look, lambda values: len(values) >= count)
 
 
 @pytest.fixture
-async def place(
+async def workers(
     upstream: FakeUpstream, engine: AsyncEngine, database_url: str
-) -> AsyncIterator[Place]:
-    async with AsyncExitStack() as exits:
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        yield Place(exits, upstream, engine, database_url, session)
-
-
-def feedback_record(
-    value: float, *, key: str = "k", body_hash: str = "a", metric: str = "reward"
-) -> FeedbackRecord:
-    """One POST under a key."""
-    record = statement(metric, value, key=key, episode="e")
-    return msgspec.structs.replace(record, body_hash=body_hash)
+) -> AsyncIterator[Workers]:
+    async with AsyncExitStack() as exits, aiohttp.ClientSession() as session:
+        yield Workers(exits, upstream, engine, database_url, session)
 
 
 def said(value: float) -> dict[str, Any]:
@@ -86,33 +74,21 @@ async def both(one: Proxy, other: Proxy, values: tuple[float, float], key: str) 
     )
 
 
-async def test_two_bodies_at_once_at_one_worker(place: Place, tmp_path: Path) -> None:
-    worker = await place.worker(tmp_path, ingester=True)
+async def test_of_two_bodies_at_once_a_worker_takes_one(proxy: Proxy, workers: Workers) -> None:
     for number in range(5):
-        answers = await both(worker, worker, (number, number + 0.5), uuid4().hex)
+        answers = await both(proxy, proxy, (number, number + 0.5), uuid4().hex)
         assert sorted(status for status, _ in answers) == [202, 409]
-
-    async def stored() -> bool:
-        return len(await place.values()) == 5
-
-    await eventually(stored)
-
-
-async def test_a_repeat_at_the_same_time_has_the_same_answer(place: Place, tmp_path: Path) -> None:
-    worker = await place.worker(tmp_path, ingester=True)
-    [one, other] = await both(worker, worker, (1, 1), uuid4().hex)
+    # A repeat at the same time has the same answer.
+    [one, other] = await both(proxy, proxy, (1, 1), uuid4().hex)
     assert one == other
     assert one[0] == 202
-
-    async def stored() -> bool:
-        return await place.values() == [1.0]
-
-    await eventually(stored)
+    assert len(await workers.stored(6)) == 6
 
 
-async def test_two_workers_of_one_machine_without_a_database(place: Place, tmp_path: Path) -> None:
-    one = await place.worker(tmp_path, database=False)
-    other = await place.worker(tmp_path, database=False)
+async def test_workers_of_one_machine_share_keys_without_a_database(
+    workers: Workers, tmp_path: Path
+) -> None:
+    one, other = [await workers.start(tmp_path, database=False) for _ in range(2)]
     key = uuid4().hex
     answers = await both(one, other, (1, 2), key)
     assert sorted(status for status, _ in answers) == [202, 409]
@@ -124,41 +100,35 @@ async def test_two_workers_of_one_machine_without_a_database(place: Place, tmp_p
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_two_proxies_of_one_database(place: Place, tmp_path: Path) -> None:
-    one = await place.worker(tmp_path / "one")
-    other = await place.worker(tmp_path / "other")
+async def test_proxies_of_one_database_share_keys(workers: Workers, tmp_path: Path) -> None:
+    one, other = [await workers.start(tmp_path / name) for name in ("one", "other")]
     answers = await both(one, other, (1, 2), uuid4().hex)
     assert sorted(status for status, _ in answers) == [202, 409]
 
 
-async def test_two_proxies_without_a_database_lose_nothing(place: Place, tmp_path: Path) -> None:
+async def test_proxies_without_a_database_store_both_bodies_and_count_the_conflict(
+    workers: Workers, tmp_path: Path
+) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
-    proxies = [await place.worker(folder, database=False) for folder in folders]
+    one, other = [await workers.start(folder, database=False) for folder in folders]
     key, before = uuid4().hex, KEY_CONFLICTS._value.get()
-    answers = await both(proxies[0], proxies[1], (1, 2), key)
+    answers = await both(one, other, (1, 2), key)
     assert [status for status, _ in answers] == [202, 202]
-    assert (await proxies[1].feedback(said(2), **{"Idempotency-Key": key}))[0] == 202
+    assert (await other.feedback(said(2), **{"Idempotency-Key": key}))[0] == 202
     for folder in folders:
         # An ingester that has a database drains what the worker spooled without one.
-        settings = settings_for(place.database_url, place.upstream.url, folder)
-        await place.exits.enter_async_context(ingesting(settings))
-
-    async def stored() -> bool:
-        return await place.values() == [1.0, 2.0]
-
-    async def counted() -> bool:
-        # A conflict is counted once its batch is stored, so the row may be seen before it.
-        return KEY_CONFLICTS._value.get() > before
-
-    await eventually(stored)
-    await eventually(counted)
+        settings = settings_for(workers.database_url, workers.upstream.url, folder)
+        await workers.exits.enter_async_context(ingesting(settings))
+    assert await workers.stored(2) == [1.0, 2.0]
+    # A conflict is counted once its batch is stored, so the row may be seen before it.
+    await until(lambda: KEY_CONFLICTS._value.get() > before)
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_a_key_whose_body_was_not_taken_is_free_again(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_key_whose_body_was_not_taken_is_free_again(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await place.worker(tmp_path)
+    worker = await workers.start(tmp_path)
     headers = {"Idempotency-Key": uuid4().hex}
     with monkeypatch.context() as full:
         full.setattr(SegmentWriter, "append", lambda *_: False)
@@ -167,21 +137,7 @@ async def test_a_key_whose_body_was_not_taken_is_free_again(
     assert (await worker.feedback(said(1), **headers))[0] == 409
 
 
-async def test_the_ledger_keeps_both_bodies_in_any_order(engine: AsyncEngine) -> None:
-    told: list[int] = []
-    ingester = Ingester(lambda requests: told.append(len(requests)))
-    one = feedback_record(1.0, key="k", body_hash="a")
-    again = feedback_record(1.0, key="k", body_hash="a")
-    other = feedback_record(2.0, key="k", body_hash="b")
-    await ingester.store(engine, [one, again, other])
-    await ingester.store(engine, [other, again])
-    assert told == [1]
-    async with engine.connect() as connection:
-        rows = await connection.execute(text("SELECT value FROM feedback ORDER BY value"))
-        assert list(rows.scalars()) == [1.0, 2.0]
-
-
-async def test_keys_in_the_database(engine: AsyncEngine) -> None:
+async def test_key_in_the_database_is_its_first_takers_for_a_day(engine: AsyncEngine) -> None:
     async with engine.connect() as connection:
         assert await take_key(connection, "k", "a") is KeyState.OWN
         assert await take_key(connection, "k", "a") is KeyState.OWN
@@ -192,13 +148,16 @@ async def test_keys_in_the_database(engine: AsyncEngine) -> None:
         assert await take_key(connection, "k", "b") is KeyState.OWN
         await connection.execute(text("UPDATE feedback_keys SET at = now() - interval '25 hours'"))
         assert await forget_keys(connection) == 1
-    await Ingester().store(engine, [feedback_record(1.0, key="k", body_hash="a")])
+    record = msgspec.structs.replace(statement("reward", 1.0, key="k", episode="e"), body_hash="a")
+    await Ingester().store(engine, [record])
     async with engine.connect() as connection:
         assert await take_key(connection, "k", "a") is KeyState.STORED
         assert await take_key(connection, "k", "b") is KeyState.ANOTHERS
 
 
-def test_keys_on_disk_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = KeyFiles(tmp_path)
     assert files.clean() == 0
     assert files.take("k", "a") is None
@@ -215,12 +174,6 @@ def test_keys_on_disk_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert files.clean() == 1
 
 
-async def test_a_disk_that_keeps_no_key_loses_nothing(tmp_path: Path) -> None:
+async def test_disk_that_keeps_no_key_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("in the way")
     assert KeyFiles(tmp_path).take("k", "a") is None
-
-
-async def test_a_refusal_of_another_kind_is_told(engine: AsyncEngine) -> None:
-    """What cannot be stored is still refused, and by that a dead letter."""
-    with pytest.raises(Refused):
-        await Ingester().store(engine, [feedback_record(1.0, metric="\x00")])

@@ -1,4 +1,4 @@
-"""Replicas of one model server: who is asked, and what is never sent twice."""
+"""Replicas of one model server: who is asked, what is never sent twice, and who gives ids."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,19 +8,35 @@ import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
-from proxy.errors import UpstreamBroke, UpstreamUnreachable
+from proxy.errors import NoUpstream, UpstreamBroke, UpstreamUnreachable
+from proxy.upstreams import server as module
 from proxy.upstreams.server import Upstream
-from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.waiting import eventually
+from proxy.upstreams.upstreams import Member, Upstreams
+from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream, hang_up
+from tests.support.waiting import eventually, until
 
 BODY = b'{"model":"m","messages":[]}'
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def two() -> AsyncIterator[tuple[FakeUpstream, FakeUpstream]]:
-    async with fake_upstream() as one, fake_upstream() as other:
-        yield one, other
+async def two(upstream: FakeUpstream) -> AsyncIterator[tuple[FakeUpstream, FakeUpstream]]:
+    async with fake_upstream() as other:
+        yield upstream, other
+
+
+@pytest.fixture
+async def replicas(two: tuple[FakeUpstream, FakeUpstream]) -> AsyncIterator[Upstream]:
+    found = Upstream([one.url for one in two], silence_s=60)
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def single(upstream: FakeUpstream) -> AsyncIterator[Upstream]:
+    found = Upstream([upstream.url], silence_s=5)
+    yield found
+    await found.close()
 
 
 async def ask(upstream: Upstream) -> int:
@@ -29,7 +45,9 @@ async def ask(upstream: Upstream) -> int:
     return reply.status
 
 
-async def test_the_least_busy_is_asked(two: tuple[FakeUpstream, FakeUpstream]) -> None:
+async def test_least_busy_is_asked(
+    two: tuple[FakeUpstream, FakeUpstream], replicas: Upstream
+) -> None:
     go_on = asyncio.Event()
 
     async def wait(_: web.Request) -> web.Response:
@@ -38,78 +56,111 @@ async def test_the_least_busy_is_asked(two: tuple[FakeUpstream, FakeUpstream]) -
 
     for one in two:
         one.behave = wait
-    upstream = Upstream([one.url for one in two], silence_s=60)
     asked = []
-    for number in range(6):
-        asked.append(asyncio.create_task(ask(upstream)))
-
-        async def arrived(wanted: int = number + 1) -> bool:
-            return sum(len(one.requests) for one in two) == wanted
-
-        await eventually(arrived)
+    for number in range(1, 7):
+        asked.append(asyncio.create_task(ask(replicas)))
+        await until(lambda number=number: sum(len(one.requests) for one in two) == number)  # type: ignore[misc]
     assert [len(one.requests) for one in two] == [3, 3]
     go_on.set()
     assert await asyncio.gather(*asked) == [200] * 6
-    await upstream.close()
 
 
-async def test_one_that_refuses_is_passed_over_avoided_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_replica_that_refuses_is_passed_over_avoided_and_comes_back(
+    upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.upstreams.server.AVOID_S", 600.0)
+    monkeypatch.setattr(module, "AVOID_S", 600.0)
     port = free_port()
     async with AsyncExitStack() as exits:
-        up = await exits.enter_async_context(fake_upstream())
-        upstream = Upstream([f"http://127.0.0.1:{port}/v1", up.url], silence_s=60)
-        down = upstream.replicas[0]
-        assert [await ask(upstream) for _ in range(3)] == [200] * 3
-        assert len(up.requests) == 3
+        both = Upstream([f"http://127.0.0.1:{port}/v1", upstream.url], silence_s=60)
+        exits.push_async_callback(both.close)
+        down = both.replicas[0]
+        assert [await ask(both) for _ in range(3)] == [200] * 3
+        assert len(upstream.requests) == 3
         # The first request found out; the others did not try.
         assert down.avoid_until > asyncio.get_running_loop().time()
-        assert [replica.root for replica in upstream._in_order()][-1] == down.root
+        assert [replica.root for replica in both._in_order()][-1] == down.root
 
         back = await exits.enter_async_context(fake_upstream(port))
         down.avoid_until = asyncio.get_running_loop().time()
-        upstream.replicas[1].pool.close()
+        both.replicas[1].pool.close()
 
         async def asked_again() -> bool:
-            await asyncio.gather(ask(upstream), ask(upstream))
+            await asyncio.gather(ask(both), ask(both))
             return bool(back.requests)
 
         await eventually(asked_again)
-        await upstream.close()
 
 
-async def test_what_was_sent_is_never_sent_again(two: tuple[FakeUpstream, FakeUpstream]) -> None:
-    async def break_off(request: web.Request) -> web.Response:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
-
+async def test_request_that_was_sent_is_never_sent_again(
+    two: tuple[FakeUpstream, FakeUpstream], replicas: Upstream
+) -> None:
     for one in two:
-        one.behave = break_off
-    upstream = Upstream([one.url for one in two], silence_s=60)
+        one.behave = hang_up
     with pytest.raises(UpstreamBroke, match="was sent the request and gave no reply"):
-        await ask(upstream)
+        await ask(replicas)
     assert sum(len(one.requests) for one in two) == 1
-    await upstream.close()
 
 
-async def test_an_error_of_one_is_its_answer(two: tuple[FakeUpstream, FakeUpstream]) -> None:
-    async def overloaded(_: web.Request) -> web.Response:
-        return web.Response(status=503)
-
+async def test_error_of_one_replica_is_its_answer(
+    two: tuple[FakeUpstream, FakeUpstream], replicas: Upstream
+) -> None:
     for one in two:
-        one.behave = overloaded
-    upstream = Upstream([one.url for one in two], silence_s=60)
-    assert await ask(upstream) == 503
+        one.behave = answers(b"", 503)
+    assert await ask(replicas) == 503
     assert sum(len(one.requests) for one in two) == 1
-    await upstream.close()
 
 
-async def test_where_none_is_reached_all_are_named() -> None:
+async def test_where_no_replica_is_reached_all_are_named() -> None:
     urls = [f"http://127.0.0.1:{free_port()}/v1" for _ in range(2)]
     upstream = Upstream(urls, silence_s=60, named_in="upstream 'local' of u.toml")
     with pytest.raises(UpstreamUnreachable, match=r"and http.*is upstream 'local' of u\.toml"):
         await ask(upstream)
     assert all(replica.avoid_until for replica in upstream.replicas)
+
+
+# The list of models says which of them give ids.
+
+
+async def test_unknown_names_cost_one_look_however_many_ask_at_once(
+    upstream: FakeUpstream, single: Upstream
+) -> None:
+    names = [*(f"unknown {number}" for number in range(50)), "m"]
+    found = await asyncio.gather(*(single.gives_ids(name) for name in names))
+    assert found == [False] * 50 + [True]
+    assert not any([await single.gives_ids(f"new {number}") for number in range(20)])
+    assert upstream.looks == 1
+    # Unknown names are not kept.
+    assert len(single._gives_ids) == 1
+
+
+async def test_model_that_has_just_appeared_is_found_soon(
+    upstream: FakeUpstream, single: Upstream
+) -> None:
+    assert module.LOOK_AGAIN_S <= 2
+    assert not await single.gives_ids("new")
+    upstream.models.append("new")
+    await eventually(lambda: single.gives_ids("new"))
+    assert upstream.looks == 2
+
+
+async def test_server_that_cannot_be_asked_is_not_asked_by_each_call(
+    upstream: FakeUpstream, single: Upstream
+) -> None:
+    upstream.list_status = 500
+    assert not any(await asyncio.gather(*(single.gives_ids("m") for _ in range(30))))
+    assert upstream.looks == 1
+    upstream.list_status = 200
+    await eventually(lambda: single.gives_ids("m"))
+
+
+async def test_server_whose_list_is_never_the_same_fills_no_memory(single: Upstream) -> None:
+    for number in range(30):
+        single.learn(f"{number} {name}" for name in range(1000))
+    assert len(single._gives_ids) <= module.MOST_NAMES
+
+
+def test_long_name_is_cut_in_the_refusal() -> None:
+    known = Upstreams([Member("one", ("a",), False, Upstream(["http://a/v1"], silence_s=1))])
+    with pytest.raises(NoUpstream) as refused:
+        known.for_model("x" * 1_000_000)
+    assert len(refused.value.message) < 500
