@@ -1,4 +1,4 @@
-"""What nests too deep, is too much or cannot be stored: refused by name, or kept as bytes."""
+"""Too deep, too large or unstorable: such requests are refused, such replies kept as bytes."""
 
 import asyncio
 import json
@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,13 +14,14 @@ from aiohttp import web
 from sqlalchemy import text
 
 from store.values.json_limits import MAX_DEPTH
-from tests.integration.conftest import Proxy
+from tests.integration.conftest import Proxy, Reply
 from tests.support.faults.stand import Stand, standing
-from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
-from tests.support.waiting import eventually
+from tests.support.servers.fake_upstream import DONE, FakeUpstream, answers, streams, whole_reply
+from tests.support.waiting import eventually, until
 
 APIS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 CHAT = APIS[0]
+JSON = {"Content-Type": "application/json"}
 DEAD = "pawl_records_dead_lettered_total"
 # What a worker may grow to under hostile requests, bytes, and how many come at once.
 MOST_RESIDENT = 300 * 10**6
@@ -39,10 +39,8 @@ def asking(depth: int) -> bytes:
     return said % nested(depth)
 
 
-async def post(proxy: Proxy, path: str, body: bytes, **headers: str) -> tuple[int, Any, Any]:
-    data = BytesIO(body)
-    async with proxy.session.post(proxy.url + path, data=data, headers=headers) as reply:
-        return reply.status, await reply.json(content_type=None), reply.headers
+async def send(proxy: Proxy, path: str, body: bytes) -> Reply:
+    return await proxy.ask("POST", path, data=BytesIO(body))
 
 
 async def counted(proxy: Proxy, name: str) -> float:
@@ -50,19 +48,17 @@ async def counted(proxy: Proxy, name: str) -> float:
     return (await proxy.counters())[name]
 
 
-@pytest.mark.parametrize("path", [*APIS, "/feedback"])
 @pytest.mark.parametrize("depth", [MAX_DEPTH, 979, 1100, 5000])
-async def test_a_request_that_nests_too_deep_is_refused(
-    proxy: Proxy, upstream: FakeUpstream, path: str, depth: int
+async def test_request_that_nests_too_deep_is_refused(
+    proxy: Proxy, upstream: FakeUpstream, depth: int
 ) -> None:
     before = await counted(proxy, "pawl_records_total")
-    status, told, headers = await asyncio.wait_for(post(proxy, path, asking(depth)), 10)
-    assert status == 400
-    assert f"{MAX_DEPTH} deep" in told["error"]["message"]
-    assert headers["x-pawl-fault"] == "client"
-    assert (told.get("type") == "error") == (path == "/v1/messages")
-    assert not upstream.requests
-    assert not upstream.other
+    for path in (*APIS, "/feedback"):
+        reply = await asyncio.wait_for(send(proxy, path, asking(depth)), 10)
+        assert (reply.status, reply.headers["x-pawl-fault"]) == (400, "client"), path
+        assert f"{MAX_DEPTH} deep" in reply.json["error"]["message"]
+        assert (reply.json.get("type") == "error") == (path == "/v1/messages")
+    assert (upstream.requests, upstream.other) == ([], [])
     assert await counted(proxy, "pawl_records_total") == before
 
 
@@ -73,36 +69,29 @@ async def test_json_within_a_string_of_a_request_may_be_as_deep_as_it_likes(prox
     assert (await proxy.only_call()).method == "own"
 
 
-async def test_a_request_at_the_limit_is_a_call(proxy: Proxy, upstream: FakeUpstream) -> None:
-    assert (await post(proxy, CHAT, asking(MAX_DEPTH - 1)))[0] == 200
+async def test_request_at_the_limit_is_a_call(proxy: Proxy, upstream: FakeUpstream) -> None:
+    assert (await send(proxy, CHAT, asking(MAX_DEPTH - 1))).status == 200
     assert (await proxy.only_call()).trainable
     assert upstream.requests
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("depth", [150, 979, 1100, 5000])
-async def test_a_reply_that_nests_too_deep_is_passed_on_and_kept_as_bytes(
+async def test_reply_that_nests_too_deep_is_passed_on_and_kept_as_bytes(
     proxy: Proxy, upstream: FakeUpstream, depth: int, streamed: bool
 ) -> None:
     deep = b'"reasoning":' + nested(depth)
-
-    async def behave(request: web.Request) -> web.StreamResponse:
-        told = json.dumps(whole_reply(upstream.requests[-1], 1)).encode()
-        if not streamed:
-            body = told.replace(b'"content": "hi"', b'"content": "hi",' + deep)
-            return web.Response(body=body, content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        delta = b'{"index":0,"delta":{"content":"hi",%b},"finish_reason":"stop"}' % deep
-        await response.write(b'data: {"id":"chatcmpl-1","choices":[%b]}\n\n' % delta)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    upstream.behave = behave
-    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], "stream": streamed}
-    async with proxy.session.post(f"{proxy.url}{CHAT}", json=body) as reply:
-        assert reply.status == 200
-        assert deep in await reply.read()
+    message = b'{"content":"hi",%b}' % deep
+    choice = b'{"index":0,"%b":%b,"finish_reason":"stop"}'
+    reply = b'{"id":"chatcmpl-1","choices":[%b]}'
+    if streamed:
+        event = b"data: %b\n\n" % (reply % (choice % (b"delta", message)))
+        upstream.behave = streams(event, DONE)
+    else:
+        upstream.behave = answers(reply % (choice % (b"message", message)), **JSON)
+    seen = await proxy.chat(stream=streamed)
+    assert seen.status == 200
+    assert deep in seen.body
     call = await proxy.only_call()
     assert (call.reply, call.trainable, call.reason) == (None, False, "nested_too_deep")
     async with proxy.engine.connect() as connection:
@@ -118,68 +107,44 @@ async def test_tool_arguments_that_nest_too_deep_become_no_structure(
 ) -> None:
     """They come as a string, which Anthropic's API has as an object."""
     before = await counted(proxy, DEAD)
-    for number, depth in enumerate((150, 979, 2000)):
-        arguments = '{"a":' + nested(depth).decode() + "}"
-
-        async def behave(request: web.Request, arguments: str = arguments) -> web.StreamResponse:
-            reply = whole_reply(upstream.requests[-1], 1)
-            function = {"name": "f", "arguments": arguments}
-            tool = {"id": "call_1", "type": "function", "function": function}
-            reply["choices"][0]["message"]["tool_calls"] = [tool]
-            if not upstream.requests[-1].get("stream"):
-                return web.json_response(reply)
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            delta = reply["choices"][0].pop("message")
-            delta["tool_calls"][0]["index"] = 0
-            chunks = [{"delta": {"role": "assistant"}}, {"delta": delta}]
-            for choice in chunks:
-                event = {"id": "c", "model": "m", "choices": [{"index": 0} | choice]}
-                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await response.write(b'data: {"id":"c","choices":[],"usage":{}}\n\n')
-            await response.write(b"data: [DONE]\n\n")
-            return response
-
-        upstream.behave = behave
-        for stream in (False, True):
-            body = {"model": "m", "max_tokens": 5, "stream": stream}
-            body |= {"messages": [{"role": "user", "content": "q"}]}
-            status = await _read(proxy, "/v1/messages", body)
-            assert status == 200
-
-        async def stored(wanted: int = 2 * (number + 1)) -> Any:
-            found = [call for e in await proxy.episodes(wanted) for call in e.calls]
-            return found if len(found) >= wanted else None
-
-        calls = await eventually(stored)
-        assert {(call.reply, call.reason) for call in calls} == {(None, "nested_too_deep")}
+    for depth in (150, 979, 2000):
+        function = {"name": "f", "arguments": '{"a":' + nested(depth).decode() + "}"}
+        tool = {"index": 0, "id": "call_1", "type": "function", "function": function}
+        message = {"role": "assistant", "content": None, "tool_calls": [tool]}
+        whole = {"id": "c", "model": "m", "choices": [{"index": 0, "message": message}]}
+        deltas = ({"role": "assistant"}, message)
+        events = [
+            {"id": "c", "model": "m", "choices": [{"index": 0, "delta": one}]} for one in deltas
+        ]
+        events.append({"id": "c", "choices": [], "usage": {}})
+        pieces = [b"data: %b\n\n" % json.dumps(event).encode() for event in events]
+        for stream, behave in ((False, answers(whole)), (True, streams(*pieces, DONE))):
+            upstream.behave = behave
+            asked = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 5}
+            reply = await proxy.ask("POST", APIS[3], model="m", stream=stream, **asked)
+            assert reply.status == 200
+    calls = [call for episode in await proxy.episodes(6) for call in episode.calls]
+    assert {(call.reply, call.reason) for call in calls} == {(None, "nested_too_deep")}
     assert await counted(proxy, DEAD) == before
 
 
-async def _read(proxy: Proxy, path: str, body: dict[str, Any]) -> int:
-    async with proxy.session.post(proxy.url + path, json=body) as reply:
-        await reply.read()
-        return reply.status
-
-
-@pytest.mark.parametrize("path", APIS)
 async def test_too_many_values_are_refused_before_they_are_parsed(
-    proxy: Proxy, upstream: FakeUpstream, path: str
+    proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     body = b'{"model":"m","messages":[' + b"{}," * 120_000 + b"{}]}"
-    status, told, headers = await post(proxy, path, body)
-    assert status == 413
-    assert "more than 100000 lists" in told["error"]["message"]
-    assert headers["x-pawl-fault"] == "client"
+    for path in APIS:
+        reply = await send(proxy, path, body)
+        assert (reply.status, reply.headers["x-pawl-fault"]) == (413, "client"), path
+        assert "more than 100000 lists" in reply.json["error"]["message"]
     assert not upstream.requests
 
 
-async def test_a_long_text_full_of_commas_is_no_heap_of_values(proxy: Proxy) -> None:
+async def test_long_text_full_of_commas_is_no_heap_of_values(proxy: Proxy) -> None:
     content = '[],"' * 150_000
     assert (await proxy.chat(messages=[{"role": "user", "content": content}])).status == 200
 
 
-async def test_a_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Proxy) -> None:
+async def test_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Proxy) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     reply = await proxy.chat(messages=turns * 4000, headers={"x-pawl-episode": "long"})
     assert reply.status == 200
@@ -191,30 +156,26 @@ async def test_a_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Pro
 
 async def test_feedback_has_a_limit_of_its_own(proxy: Proxy) -> None:
     limit = proxy.settings.max_feedback_kb * 1024
-    status, told, _ = await post(proxy, "/feedback", b"[" + b" " * limit)
-    assert status == 413
-    assert "PAWL_MAX_FEEDBACK_KB" in told["error"]["message"]
+    reply = await send(proxy, "/feedback", b"[" + b" " * limit)
+    assert reply.status == 413
+    assert "PAWL_MAX_FEEDBACK_KB" in reply.json["error"]["message"]
 
-    async def chunks() -> Any:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(limit // 4096 + 2):
             yield b" " * 4096
 
-    async with proxy.session.post(f"{proxy.url}/feedback", data=chunks()) as reply:
-        assert reply.status == 413
+    assert (await proxy.ask("POST", "/feedback", data=chunks())).status == 413
     many = [{"value": 1, "episode": f"episode {n}" + "x" * 60} for n in range(10_000)]
     assert (await proxy.feedback(many))[0] == 202
-    status, told = await proxy.feedback([{"value": 1, "episode": "e", "a": []}] * 9_000)
-    assert status == 400
+    assert (await proxy.feedback([{"value": 1, "episode": "e", "a": []}] * 9_000))[0] == 400
 
 
 async def test_past_the_budget_a_new_request_is_told_to_come_again(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     go_on = asyncio.Event()
-    arrived = asyncio.Semaphore(0)
 
-    async def behave(request: web.Request) -> web.StreamResponse:
-        arrived.release()
+    async def behave(_: web.Request) -> web.StreamResponse:
         await go_on.wait()
         return web.json_response(whole_reply(upstream.requests[-1], 1))
 
@@ -222,7 +183,7 @@ async def test_past_the_budget_a_new_request_is_told_to_come_again(
     large = [{"role": "user", "content": "x" * 1_040_000}]
     statuses: list[int] = []
 
-    async def send() -> None:
+    async def ask() -> None:
         reply = await proxy.chat(messages=large)
         statuses.append(reply.status)
         if reply.status == 503:
@@ -231,24 +192,20 @@ async def test_past_the_budget_a_new_request_is_told_to_come_again(
             assert "PAWL_IN_FLIGHT_MB" in reply.json["error"]["message"]
 
     room = proxy.settings.in_flight_mb * 2**20 // (4 * 1_040_000)
-    sending = [asyncio.create_task(send()) for _ in range(room + 8)]
-    await eventually(lambda: _is(lambda: len(statuses) >= 8))
+    asked = [asyncio.create_task(ask()) for _ in range(room + 8)]
+    await until(lambda: len(statuses) >= 8)
     # A small one is let in beside them all.
     small = asyncio.create_task(proxy.chat())
-    await eventually(lambda: _is(lambda: any(len(str(r)) < 1000 for r in upstream.requests)))
+    await until(lambda: any(len(str(r)) < 1000 for r in upstream.requests))
     go_on.set()
-    await asyncio.gather(*sending)
+    await asyncio.gather(*asked)
     assert (await small).status == 200
     assert statuses.count(503) in range(8, 12)
-    await eventually(lambda: _is_zero(proxy))
 
+    async def is_empty() -> bool:
+        return await counted(proxy, "pawl_in_flight_bytes") == 0
 
-async def _is(check: Any) -> bool:
-    return bool(check())
-
-
-async def _is_zero(proxy: Proxy) -> bool:
-    return (await proxy.counters())["pawl_in_flight_bytes"] == 0
+    await eventually(is_empty)
 
 
 @pytest.mark.parametrize("name", ["m\x00", "\x00" * 3000, "m" * 4000, "ü\x00"])
@@ -264,12 +221,9 @@ async def test_any_name_of_a_model_is_stored(proxy: Proxy, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["r\x00", "r" * 5000, "\U0001f600" * 1024])
 async def test_any_id_of_a_reply_is_stored(proxy: Proxy, upstream: FakeUpstream, name: str) -> None:
-    async def behave(request: web.Request) -> web.StreamResponse:
-        reply = whole_reply(upstream.requests[-1], 1) | {"id": name}
-        reply["choices"][0]["finish_reason"] = "stop\x00"
-        return web.json_response(reply)
-
-    upstream.behave = behave
+    reply = whole_reply({}, 1) | {"id": name}
+    reply["choices"][0]["finish_reason"] = "stop\x00"
+    upstream.behave = answers(reply)
     before = await counted(proxy, DEAD)
     await proxy.chat()
     call = await proxy.only_call()
@@ -278,7 +232,7 @@ async def test_any_id_of_a_reply_is_stored(proxy: Proxy, upstream: FakeUpstream,
     assert await counted(proxy, DEAD) == before
 
 
-async def test_what_feedback_names_is_stored_or_refused(proxy: Proxy) -> None:
+async def test_name_in_feedback_is_stored_or_refused(proxy: Proxy) -> None:
     # Not one character twice: PostgreSQL would compress an index row that repeats itself.
     wide = "".join(chr(0x20000 + number) for number in range(1024))
     before = await proxy.counters()
@@ -301,11 +255,6 @@ async def test_what_feedback_names_is_stored_or_refused(proxy: Proxy) -> None:
         return now["pawl_records_stored_total"] == before["pawl_records_stored_total"] + 4
 
     await eventually(settled)
-
-
-async def test_bytes_that_are_no_text_are_refused_by_feedback(proxy: Proxy) -> None:
-    status, told, _ = await post(proxy, "/feedback", b'{"value":1,"episode":"\xff"}')
-    assert (status, told["error"]["code"]) == (400, "invalid_json")
 
 
 def sized(path: str, body: bytes) -> bytes:
@@ -332,7 +281,7 @@ HOSTILE = {
 }
 
 
-async def send(port: int, request: bytes) -> None:
+async def send_raw(port: int, request: bytes) -> None:
     """Send a request, and wait for its answer or its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     # A server that refuses early closes while the client still sends.
@@ -368,7 +317,7 @@ def test_worker_stays_small_under_hostile_requests(tmp_path: Path) -> None:
         [worker] = stand.processes("worker")
         for kind, request in HOSTILE.items():
             async with highest_memory(worker) as most:
-                await asyncio.gather(*(send(stand.port, request()) for _ in range(AT_ONCE)))
+                await asyncio.gather(*(send_raw(stand.port, request()) for _ in range(AT_ONCE)))
             assert most[0] < MOST_RESIDENT, kind
         assert worker.is_running()
 

@@ -1,23 +1,38 @@
-"""What a rule takes out is nowhere: not on disk, not in the database, not in what is told of it."""
+"""Text that a rule takes out is nowhere: not on disk, in the database, in metrics or in logs."""
 
 import asyncio
 import io
 import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import aiohttp
-from aiohttp import web
+import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.export import Selection, export
 from proxy.settings import ProxySettings
 from store.records import Tokens
-from tests.integration.conftest import Proxy, proxy_with, working
-from tests.support.proxy.redaction import files, hit, leaks, rows, said, settings
-from tests.support.servers.fake_upstream import FakeUpstream
+from store.schema.tables import metadata
+from store.version_states import ensure_base
+from tests.integration.conftest import Proxy, proxy_with, settings_for, working
+from tests.support.proxy.kept_files import bytes_now, paths_of
+from tests.support.servers.fake_upstream import DONE, FakeUpstream, answers, streams
 
-__all__ = ["settings"]
+RULES = """
+[[rule]]
+name = "canary"
+pattern = 'canary-[0-9]{4}'
 
+[[rule]]
+name = "user"
+field = "request.user"
+"""
+FINDS = (b"canary-", b"nobody@example.org", b"secret-")
 # Of a client's headers nothing is ever stored, with rules or without.
 HEADERS = {
     "Authorization": "Bearer secret-a-1234",
@@ -29,21 +44,56 @@ HEADERS = {
 }
 
 
-async def split(request: web.Request) -> web.StreamResponse:
-    """A reply that says a canary, in pieces."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for at, piece in enumerate(("it is can", "ary-", "12", "34.")):
-        choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None, "token_ids": [at]}
-        last = {"finish_reason": "stop"} if at == 3 else {}
-        event = {"id": "chatcmpl-s", "model": "m", "choices": [choice | last]}
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
+def hit(data: bytes) -> list[bytes]:
+    """Find what of the canaries is in some bytes, as they are or as PostgreSQL writes bytes."""
+    return [one for one in FINDS if one in data or one.hex().encode() in data]
 
 
-async def no_json(_: web.Request) -> web.Response:
-    return web.Response(text="<p>canary-1234</p>", status=502, content_type="text/html")
+def leaks(places: Iterable[bytes]) -> list[list[bytes]]:
+    return [found for found in map(hit, places) if found]
+
+
+def files(folder: Path) -> list[bytes]:
+    return [os.fsencode(path) + bytes_now(path) for path in paths_of(folder)]
+
+
+async def rows(engine: AsyncEngine) -> list[bytes]:
+    async with engine.connect() as connection:
+        return [
+            str(row).encode()
+            for name in metadata.tables
+            for row in await connection.execute(text(f"SELECT t::text FROM {name} t"))
+        ]
+
+
+@pytest.fixture
+async def settings(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> ProxySettings:
+    """Rules for a proxy whose policy `m` is the base model."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES)
+    folder = tmp_path / "of-proxy"
+    folder.mkdir()
+    return settings_for(database_url, upstream.url, folder).model_copy(update={"redaction": rules})
+
+
+def said(*contents: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": one} for one in contents]}
+
+
+def said_in_pieces(at: int, piece: str) -> bytes:
+    choice = {"index": 0, "delta": {"content": piece}, "token_ids": [at]}
+    choice |= {"finish_reason": "stop" if piece.endswith(".") else None}
+    event = {"id": "chatcmpl-s", "model": "m", "choices": [choice]}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+# A reply that says a canary, in pieces.
+SPLIT = streams(*map(said_in_pieces, range(4), ("it is can", "ary-", "12", "34.")), DONE)
+NO_JSON = answers(b"<p>canary-1234</p>", 502, **{"Content-Type": "text/html"})
 
 
 async def all_kinds(proxy: Proxy, upstream: FakeUpstream) -> None:
@@ -53,13 +103,11 @@ async def all_kinds(proxy: Proxy, upstream: FakeUpstream) -> None:
     await proxy.chat(headers=HEADERS, user="nobody@example.org", **said("q"))
     await proxy.chat(headers=HEADERS, stop="canary-1234", **said("q"))
     raw = b'{"model": "m", "messages": [{"role": "user", "content": "\\u0063anary-1234"}]}'
-    url = f"{proxy.url}/v1/chat/completions"
     for body in (raw, b"no JSON, but canary-1234"):
-        async with proxy.session.post(url, data=body, headers=HEADERS) as reply:
-            await reply.read()
-    for behave in (split, no_json):
+        await proxy.ask("POST", "/v1/chat/completions", HEADERS, data=body)
+    for behave in (SPLIT, NO_JSON):
         upstream.behave = behave
-        reply = await proxy.chat(headers=HEADERS, stream=behave is split, **said("q"))
+        reply = await proxy.chat(headers=HEADERS, stream=behave is SPLIT, **said("q"))
         # What the client gets is what the upstream says.
         assert b"1234" in reply.body or b"34." in reply.body
     upstream.behave = None
@@ -70,7 +118,7 @@ async def all_kinds(proxy: Proxy, upstream: FakeUpstream) -> None:
     assert (await proxy.chat(path="/episode/clean", headers=HEADERS)).status == 200
 
 
-async def test_what_rules_take_out_is_nowhere(
+async def test_redacted_text_is_nowhere(
     settings: ProxySettings, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     with capture_logs() as logs:
@@ -82,8 +130,7 @@ async def test_what_rules_take_out_is_nowhere(
             assert leaks(spooled) == []
         async with proxy_with(settings, engine) as proxy:
             episodes = await proxy.episodes(8)
-            async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
-                told = await reply.read()
+            told = (await proxy.admin_page("/metrics")).body
     exported = io.BytesIO()
     await export(engine, Selection(), exported)
     stored = await rows(engine)
@@ -102,10 +149,10 @@ async def test_what_rules_take_out_is_nowhere(
     assert b'pawl_withheld_total{reason="not_json"}' in told
 
 
-async def test_a_redacted_stream_is_stored_as_what_it_said(
+async def test_redacted_stream_is_stored_as_what_it_said(
     settings: ProxySettings, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
-    upstream.behave = split
+    upstream.behave = SPLIT
     async with proxy_with(settings, engine) as proxy:
         await proxy.chat(stream=True)
         call = await proxy.only_call()
@@ -114,7 +161,7 @@ async def test_a_redacted_stream_is_stored_as_what_it_said(
     assert (call.trainable, call.reason, call.status) == (False, "redacted", "complete")
 
 
-async def test_what_was_recorded_before_a_rule_was_set_is_redacted_when_it_is_stored(
+async def test_call_recorded_before_a_rule_was_set_is_redacted_when_it_is_stored(
     settings: ProxySettings, engine: AsyncEngine
 ) -> None:
     before = settings.model_copy(update={"redaction": None})
@@ -126,7 +173,7 @@ async def test_what_was_recorded_before_a_rule_was_set_is_redacted_when_it_is_st
     assert leaks(await rows(engine)) == []
 
 
-async def test_a_worker_with_rules_ends_only_when_all_is_written(
+async def test_worker_with_rules_ends_only_when_all_is_written(
     settings: ProxySettings, engine: AsyncEngine
 ) -> None:
     async with working(settings), aiohttp.ClientSession() as session:

@@ -1,1 +1,1 @@
-"""Ask proxies with keys, rules and grammars, and compare what they record."""
+"""Ask proxies with keys and grammars, and compare what they record."""

@@ -59,7 +59,7 @@ async def test_least_busy_is_asked(
     asked = []
     for number in range(1, 7):
         asked.append(asyncio.create_task(ask(replicas)))
-        await until(lambda number=number: sum(len(one.requests) for one in two) == number)  # type: ignore[misc]
+        await until(lambda number=number: sum(len(one.requests) for one in two) == number)
     assert [len(one.requests) for one in two] == [3, 3]
     go_on.set()
     assert await asyncio.gather(*asked) == [200] * 6
