@@ -13,8 +13,7 @@ from pawl.settings import ClientSettings
 from store.tenants import scoped
 from tests.integration.conftest import Proxy
 from tests.integration.pawl.judging.test_judge import Bench, bench, pawl_judge
-from tests.integration.proxy.keys.conftest import key_of
-from tests.support.proxy.keys import bearer, made, status, taken
+from tests.support.proxy.keys import bearer, key_of, made, status, taken
 from tests.support.waiting import eventually
 
 __all__ = ["bench"]

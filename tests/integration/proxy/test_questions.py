@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.spool import replay_letters
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import CapturedCall, encode_frame, encode_payload
+from store.read.episodes import episode_ids, read_episodes
 from tests.support.records import captured
 
 Storing = Callable[[AsyncEngine, Path, Sequence[CapturedCall]], Awaitable[None]]
@@ -32,27 +32,24 @@ async def replayed(engine: AsyncEngine, folder: Path, calls: Sequence[CapturedCa
     assert await replay_letters(folder, engine) == (len(calls), [])
 
 
-@pytest.mark.parametrize("store", [drained, replayed])
-async def test_the_same_question_makes_one_task(
-    engine: AsyncEngine, tmp_path: Path, store: Storing
-) -> None:
-    """All have the same prompt ids: by these, all would be of one task."""
-    await store(
-        engine,
-        tmp_path,
-        [asked("a", "Hello?", "10:01"), asked("b", "Hello?", "10:02"), asked("c", "Bye?", "10:01")],
-    )
-    async with engine.connect() as connection:
-        rows = await connection.execute(text("SELECT key, task FROM episodes"))
-        tasks = {row.key: row.task for row in rows}
-    assert tasks["a"] is not None
-    assert tasks["a"] == tasks["b"]
-    assert tasks["c"] not in (None, tasks["a"])
-
-
 def asked(episode: str, question: str, now: str) -> CapturedCall:
     messages = [
         {"role": "system", "content": f"It is {now}."},
         {"role": "user", "content": question},
     ]
     return captured(episode, request=json.dumps({"model": "m", "messages": messages}).encode())
+
+
+@pytest.mark.parametrize("store", [drained, replayed])
+async def test_same_question_makes_one_task(
+    engine: AsyncEngine, tmp_path: Path, store: Storing
+) -> None:
+    """All have the same prompt ids: by these, all would be of one task."""
+    said = (("a", "Hello?", "10:01"), ("b", "Hello?", "10:02"), ("c", "Bye?", "10:01"))
+    await store(engine, tmp_path, [asked(*one) for one in said])
+    async with engine.connect() as connection:
+        episodes = await read_episodes(connection, await episode_ids(connection))
+    tasks = {episode.key: episode.task for episode in episodes}
+    assert tasks["a"] is not None
+    assert tasks["a"] == tasks["b"]
+    assert tasks["c"] not in (None, tasks["a"])

@@ -3,24 +3,21 @@
 import asyncio
 import io
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.export import Selection, export
 from proxy.settings import ProxySettings
 from store.records import Tokens
-from store.schema.tables import metadata
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for, working
-from tests.support.proxy.kept_files import bytes_now, paths_of
+from tests.support.proxy.kept_files import files_below, rows_of
 from tests.support.servers.fake_upstream import DONE, FakeUpstream, answers, streams
 
 RULES = """
@@ -51,19 +48,6 @@ def hit(data: bytes) -> list[bytes]:
 
 def leaks(places: Iterable[bytes]) -> list[list[bytes]]:
     return [found for found in map(hit, places) if found]
-
-
-def files(folder: Path) -> list[bytes]:
-    return [os.fsencode(path) + bytes_now(path) for path in paths_of(folder)]
-
-
-async def rows(engine: AsyncEngine) -> list[bytes]:
-    async with engine.connect() as connection:
-        return [
-            str(row).encode()
-            for name in metadata.tables
-            for row in await connection.execute(text(f"SELECT t::text FROM {name} t"))
-        ]
 
 
 @pytest.fixture
@@ -125,7 +109,7 @@ async def test_redacted_text_is_nowhere(
         async with working(settings), aiohttp.ClientSession() as session:
             await all_kinds(Proxy(settings, engine, session), upstream)
             # Nothing is stored yet: all is in the spool, as the worker wrote it.
-            spooled = files(settings.spool_dir)
+            spooled = files_below(settings.spool_dir)
             assert any(b"clean" in one for one in spooled)
             assert leaks(spooled) == []
         async with proxy_with(settings, engine) as proxy:
@@ -133,10 +117,16 @@ async def test_redacted_text_is_nowhere(
             told = (await proxy.admin_page("/metrics")).body
     exported = io.BytesIO()
     await export(engine, Selection(), exported)
-    stored = await rows(engine)
+    stored = await rows_of(engine)
     assert exported.getvalue()
     assert len(stored) > 20
-    places = [*stored, *files(settings.spool_dir), told, str(logs).encode(), exported.getvalue()]
+    places = [
+        *stored,
+        *files_below(settings.spool_dir),
+        told,
+        str(logs).encode(),
+        exported.getvalue(),
+    ]
     assert leaks(places) == []
     calls = [call for episode in episodes for call in episode.calls]
     redacted = [call for call in calls if call.reason == "redacted"]
@@ -167,10 +157,10 @@ async def test_call_recorded_before_a_rule_was_set_is_redacted_when_it_is_stored
     before = settings.model_copy(update={"redaction": None})
     async with working(before), aiohttp.ClientSession() as session:
         await Proxy(before, engine, session).chat(**said("canary-1234"))
-    assert any(map(hit, files(settings.spool_dir)))
+    assert any(map(hit, files_below(settings.spool_dir)))
     async with proxy_with(settings, engine) as proxy:
         assert (await proxy.only_call()).reason == "redacted"
-    assert leaks(await rows(engine)) == []
+    assert leaks(await rows_of(engine)) == []
 
 
 async def test_worker_with_rules_ends_only_when_all_is_written(

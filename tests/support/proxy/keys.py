@@ -5,16 +5,27 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys import Scope, create_key
+from store.keys import NO_LIMITS, Limits, Scope, create_key
+from store.tenants import DEFAULT
 from tests.integration.conftest import Proxy
 from tests.support.waiting import eventually
 
 CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 
 
-async def made(engine: AsyncEngine, name: str, *scopes: Scope) -> str:
+async def made(
+    engine: AsyncEngine,
+    name: str,
+    *scopes: Scope,
+    limits: Limits = NO_LIMITS,
+    tenant: str = DEFAULT,
+) -> str:
     async with engine.begin() as connection:
-        return (await create_key(connection, name, scopes)).key
+        return (await create_key(connection, name, scopes, limits, tenant)).key
+
+
+async def key_of(engine: AsyncEngine, tenant: str, *scopes: Scope) -> str:
+    return await made(engine, f"{tenant}-{'-'.join(scopes)}", *scopes, tenant=tenant)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -24,25 +35,22 @@ def bearer(key: str) -> dict[str, str]:
 async def status(proxy: Proxy, path: str, headers: Mapping[str, str], port: str = "") -> int:
     """POST what the path takes, or GET from the admin port."""
     if port:
-        async with proxy.session.get(f"{proxy.admin}{path}", headers=headers) as reply:
-            return reply.status
+        return (await proxy.admin_page(path, headers)).status
     body: Any = {"value": 1, "episode": "e"} if path == "/feedback" else CALL
-    async with proxy.session.post(f"{proxy.url}{path}", json=body, headers=headers) as reply:
-        return reply.status
+    return (await proxy.ask("POST", path, headers, **body)).status
 
 
 async def taken(proxy: Proxy, key: str) -> None:
     """Wait until the proxy knows a key, on both ports."""
 
     async def known() -> bool:
-        seen = [
-            await status(proxy, "/v1/embeddings", bearer(key)),
-            await status(proxy, "/metrics", bearer(key), "admin"),
-        ]
         # A port that has not seen the key yet may still be open to everybody.
-        open_to_all = [
-            await status(proxy, "/v1/embeddings", {}),
-            await status(proxy, "/metrics", {}, "admin"),
+        seen, open_to_all = [
+            [
+                await status(proxy, "/v1/embeddings", headers),
+                await status(proxy, "/metrics", headers, "admin"),
+            ]
+            for headers in (bearer(key), {})
         ]
         return 401 not in seen and open_to_all == [401, 401]
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -12,15 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.tenants import FIELDS
 from store.keys import SCOPES
 from store.tenants import DEFAULT
-from store.version_states import ensure_base
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.integration.proxy.keys.conftest import EVERYONE, key_of
-from tests.support.proxy.keys import bearer, made, taken
-from tests.support.servers.fake_upstream import FakeUpstream
+from tests.integration.conftest import Proxy, StartProxy
+from tests.integration.proxy.keys.conftest import EVERYONE
+from tests.support.proxy.keys import bearer, key_of, made, taken
 
 DOCUMENT: dict[str, Any] = json.loads((ROOT / "docs/reference/openapi.json").read_text())
-BODIES = {"/feedback": {"value": 1, "episode": "e"}}
 CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}], "input": "q", "prompt": "q"}
 REPEATED = re.compile(r"\[(/\{id\})\] \(0 to \d+ times\)")
 
@@ -59,22 +55,23 @@ def endpoints() -> Iterator[Endpoint]:
 ENDPOINTS = sorted(endpoints())
 
 
-async def answer(
-    proxy: Proxy, endpoint: Endpoint, headers: Mapping[str, str], model: str = "m", **about: str
-) -> tuple[int, str]:
-    """The status, and who is at fault."""
+async def answers(
+    proxy: Proxy, endpoint: Endpoint, shown: Mapping[Any, Any], model: str = "m", **about: str
+) -> dict[Any, tuple[int, str]]:
+    """The status, and who is at fault, by whose headers are shown."""
     path = endpoint.path.replace("/v1/models/m", f"/v1/models/{model}")
+    fields = FIELDS.get(endpoint.path, {"model"})
+    body: Any = {name: value for name, value in CALL.items() if name in fields} | {"model": model}
+    if endpoint.path == "/feedback":
+        body = {"value": 1} | (about or {"episode": "e"})
     url = f"{proxy.admin if endpoint.admin else proxy.url}{path}"
-    body: Any = None
-    if endpoint.method == "POST":
-        fields = FIELDS.get(endpoint.path, {"model"})
-        call = {name: value for name, value in CALL.items() if name in fields} | {"model": model}
-        body = BODIES.get(endpoint.path, call)
-        if about and endpoint.path == "/feedback":
-            body = {"value": 1, **about}
-    asking = proxy.session.request(endpoint.method, url, json=body, headers=headers)
-    async with asking as reply:
-        return reply.status, reply.headers.get("x-pawl-fault", "")
+    sent = {"json": body} if endpoint.method == "POST" else {}
+
+    async def answer(headers: Mapping[str, str]) -> tuple[int, str]:
+        async with proxy.session.request(endpoint.method, url, headers=headers, **sent) as reply:
+            return reply.status, reply.headers.get("x-pawl-fault", "")
+
+    return dict(zip(shown, await asyncio.gather(*map(answer, shown.values())), strict=True))
 
 
 def test_the_document_has_every_endpoint_and_its_schemes() -> None:
@@ -87,22 +84,14 @@ def test_the_document_has_every_endpoint_and_its_schemes() -> None:
             assert {name for one in item[method]["security"] for name in one} in (set(), schemes)
 
 
-async def test_exactly_the_allowed_cells_pass(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
-) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
+async def test_exactly_the_allowed_cells_pass(engine: AsyncEngine, start_proxy: StartProxy) -> None:
     keys = {scope: await made(engine, scope, scope) for scope in SCOPES}
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    settings = settings.model_copy(update={"allow_model_delete": True})
     wrong: list[tuple[Endpoint, str, int]] = []
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy(allow_model_delete=True) as proxy:
         await taken(proxy, keys["infer"])
         shown = {scope: bearer(key) for scope, key in keys.items()} | {"": {}}
         for endpoint in ENDPOINTS:
-            asking = [answer(proxy, endpoint, headers) for headers in shown.values()]
-            answers = dict(zip(shown, await asyncio.gather(*asking), strict=True))
-            for scope, (status, fault) in answers.items():
+            for scope, (status, fault) in (await answers(proxy, endpoint, shown)).items():
                 refused = (401 if scope == "" else 403, "client") == (status, fault)
                 if refused == (endpoint.scope in (None, scope)) or (scope and status == 401):
                     wrong.append((endpoint, scope, status))
@@ -145,9 +134,8 @@ async def test_exactly_the_allowed_cells_pass_for_what_is_another_tenants(
         # Deleting a model is not forwarded at all.
         if (endpoint.method, endpoint.path) == ("DELETE", "/v1/models/x1"):
             continue
-        asking = [answer(shared, endpoint, one, "a-writes@1", call=call) for one in shown.values()]
-        answers = dict(zip(shown, await asyncio.gather(*asking), strict=True))
-        for (tenant, scope), (status, fault) in answers.items():
+        found = await answers(shared, endpoint, shown, "a-writes@1", call=call)
+        for (tenant, scope), (status, fault) in found.items():
             refusal = (status, fault) if fault == "client" else None
             if refusal != expected(endpoint, tenant, scope):
                 wrong.append((endpoint, tenant, scope, status))

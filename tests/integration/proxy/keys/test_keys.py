@@ -1,14 +1,13 @@
 """API keys on both ports: who is let in, for what, and that no key goes any further."""
 
 import asyncio
-import os
+import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp import web
 from sqlalchemy import text
@@ -18,18 +17,15 @@ from structlog.testing import capture_logs
 from proxy.feedback.endpoint import LONG_BYTES
 from store.database import make_engine
 from store.keys import id_of, revoke_key
-from store.schema.tables import metadata
-from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working
+from tests.integration.conftest import Proxy, StartProxy, running, settings_for, working
+from tests.support.proxy.kept_files import files_below, rows_of
 from tests.support.proxy.keys import CALL, bearer, made, status, taken
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
 EFFECTIVE_S = 2.0
-CALLS_BY_KEY = text(
-    "SELECT e.key, t.api_key FROM transitions t JOIN episodes e ON e.id = t.episode_id"
-)
-SAID_BY_KEY = text(
+CALLS_BY_KEY = "SELECT e.key, t.api_key FROM transitions t JOIN episodes e ON e.id = t.episode_id"
+SAID_BY_KEY = (
     "SELECT DISTINCT f.target, q.api_key FROM feedback f JOIN feedback_requests q"
     " ON q.id = f.request_id"
 )
@@ -75,29 +71,25 @@ async def test_key_is_accepted_and_refused_within_two_seconds_of_being_made_and_
 async def test_ledger_knows_the_key_of_each_call_and_reward(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
-    before = {"x-pawl-episode": "before"}
-    assert (await proxy.chat(headers=before)).status == 200
+    assert (await proxy.chat("/episode/before")).status == 200
     made_keys = {name: await made(engine, name, "infer", "feedback") for name in ("one", "other")}
     await taken(proxy, made_keys["one"])
     for name, key in made_keys.items():
-        named = bearer(key) | {"x-pawl-episode": name}
-        assert (await proxy.chat(headers=named)).status == 200
+        assert (await proxy.chat(f"/episode/{name}", bearer(key))).status == 200
         # One that is so long is read beside the loop.
-        body = msgspec.json.encode({"value": 1, "episode": name}) + b" " * (
-            LONG_BYTES * (name == "one")
-        )
-        url = f"{proxy.url}/feedback"
-        async with proxy.session.post(url, data=body, headers=bearer(key)) as reply:
-            assert reply.status in (200, 202)
+        body = json.dumps({"value": 1, "episode": name}).encode()
+        body += b" " * (LONG_BYTES * (name == "one"))
+        reply = await proxy.ask("POST", "/feedback", bearer(key), data=body)
+        assert reply.status in (200, 202)
     ids = {name: id_of(key) for name, key in made_keys.items()}
 
     async def stored() -> bool:
         async with engine.connect() as connection:
-            calls = await connection.execute(CALLS_BY_KEY)
-            said = await connection.execute(SAID_BY_KEY)
-            return {tuple(row) for row in calls} == {("before", None), *ids.items()} and {
-                tuple(row) for row in said
-            } == set(ids.items())
+            calls, said = [
+                {tuple(row) for row in await connection.execute(text(query))}
+                for query in (CALLS_BY_KEY, SAID_BY_KEY)
+            ]
+        return calls == {("before", None), *ids.items()} and said == set(ids.items())
 
     await eventually(stored)
 
@@ -106,11 +98,11 @@ async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: As
     key = await made(engine, "feeds", "feedback")
     await taken(proxy, key)
 
-    async def refusal(url: str, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], Any]:
-        async with proxy.session.post(url, json=CALL, headers=headers) as reply:
-            return reply.status, reply.headers, await reply.json()
+    async def refusal(path: str, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], Any]:
+        reply = await proxy.ask("POST", f"/v1/{path}", headers, **CALL)
+        return reply.status, reply.headers, reply.json
 
-    chat, messages = (f"{proxy.url}/v1/{path}" for path in ("chat/completions", "messages"))
+    chat, messages = "chat/completions", "messages"
     code, headers, body = await refusal(chat, {})
     assert (code, headers["x-pawl-fault"], headers["WWW-Authenticate"]) == (401, "client", "Bearer")
     assert body["error"]["code"] == "missing_api_key"
@@ -124,9 +116,9 @@ async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: As
     assert (code, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
     code, _, body = await refusal(messages, {"x-api-key": key})
     assert (code, body["error"]["type"]) == (403, "permission_error")
-    async with proxy.session.get(f"{proxy.admin}/metrics", headers=bearer(key)) as reply:
-        assert (reply.status, reply.headers["x-pawl-fault"]) == (403, "client")
-        assert (await reply.json())["error"]["code"] == "missing_scope"
+    page = await proxy.admin_page("/metrics", bearer(key))
+    assert (page.status, page.headers["x-pawl-fault"]) == (403, "client")
+    assert page.json["error"]["code"] == "missing_scope"
 
 
 @pytest.mark.parametrize(
@@ -134,31 +126,19 @@ async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: As
     [("loopback", 403, 200), ("anyone", 200, 200), ("keys", 401, 401)],
 )
 async def test_access_says_who_may_call_while_no_key_was_made(
-    access: str,
-    relayed: int,
-    local: int,
-    database_url: str,
-    engine: AsyncEngine,
-    upstream: FakeUpstream,
-    tmp_path: Path,
+    access: str, relayed: int, local: int, start_proxy: StartProxy
 ) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    async with proxy_with(settings.model_copy(update={"access": access}), engine) as proxy:
+    async with start_proxy(access=access) as proxy:
         for headers, expected in (({"X-Forwarded-For": "203.0.113.7"}, relayed), ({}, local)):
             assert (await proxy.chat(headers=headers)).status == expected
             assert await status(proxy, "/metrics", headers, "admin") == expected
 
 
 async def test_keys_work_without_a_database_across_restarts(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
     key = await made(engine, "agent", "infer", "read")
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy() as proxy:
         await taken(proxy, key)
     away = settings_for(AWAY, upstream.url, tmp_path)
     async with AsyncExitStack() as exits:
@@ -173,14 +153,12 @@ async def test_keys_work_without_a_database_across_restarts(
 
 @pytest.mark.parametrize("damage", ["lost", "torn"])
 async def test_unreadable_keys_let_nobody_in_until_the_ingester_writes_them_again(
-    damage: str, database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    damage: str, engine: AsyncEngine, start_proxy: StartProxy
 ) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
     key = await made(engine, "agent", "infer")
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy() as proxy:
         await taken(proxy, key)
+    settings = proxy.settings
     file = settings.spool_dir / "access" / "keys.json"
     whole = file.read_bytes()
     if damage == "lost":
@@ -195,7 +173,7 @@ async def test_unreadable_keys_let_nobody_in_until_the_ingester_writes_them_agai
                 reply = await proxy.chat(headers=headers)
                 assert (reply.status, reply.headers["x-pawl-fault"]) == (503, "proxy")
                 assert int(reply.headers["Retry-After"]) >= 1
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy() as proxy:
         await taken(proxy, key)
 
 
@@ -237,19 +215,11 @@ async def test_no_key_goes_further_than_the_gate(
     assert len(upstream.headers) == 2
     passed = [str(dict(headers)).encode() for headers in (*upstream.headers, *seen)]
     assert len(passed) > 4
-    async with proxy.session.get(f"{proxy.admin}/metrics", headers=bearer(key)) as reply:
-        told = await reply.read()
-    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    names = [os.fsencode(path) for path in tmp_path.rglob("*")]
-    async with engine.connect() as connection:
-        tables = [
-            str(row).encode()
-            for name in metadata.tables
-            for row in await connection.execute(text(f"SELECT t::text FROM {name} t"))
-        ]
+    told = (await proxy.admin_page("/metrics", bearer(key))).body
+    files, tables = files_below(tmp_path), await rows_of(engine)
     assert files
     assert tables
-    for place in (*passed, told, str(logs).encode(), *files, *names, *tables):
+    for place in (*passed, told, str(logs).encode(), *files, *tables):
         assert not any(canary in place for canary in canaries)
 
 
@@ -265,18 +235,12 @@ async def test_redirect_to_another_address_is_not_passed_on(
     await taken(proxy, key)
     upstream.behave = upstream.behave_otherwise = elsewhere
     for path in ("/v1/chat/completions", "/v1/chat/completions", "/v1/embeddings"):
-        url = f"{proxy.url}{path}"
-        async with proxy.session.post(
-            url, json=CALL, headers=bearer(key), allow_redirects=False
-        ) as reply:
-            assert (reply.status, reply.headers["x-pawl-fault"]) == (502, "upstream")
-            assert (await reply.json())["error"]["code"] == "upstream_redirects"
-            assert "Location" not in reply.headers
+        reply = await proxy.ask("POST", path, bearer(key), **CALL)
+        assert (reply.status, reply.headers["x-pawl-fault"]) == (502, "upstream")
+        assert reply.json["error"]["code"] == "upstream_redirects"
+        assert "Location" not in reply.headers
     # One that stays at the proxy is passed on.
-    url = f"{proxy.url}/v1/embeddings"
-    async with proxy.session.post(
-        url, json=CALL, headers=bearer(key), allow_redirects=False
-    ) as reply:
-        assert (reply.status, reply.headers["Location"]) == (307, "/x")
+    reply = await proxy.ask("POST", "/v1/embeddings", bearer(key), **CALL)
+    assert (reply.status, reply.headers["Location"]) == (307, "/x")
     calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
     assert {(call.status, call.http_status) for call in calls} == {("upstream_error", 307)}

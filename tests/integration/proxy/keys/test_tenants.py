@@ -1,4 +1,4 @@
-"""Two tenants at one proxy: same names, same words, and neither touches what is the other's."""
+"""Tenants at one proxy use the same names and words, and none touches another's data."""
 
 import asyncio
 import random
@@ -10,12 +10,11 @@ from aiohttp import web
 from store.records import Episode
 from store.tenants import DEFAULT, bare
 from tests.integration.conftest import Proxy
-from tests.integration.proxy.keys.conftest import EVERYONE, Headers, ask, by_tenant
-from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
-from tests.support.waiting import eventually
+from tests.integration.proxy.keys.conftest import EVERYONE, Headers, by_tenant
+from tests.support.servers.fake_upstream import FakeUpstream, answers, whole_reply
 
 
-async def test_the_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) -> None:
+async def test_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) -> None:
     named = {"x-pawl-episode": "run-7", "x-pawl-task": "t", "x-pawl-agent": "writer"}
     replies = {}
     for tenant, key in keys.items():
@@ -40,15 +39,15 @@ async def test_the_same_names_are_three_tenants_own(shared: Proxy, keys: Headers
         assert said == {"a": own, "b": "pending", DEFAULT: "pending"}
     assert await state("b", episode="run-7") == "stored"
 
-    async def scored() -> dict[str, int]:
-        found = by_tenant(await shared.episodes(3))
-        count = {one: len(e.feedback) + len(e.calls[0].feedback) for one, [e] in found.items()}
-        return count if sum(count.values()) >= 3 else {}
+    def counts(found: list[Episode]) -> dict[str, int]:
+        own = by_tenant(found)
+        return {one: len(e.feedback) + len(e.calls[0].feedback) for one, [e] in own.items()}
 
-    assert await eventually(scored) == {"a": 2, "b": 1, DEFAULT: 0}
+    scored = await shared.episodes(3, lambda found: sum(counts(found).values()) >= 3)
+    assert counts(scored) == {"a": 2, "b": 1, DEFAULT: 0}
 
 
-async def test_an_idempotency_key_is_each_tenants_own(shared: Proxy, keys: Headers) -> None:
+async def test_idempotency_key_is_each_tenants_own(shared: Proxy, keys: Headers) -> None:
     for value, tenant in enumerate(EVERYONE):
         body = {"value": value, "episode": "run-7"}
         for _ in range(2):
@@ -100,44 +99,33 @@ async def test_no_call_joins_what_another_tenant_said(
         retry = {"x-stainless-retry-count": "1"} if dice.random() < 0.5 else {}
         assert (await shared.chat(headers={**keys[tenant], **retry}, **body)).status == 200
 
-    async def joined() -> list[Episode]:
-        found = await shared.episodes(9)
-        return found if len(found) == 3 else []
-
-    for tenant, episodes in by_tenant(await eventually(joined)).items():
+    joined = await shared.episodes(9, lambda found: len(found) == 3)
+    for tenant, episodes in by_tenant(joined).items():
         [episode] = episodes
         assert len(episode.calls) == 3, tenant
         assert episode.quarantined_reason is None
 
 
-async def test_a_repeat_of_another_tenants_failed_attempt_is_no_retry(
+async def test_repeat_of_another_tenants_failed_attempt_is_no_retry(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
-    async def fail(_: web.Request) -> web.Response:
-        return web.json_response({}, status=500)
-
-    upstream.behave = fail
+    upstream.behave = answers({}, 500)
     assert (await shared.chat(headers=keys["a"])).status == 500
     upstream.behave = None
     retry = {"x-stainless-retry-count": "1"}
     for tenant in ("b", DEFAULT, "a"):
         assert (await shared.chat(headers={**keys[tenant], **retry})).status == 200
 
-    async def repeated() -> dict[str, list[Episode]]:
-        # Until its repeat is stored, a failed attempt counts as a call.
-        found = by_tenant(await shared.episodes(3))
-        return found if [call.method for one in found["a"] for call in one.calls] != ["own"] else {}
+    def methods(found: list[Episode]) -> dict[str, list[str]]:
+        own = by_tenant(found)
+        return {one: [call.method for e in own[one] for call in e.calls] for one in EVERYONE}
 
-    found = await eventually(repeated)
-    assert {one: [e.method for e in found[one]] for one in ("b", DEFAULT)} == {
-        "b": ["own"],
-        DEFAULT: ["own"],
-    }
-    [episode] = found["a"]
-    assert [call.method for call in episode.calls] == ["retry"]
+    # Until its repeat is stored, a failed attempt counts as a call.
+    found = await shared.episodes(3, lambda found: methods(found)["a"] != ["own"])
+    assert methods(found) == {"a": ["retry"], "b": ["own"], DEFAULT: ["own"]}
 
 
-async def test_a_policy_answers_its_tenant_alone(
+async def test_policy_answers_its_tenant_alone(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     for tenant, policy in (("a", "a-writes"), ("b", "b-writes")):
@@ -154,7 +142,7 @@ async def test_a_policy_answers_its_tenant_alone(
 async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, keys: Headers) -> None:
     listed = {}
     for tenant, key in keys.items():
-        reply = await ask(shared, "GET", "/v1/models", key)
+        reply = await shared.ask("GET", "/v1/models", key)
         listed[tenant] = [model["id"] for model in reply.json["data"]]
     assert listed == {"a": ["m", "a-writes@1"], "b": ["m", "b-writes@1"], DEFAULT: ["m", "m@1"]}
 
@@ -162,19 +150,17 @@ async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, key
 async def test_metrics_are_those_of_the_tenants_policies(shared: Proxy, keys: Headers) -> None:
     for key in keys.values():
         assert (await shared.chat(headers={**key, "x-pawl-agent": "writer"})).status == 200
-    pages = {}
-    for tenant, key in keys.items():
-        async with shared.session.get(f"{shared.admin}/metrics", headers=key) as reply:
-            assert reply.status == 200
-            pages[tenant] = await reply.text()
+    pages = {
+        tenant: (await shared.admin_page("/metrics", key)).body.decode()
+        for tenant, key in keys.items()
+    }
     samples = [line for line in pages["a"].splitlines() if not line.startswith("#")]
     assert any(line.startswith("pawl_calls_total{") for line in samples)
     assert all('policy="a-writes"' in line for line in samples)
     assert "b-writes" not in pages["a"]
     # The proxy is the default tenant's.
     assert all(one in pages[DEFAULT] for one in ("a-writes", "b-writes", "pawl_records_total"))
-    async with shared.session.get(f"{shared.admin}/readyz") as reply:
-        assert (await reply.json())["serving"] == {"m": 0}
+    assert (await shared.admin_page("/readyz")).json["serving"] == {"m": 0}
 
 
 async def test_tenants_ask_at_once_and_stay_apart(shared: Proxy, keys: Headers) -> None:

@@ -9,14 +9,15 @@ from proxy import tenants
 from store.records import Episode
 from store.tenants import DEFAULT
 from tests.integration.conftest import Proxy, Reply
-from tests.integration.proxy.keys.conftest import EVERYONE, Headers, about, ask, by_tenant
-from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
-from tests.support.waiting import eventually
+from tests.integration.proxy.keys.conftest import EVERYONE, Headers, about, by_tenant
+from tests.support.servers.fake_upstream import FakeUpstream, answers, whole_reply
+
+RESPONSE = {"id": "resp_1", "object": "response", "output": []}
 
 
 @pytest.fixture
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no worker remembers is looked up once, for as long as the machine takes."""
+    """Look-ups take place once, and wait for a slow machine."""
     monkeypatch.setattr(tenants, "WAIT_S", 0.0)
     monkeypatch.setattr(tenants, "LOOK_S", 60.0)
 
@@ -29,13 +30,13 @@ async def test_another_tenants_version_looks_like_one_that_nobody_has(
         for path in (*calls, "/v1/embeddings", "/tokenize"):
             body = {"messages": [{"role": "user", "content": "q"}], "input": "q", "prompt": "q"}
             answers = {
-                name: await ask(shared, "POST", path, keys[tenant], model=name, **body)
+                name: await shared.ask("POST", path, keys[tenant], model=name, **body)
                 for name in (foreign, "nobody@1", "a-writes@7" if tenant != "a" else "m@7")
             }
             assert len({about(reply, name) for name, reply in answers.items()}) == 1, path
             assert {reply.status for reply in answers.values()} == {404}
         shown = [
-            about(await ask(shared, "GET", f"/v1/models/{name}", keys[tenant]), name)
+            about(await shared.ask("GET", f"/v1/models/{name}", keys[tenant]), name)
             for name in (foreign, "nobody@1")
         ]
         assert shown[0] == shown[1]
@@ -43,49 +44,42 @@ async def test_another_tenants_version_looks_like_one_that_nobody_has(
     assert (upstream.requests, upstream.other) == ([], [])
 
 
-async def test_a_version_named_in_a_form_is_looked_at_too(
+def form(name: bytes, value: bytes, charset: str = "") -> tuple[dict[str, str], bytes]:
+    """The header and body of a form with a field and a file."""
+    head = {"Content-Type": f"multipart/form-data; boundary=x{charset}"}
+    field = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name, value)
+    file = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n\xff\x00'
+    return head, field + file + b"\r\n--x--"
+
+
+async def test_version_named_in_a_form_is_looked_at_too(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n'
-        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n\xff\x00\r\n--x--'
-    )
-    seen = {}
-    for name in (b"b-writes@1", b"a-writes@1", b"m"):
-        headers = {**keys["a"], "Content-Type": "multipart/form-data; boundary=x"}
-        url = f"{shared.url}/v1/audio/transcriptions"
-        async with shared.session.post(url, data=form % name, headers=headers) as reply:
-            seen[name] = reply.status
+    async def post(*told: Any) -> Reply:
+        head, data = form(b"model", *told)
+        return await shared.ask("POST", "/v1/audio/transcriptions", keys["a"] | head, data=data)
+
+    seen = {name: (await post(name)).status for name in (b"b-writes@1", b"a-writes@1", b"m")}
     assert seen == {b"b-writes@1": 404, b"a-writes@1": 200, b"m": 200}
-    assert len(upstream.other) == 2
     # vLLM reads a form in the character set that its head names.
-    headers["Content-Type"] += "; charset=utf-7"
-    async with shared.session.post(url, data=form % b"b-writes+AEA-1", headers=headers) as reply:
-        assert reply.status == 400
-        assert b"in another character set than UTF-8" in await reply.read()
+    reply = await post(b"b-writes+AEA-1", "; charset=utf-7")
+    assert reply.status == 400
+    assert b"in another character set than UTF-8" in reply.body
     assert len(upstream.other) == 2
 
 
-async def test_a_file_named_in_a_form_is_the_default_tenants(
+async def test_file_named_in_a_form_is_the_default_tenants(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nq\r\n'
-        b'--x\r\nContent-Disposition: form-data; name="mask[file_id]"\r\n\r\nfile-1\r\n--x--'
-    )
-    seen = {}
+    head, data = form(b"mask[file_id]", b"file-1")
     for tenant, key in keys.items():
-        headers = {**key, "Content-Type": "multipart/form-data; boundary=x"}
-        url = f"{shared.url}/v1/images/edits"
-        async with shared.session.post(url, data=form, headers=headers) as reply:
-            seen[tenant] = reply.status
-            said = await reply.read()
-            assert (b"mask.file_id is not among" in said) is (tenant != DEFAULT)
-    assert seen == {"a": 400, "b": 400, DEFAULT: 200}
+        reply = await shared.ask("POST", "/v1/images/edits", {**key, **head}, data=data)
+        assert reply.status == (200 if tenant == DEFAULT else 400)
+        assert (b"mask.file_id is not among" in reply.body) is (tenant != DEFAULT)
     assert len(upstream.other) == 1
 
 
-async def test_what_cannot_be_read_is_not_passed_on_where_it_may_name_a_version(
+async def test_unreadable_body_is_not_passed_on_where_it_may_name_a_version(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     said = '{"model": "b-writes@1", "messages": [], "input": "q"}'
@@ -93,35 +87,28 @@ async def test_what_cannot_be_read_is_not_passed_on_where_it_may_name_a_version(
     bodies = [said.encode("utf-16"), said.encode("utf-32"), deep.encode(), b"model=b-writes%401"]
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/embeddings"):
         for body in bodies:
-            url = f"{shared.url}{path}"
-            async with shared.session.post(url, data=body, headers=keys["a"]) as reply:
-                assert reply.status == 400
+            assert (await shared.ask("POST", path, keys["a"], data=body)).status == 400
     assert (upstream.requests, upstream.other) == ([], [])
 
 
-async def test_what_a_provider_keeps_for_all_is_the_default_tenants(
-    shared: Proxy, keys: Headers
-) -> None:
+async def test_providers_storage_is_the_default_tenants(shared: Proxy, keys: Headers) -> None:
     for path in ("/v1/files", "/v1/files/f1", "/v1/responses/r1", "/v1/chat/completions/c1"):
-        seen = {one: (await ask(shared, "GET", path, key)).status for one, key in keys.items()}
+        seen = {one: (await shared.ask("GET", path, key)).status for one, key in keys.items()}
         assert seen == {"a": 403, "b": 403, DEFAULT: 200}
     # A session beside the proxy would reach it all.
     path, session = "/v1/realtime/client_secrets", {"session": {"type": "realtime"}}
-    seen = {one: (await ask(shared, "POST", path, k, **session)).status for one, k in keys.items()}
+    seen = {one: (await shared.ask("POST", path, k, **session)).status for one, k in keys.items()}
     assert seen == {"a": 403, "b": 403, DEFAULT: 200}
 
 
-async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
+async def test_call_goes_on_from_a_response_of_its_own_tenant_only(
     shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
 ) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"id": "resp_1", "object": "response", "output": []})
-
-    upstream.behave_otherwise = answer
+    upstream.behave_otherwise = answers(RESPONSE)
 
     async def go_on(tenant: str, **body: Any) -> Reply:
         said = {"model": "m", "input": "q", **body}
-        return await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
+        return await shared.ask("POST", "/v1/responses", keys[tenant], **said)
 
     assert (await go_on("a")).status == 200
     replies = {one: await go_on(one, previous_response_id="resp_1") for one in EVERYONE}
@@ -152,19 +139,16 @@ async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
     assert len(upstream.other) == 3
 
 
-async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
+async def test_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
     shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
 ) -> None:
-    async def respond(_: web.Request) -> web.Response:
-        return web.json_response({"id": "resp_1", "object": "response", "output": []})
-
     async def chat(_: web.Request) -> web.Response:
         # SGLang's reply has the id that its request's `rid` says.
         asked = upstream.requests[-1]
         return web.json_response(whole_reply(asked, 0) | {"id": asked["rid"]})
 
-    upstream.behave_otherwise, upstream.behave = respond, chat
-    own = await ask(shared, "POST", "/v1/responses", keys["a"], model="m", input="q")
+    upstream.behave_otherwise, upstream.behave = answers(RESPONSE), chat
+    own = await shared.ask("POST", "/v1/responses", keys["a"], model="m", input="q")
     assert own.json["id"] == "resp_1"
     # Of the tenants the default one alone chooses ids.
     assert (await shared.chat(headers=keys["b"], rid="resp_1")).status == 400
@@ -172,18 +156,16 @@ async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
     assert reply.json["id"] == "resp_1"
     found = by_tenant(await shared.episodes(3))
     said = {"model": "m", "input": "q", "previous_response_id": "resp_1"}
-    seen = {one: await ask(shared, "POST", "/v1/responses", keys[one], **said) for one in EVERYONE}
+    seen = {one: await shared.ask("POST", "/v1/responses", keys[one], **said) for one in EVERYONE}
     assert {one: got.status for one, got in seen.items()} == {"a": 200, "b": 404, DEFAULT: 404}
     # A reward for it is one for what its tenant got under this name, and for nothing else.
     status, _ = await shared.feedback({"value": 1.0, "response": "resp_1"}, **keys[DEFAULT])
     assert status == 200
 
-    async def scored() -> list[Episode]:
-        found = await shared.episodes(3)
-        return [one for one in found if one.feedback or any(call.feedback for call in one.calls)]
+    def scored(found: list[Episode]) -> list[str]:
+        return [e.key for e in found if e.feedback or any(call.feedback for call in e.calls)]
 
-    [one] = await eventually(scored)
-    assert one.key == found[DEFAULT][0].key
+    assert scored(await shared.episodes(3, scored)) == [found[DEFAULT][0].key]
 
 
 async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
@@ -193,11 +175,11 @@ async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
     for odd in ("\x00", "resp_0", "resp\x00_1", "x" * 100_000, "\x1f", "resp_0"):
         said = {"model": "m", "input": "q", "previous_response_id": odd}
         tenant = "a" if odd == "resp_0" else "b"
-        reply = await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
+        reply = await shared.ask("POST", "/v1/responses", keys[tenant], **said)
         assert reply.status == 404, odd
 
 
-async def test_what_a_tenants_request_would_steer_reaches_no_upstream(
+async def test_steering_fields_and_headers_of_a_tenant_reach_no_upstream(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     steering: list[dict[str, Any]] = [
@@ -213,15 +195,13 @@ async def test_what_a_tenants_request_would_steer_reaches_no_upstream(
     for path in paths:
         for fields in steering:
             body = {"model": "m", "messages": [], "input": "q", **fields}
-            reply = await ask(shared, "POST", path, keys["a"], **body)
+            reply = await shared.ask("POST", path, keys["a"], **body)
             assert reply.status in (400, 404), (path, fields)
             assert reply.headers["x-pawl-fault"] == "client"
         twice = '{"model": "b-writes@1", "messages": [], "input": "q", "mod\\u0065l": "m"}'
-        async with shared.session.post(
-            f"{shared.url}{path}", data=twice, headers=keys["a"]
-        ) as answer:
-            assert answer.status == 400
-            assert "twice" in await answer.text()
+        reply = await shared.ask("POST", path, keys["a"], data=twice)
+        assert reply.status == 400
+        assert b"twice" in reply.body
     assert (upstream.requests, upstream.other) == ([], [])
     head = {"x-gateway-model-name-rewrite": "b-writes@1", "x-request-id": "r"}
     assert (await shared.chat(headers={**keys["a"], **head})).status == 200
@@ -243,11 +223,11 @@ NAMING_FILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", NAMING_FILES)
-async def test_a_file_is_named_by_the_default_tenant_only(
+async def test_file_is_named_by_the_default_tenant_only(
     path: str, shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     body = {"model": "m", **NAMING_FILES[path]}
-    seen = {one: await ask(shared, "POST", path, key, **body) for one, key in keys.items()}
+    seen = {one: await shared.ask("POST", path, key, **body) for one, key in keys.items()}
     assert {one: reply.status for one, reply in seen.items()} == {"a": 400, "b": 400, DEFAULT: 200}
     assert seen["a"].headers["x-pawl-fault"] == "client"
     assert b"is not among what tenants may send" in seen["a"].body
