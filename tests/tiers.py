@@ -18,7 +18,6 @@ SLOW: Final = (
     "tests/integration/pawl/steward/test_canaries_killed.py",
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
-    "tests/integration/deleting/test_under_load.py",
     "tests/integration/docs/test_dockerfiles.py",
     "tests/integration/docs/test_keys_page.py",
     "tests/integration/faults/spool",

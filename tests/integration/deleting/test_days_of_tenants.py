@@ -5,7 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -26,25 +26,16 @@ from store.values.digests import PREFIX
 from store.write.gaps import LOST_CALL
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
+from tests.integration.deleting.test_keeping_for_days import NOON, PARTITIONS, made
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.deleting import exported, places_with
 from tests.support.ledger.sessions import until_idle
 from tests.support.records import call, reward, tool_event
 
-NOON = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
 TENANTS = ("acme", "bee", DEFAULT)
 # `default` is not named: its days are everybody's.
 DAYS = {"acme": 7, "bee": 30}
 SETTINGS = {"others for ever": Periods(of=DAYS), "others for 40": Periods(others=40, of=DAYS)}
-PARTITIONS = """
-    SELECT count(*) FROM pg_inherits WHERE inhparent = 'transitions'::regclass
-"""
-
-
-def made(days_ago: int, number: int) -> dict[str, Any]:
-    """Fields of a call from noon so many days ago."""
-    began = NOON - timedelta(days=days_ago)
-    return {"id": UUID(int=lowest_id_at(began).int + number), "started_at": began}
 
 
 def is_kept(tenant: str, days_ago: int, periods: Periods) -> bool:
