@@ -5,7 +5,8 @@ from typing import Final, Literal
 
 import msgspec
 
-Arm = Literal["base", "serving", "canary"]
+from store.records import Arm
+
 Kind = Literal["promote", "retire", "wait"]
 
 # What a sum of floats may come to past an end of its range, as a share of the width.

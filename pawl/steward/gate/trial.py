@@ -26,13 +26,13 @@ from pawl.steward.gate.records import (
     CANARY,
     MOST_CLIPPED,
     SERVING,
-    Arm,
     Decision,
     Episode,
     GateOptions,
     GuardFigures,
     Kind,
 )
+from store.records import Arm
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -122,14 +122,19 @@ FIRST_TIMES: Final = 50
 
 
 class Guard:
-    """Bet that the canary's episodes go wrong in one way more often, by more than MARGIN."""
+    """Bet that the canary's episodes go wrong in one way more often, by more than MARGIN.
+
+    Attributes:
+        name: what goes wrong, as a plural.
+        wealth: against "not worse by more than MARGIN".
+    """
 
     def __init__(self, name: str, block_size: int, read: Callable[[Episode], bool | None]) -> None:
         """Watch what `read` says of an episode; None where it does not apply."""
-        self._name = name
+        self.name = name
+        self.wealth = Wealth(MARGIN, ABOVE)
         self._read = read
         self._blocks = Blocks(block_size)
-        self._wealth = Wealth(MARGIN, ABOVE)
         self._counts: dict[Arm, tuple[int, int]] = {}
 
     def add(self, episode: Episode) -> bool:
@@ -141,28 +146,13 @@ class Guard:
         self._counts[episode.arm] = (bad + wrong, count + 1)
         block = self._blocks.add(episode.arm == CANARY, episode.family, float(wrong))
         if block is not None:
-            self._wealth.update(block)
+            self.wealth.update(block)
         return block is not None
 
     def figures(self, needed: float) -> GuardFigures:
         """Return how often it went wrong in each arm, and how much speaks against the canary."""
         canary, serving = self._share(CANARY), self._share(SERVING)
-        return GuardFigures(self._name, canary, serving, self._wealth.value, needed)
-
-    @property
-    def name(self) -> str:
-        """Return what goes wrong, as a plural."""
-        return self._name
-
-    @property
-    def wealth(self) -> float:
-        """Return the wealth against "not worse by more than MARGIN"."""
-        return self._wealth.value
-
-    @property
-    def speaks_against(self) -> bool:
-        """Return whether the bets on it have won so far, though it may be by chance."""
-        return self._wealth.value > 1
+        return GuardFigures(self.name, canary, serving, self.wealth.value, needed)
 
     def _share(self, arm: Arm) -> float | None:
         bad, count = self._counts.get(arm, (0, 0))
@@ -248,6 +238,8 @@ class Trial:
         self._better = Wealth(-options.scaled_margin, ABOVE)
         self._worse = Wealth(0.0, BELOW)
         self._guards = all_guards(size)
+        self._better_needed, self._worse_needed = 1 / options.mistakes, 2 / options.mistakes
+        self._guard_needed = len(self._guards) * self._worse_needed
         self._arms: dict[Arm, ArmCount] = {
             arm: ArmCount(options) for arm in (BASE, SERVING, CANARY)
         }
@@ -283,18 +275,6 @@ class Trial:
             guards=[guard.figures(self._guard_needed) for guard in self._guards],
         )
 
-    @property
-    def _better_needed(self) -> float:
-        return 1 / self._options.mistakes
-
-    @property
-    def _worse_needed(self) -> float:
-        return 2 / self._options.mistakes
-
-    @property
-    def _guard_needed(self) -> float:
-        return 2 * len(self._guards) / self._options.mistakes
-
     def _take(self, episode: Episode) -> None:
         value = self._options.scaled(episode)
         self._arms[episode.arm].add(episode, value)
@@ -318,7 +298,7 @@ class Trial:
     def _found(self) -> tuple[Kind, str] | None:
         """Return the verdict, if there is one by now."""
         for guard in self._guards:
-            if guard.wealth >= self._guard_needed:
+            if guard.wealth.value >= self._guard_needed:
                 figures = guard.figures(self._guard_needed)
                 shares = (
                     f"{figures.canary:.1%} of the canary's, {figures.serving:.1%} of the others"
@@ -340,7 +320,8 @@ class Trial:
 
         A guard needs more for a verdict than the rewards do, and would come too late.
         """
-        against = next((guard.name for guard in self._guards if guard.speaks_against), None)
+        # A wealth above 1 may be by chance: it puts the promotion off.
+        against = next((one.name for one in self._guards if one.wealth.value > 1), None)
         if against is not None:
             return f"it may have more {against} than what serves"
         return self._cut()
@@ -376,10 +357,3 @@ class Trial:
             upper = upper_bound(self._blocks, 1 / self._worse_needed)
             self._bounds = (count, lower, upper)
         return self._bounds[1:]
-
-
-def decide(episodes: Iterable[Episode], options: GateOptions, age_s: float) -> Decision:
-    """Return what is to be done with a canary of this age, of all its episodes at once."""
-    trial = Trial(options)
-    trial.extend(episodes)
-    return trial.decide(age_s)

@@ -2,7 +2,7 @@
 
 What the world does to the rewards it does to the base model's too, which keeps a share of the
 episodes for good. So what counts is how far the version is above the base: now, and when it was
-promoted. The claim is that this has not fallen by more than the margin (`fall.py`).
+promoted. The claim is that this has not fallen by more than the margin.
 """
 
 from collections import deque
@@ -21,12 +21,13 @@ from pawl.steward.gate.betting import (
     LateWealth,
     block_size,
 )
-from pawl.steward.gate.records import BASE, SERVING, Arm, ArmFigures, Episode, GateOptions
+from pawl.steward.gate.records import BASE, SERVING, ArmFigures, Episode, GateOptions
 from pawl.steward.gate.trial import CELLS, Reference, cell_start, lead_of_base, reference_of
+from store.records import Arm
 
 
 class FallWealth:
-    """Keep the wealth against one such claim; a part of the bets begins with every block."""
+    """Keep the wealth against that claim; a part of the bets begins with every block."""
 
     def __init__(self, then: Reference, margin: float) -> None:
         """Begin with what is known of the lead `then`; the margin is a share of the range."""
@@ -70,6 +71,9 @@ class Watch:
     The work is that of the new episodes. The probability of rolling back one that has not fallen
     is at most `mistakes` over all the time that it serves; one that falls after long is found as
     well, since a part of the bets begins with every block.
+
+    Attributes:
+        has_fallen: whether the version is to be rolled back.
     """
 
     def __init__(self, reference: Reference, options: GateOptions) -> None:
@@ -79,26 +83,21 @@ class Watch:
         self._rewards = Blocks(block_size(served, options.base_share))
         self._fall = FallWealth(reference, options.scaled_margin)
         self._arms: dict[Arm, ArmCount] = {arm: ArmCount(options) for arm in (BASE, SERVING)}
-        self._fallen = False
+        self.has_fallen = False
 
     def extend(self, episodes: Iterable[Episode]) -> None:
         """Take in more episodes, in order of their first calls; a canary's are passed over."""
         for episode in episodes:
-            if episode.arm in self._arms and not self._fallen:
+            if episode.arm in self._arms and not self.has_fallen:
                 self._take(episode)
-
-    @property
-    def has_fallen(self) -> bool:
-        """Return whether the version is to be rolled back."""
-        return self._fallen
 
     def watched(self) -> Watched:
         """Return whether the version is to be rolled back."""
         reason = "as far above the base model as when it was promoted, or not shown to be less"
-        if self._fallen:
+        if self.has_fallen:
             reason = "less far above the base model than when it was promoted"
         return Watched(
-            roll_back=self._fallen,
+            roll_back=self.has_fallen,
             reason=reason,
             wealth=self._fall.value,
             needed=1 / self._options.mistakes,
@@ -114,7 +113,7 @@ class Watch:
         if block is None:
             return
         self._fall.update(block)
-        self._fallen = self._fall.value >= 1 / self._options.mistakes
+        self.has_fallen = self._fall.value >= 1 / self._options.mistakes
 
 
 # A version begins a stretch if the one before it has this many blocks by then.
@@ -196,10 +195,10 @@ class Stretch:
         width = self._options.width
         leads = [None if one is None else one * width for one in (self._since.mean, self._before)]
         lead, before = (one or 0.0 for one in leads)
-        said = FELL.format(version=self.version, lead=lead, before=before)
+        fell = FELL.format(version=self.version, lead=lead, before=before)
         return Watched(
             roll_back=fallen,
-            reason=said if fallen else HOLDS,
+            reason=fell if fallen else HOLDS,
             wealth=wealth,
             needed=1 / self._options.mistakes,
             arms={arm: count.figures() for arm, count in self._arms.items()},

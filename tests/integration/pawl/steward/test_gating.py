@@ -276,7 +276,7 @@ async def test_what_was_stored_late_counts_before_long(
     await Ingester().store(engine, rewards)
     await judge.look(engine)
     assert (await states(engine))[1] == "canary"
-    monkeypatch.setattr("pawl.steward.policy_gate.READ_AGAIN", timedelta(0))
+    monkeypatch.setattr("pawl.steward.gating.READ_AGAIN", timedelta(0))
     await judge.look(engine)
     assert (await states(engine))[1] == "serving"
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-import pawl.steward.policy_gate
+import pawl.steward.gating
 from store import version_states
 from store.version_states import make_candidate
 from tests.support.faults.killing import Killed, killing
@@ -29,9 +29,9 @@ async def test_several_stewards_make_each_change_once(
 
 
 KILLS = {
-    "before": killing(pawl.steward.policy_gate, "promote", after=False),
+    "before": killing(pawl.steward.gating, "promote", after=False),
     "in the middle": killing(version_states, "change_state", after=True),
-    "before the commit": killing(pawl.steward.policy_gate, "promote", after=True),
+    "before the commit": killing(pawl.steward.gating, "promote", after=True),
 }
 
 

@@ -71,7 +71,7 @@ async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_poli
     await candidates(engine)
     judge = gate(database_url)
     with capture_logs() as logs, monkeypatch.context() as patched:
-        patched.setattr("pawl.steward.policy_gate.gated", where_a(hang))
+        patched.setattr("pawl.steward.gating.gated", where_a(hang))
         patched.setattr("pawl.steward.evidence.LOOK_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
@@ -99,7 +99,7 @@ async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_f
         return (await states(engine))[1] == "canary"
 
     await candidates(engine)
-    monkeypatch.setattr("pawl.steward.policy_gate.gated", where_a(too_long))
+    monkeypatch.setattr("pawl.steward.gating.gated", where_a(too_long))
     following = asyncio.create_task(gate(database_url).follow())
     try:
         await eventually(is_tried, within_s=120.0)
@@ -195,7 +195,7 @@ async def test_a_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
 
     await candidate(engine, 0)
     reads = [None]
-    monkeypatch.setattr("pawl.steward.policy_gate.gated", frozen_then)
+    monkeypatch.setattr("pawl.steward.gating.gated", frozen_then)
     await gate(database_url).look(engine)
     assert not reads
     assert (await states(engine))[1] == "candidate"

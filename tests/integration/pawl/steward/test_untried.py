@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-import pawl.steward.policy_gate
+import pawl.steward.gating
 from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
@@ -251,7 +251,7 @@ async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
-    killing(pawl.steward.policy_gate, "roll_back_to", after=after)(monkeypatch)
+    killing(pawl.steward.gating, "roll_back_to", after=after)(monkeypatch)
     with pytest.raises(Killed):
         await look(database_url, engine, AWAY)
     assert (await states(engine))[3] == "serving"

@@ -2,7 +2,9 @@
 
 from random import Random
 
-from pawl.steward.gate.records import BASE, CANARY, SERVING, Arm, Episode
+from pawl.steward.gate.records import BASE, CANARY, SERVING, Decision, Episode, GateOptions
+from pawl.steward.gate.trial import Trial
+from store.records import Arm
 
 
 def arm_of(random: Random, canary: float = 0.1, base: float = 0.02) -> Arm:
@@ -19,3 +21,10 @@ def stream(
     random = Random(seed)
     arms = [arm_of(random, canary, base) for _ in range(count)]
     return [Episode(arm, "one", float(random.random() < means[arm])) for arm in arms]
+
+
+def decide(episodes: list[Episode], options: GateOptions, age_s: float) -> Decision:
+    """Return what is to be done with a canary of this age, of all its episodes at once."""
+    trial = Trial(options)
+    trial.extend(episodes)
+    return trial.decide(age_s)

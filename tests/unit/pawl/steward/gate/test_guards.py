@@ -6,9 +6,10 @@ from random import Random
 import msgspec
 import pytest
 
-from pawl.steward.gate.records import CANARY, SERVING, Arm, Decision, Episode, GateOptions
-from pawl.steward.gate.trial import FIRST_TIMES, Slowness, Trial, all_guards, decide
-from tests.unit.pawl.steward.gate.streams import arm_of
+from pawl.steward.gate.records import CANARY, SERVING, Decision, Episode, GateOptions
+from pawl.steward.gate.trial import FIRST_TIMES, Slowness, Trial, all_guards
+from store.records import Arm
+from tests.unit.pawl.steward.gate.streams import arm_of, decide
 
 Make = Callable[[Arm, bool], Episode]
 WAYS: dict[str, Make] = {

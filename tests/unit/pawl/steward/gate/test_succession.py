@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pawl.steward.gate.betting import Block, Blocks, block_size
-from pawl.steward.gate.records import BASE, CANARY, SERVING, Arm, Episode, GateOptions
+from pawl.steward.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
 from pawl.steward.gate.trial import CELLS, lead_of_base, reference_of
 from pawl.steward.gate.watch import FEWEST_BLOCKS, STRETCHES, FallWealth, Leads, Succession, Watched
+from store.records import Arm
 
 # A base share that needs few episodes: blocks of 8.
 OPTIONS = GateOptions(base_share=0.3)

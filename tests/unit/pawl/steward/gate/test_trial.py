@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pawl.steward.gate.records import BASE, CANARY, SERVING, Decision, Episode, GateOptions
-from pawl.steward.gate.trial import Trial, decide
-from tests.unit.pawl.steward.gate.streams import arm_of, stream
+from pawl.steward.gate.trial import Trial
+from tests.unit.pawl.steward.gate.streams import arm_of, decide, stream
 
 OPTIONS = GateOptions()
 BETTER = stream(4_000, {BASE: 0.3, SERVING: 0.4, CANARY: 0.7})

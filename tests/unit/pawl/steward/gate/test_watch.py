@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from pawl.steward.gate.records import BASE, CANARY, SERVING, Arm, Episode, GateOptions
+from pawl.steward.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
 from pawl.steward.gate.trial import CELLS, Lead, Reference, cell_start, joined
 from pawl.steward.gate.watch import Watch, Watched
+from store.records import Arm
 from tests.unit.pawl.steward.gate.streams import stream
 
 # A base share that needs few episodes.

@@ -9,15 +9,17 @@ import pytest
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.steward.replay.replaying import Replay
-from pawl.steward.replay.verdict import Replayed, replay_rule_of
+from pawl.steward.gate.replay import Replayed, replay_rule_of
+from pawl.steward.replays import Replay
 from store import version_states
 from store.ids import new_id
 from store.lineage import head_of
 from store.read.standing import gated
 from store.schema.trained import updates
 from store.version_states import add_version, reject_orphan
-from tests.integration.pawl.steward.replay.replaying import (
+from tests.support.faults.killing import Killed, killing
+from tests.support.servers.computing_server import computing_server
+from tests.support.steward.replays import (
     candidate,
     events_of,
     last_event,
@@ -26,8 +28,6 @@ from tests.integration.pawl.steward.replay.replaying import (
     recorded,
     replay_of,
 )
-from tests.support.faults.killing import Killed, killing
-from tests.support.servers.computing_server import computing_server
 from tests.support.steward.trials import states
 from tests.support.training import write_adapter
 from trainer.publishing.model_server import Replicas

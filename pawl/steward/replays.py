@@ -1,179 +1,42 @@
-"""Have one candidate answer recorded calls, a few at a time, beside what serves.
+"""Have a candidate answer recorded calls before any user meets it, beside what serves.
 
 A few calls are asked about at once, so that users' requests are not slowed. What was answered is in
 memory alone: a steward that is started again begins again, with the same calls and seeds.
 """
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.evidence import key_of
-from pawl.steward.replay.verdict import AGAIN, TRIES, Answer, Replayed, ReplayRule, verdict
+from pawl.steward.gate.replay import (
+    AGAIN,
+    TRIES,
+    Answer,
+    Replayed,
+    ReplayRule,
+    is_malformed,
+    offered_tools,
+    verdict,
+)
 from store.database import is_unavailable
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
 from store.read.standing import Standing
-from store.records import Record
 from trainer.errors import PublishError, UpstreamAway
-from trainer.publishing.model_server import Completion, ModelServer, Replicas
+from trainer.publishing.model_server import ModelServer, Replicas
 
 log = structlog.get_logger()
 
 
-# What a tool's arguments must be, by the tool's name: a JSON schema, or None for any object.
-Tools = Mapping[str, Mapping[str, Any] | None]
-
-
 class Refused(Exception):
     """Say that the candidate was refused an answer, and what serves was not."""
-
-
-class Pair(Record, frozen=True, kw_only=True):
-    """Name what is compared, as the model server does, and how long an answer may be, in tokens."""
-
-    candidate: str
-    serving: str
-    tokens: int
-
-
-async def answer(server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall) -> Answer:
-    """Return what the candidate answers to a call, compared with what serves.
-
-    Raises:
-        Refused: the server refuses it of the candidate, and not of what serves.
-        PublishError: it refuses it of both: the prompt may be too long.
-        UpstreamAway: the server does not answer, or has lost one of them.
-    """
-    tools = offered_tools(call.request)
-
-    async def complete(name: str) -> Completion:
-        return await server.complete(name, call.prompt_ids, pair.tokens, _seed(chosen.call))
-
-    try:
-        own = await complete(pair.candidate)
-    except PublishError as error:
-        await complete(pair.serving)
-        raise Refused(str(error)) from error
-    scored = await server.last_logprobs(pair.serving, call.prompt_ids + own.ids, len(own.ids))
-    malformed: tuple[bool | None, bool | None] = (None, None)
-    if tools:
-        other = await complete(pair.serving)
-        malformed = (_judged(own, tools), _judged(other, tools))
-    return Answer(
-        split=chosen.split,
-        own=own.logprobs,
-        serving=tuple(scored),
-        malformed=malformed,
-    )
-
-
-def _judged(completion: Completion, tools: Tools) -> bool | None:
-    return is_malformed(completion.text, tools, is_whole=completion.is_whole)
-
-
-def _seed(call: UUID) -> int:
-    """Return the seed of a call's answers: both sides have the same, and so has whoever asks again.
-
-    The last bits of a UUIDv7 are random.
-    """
-    return call.int & 0x7FFFFFFF
-
-
-BEGIN: Final = "<tool_call>"
-END: Final = "</tool_call>"
-# Keys under which a call has its arguments.
-_ARGUMENTS: Final = ("arguments", "parameters")
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
-def offered_tools(request: bytes | None) -> Tools:
-    """Return the tools that a request of any wire format offers, by name."""
-    tools = _object(request or b"{}").get("tools")
-    schemas: dict[str, Mapping[str, Any] | None] = {}
-    for tool in tools if isinstance(tools, list) else []:
-        if not isinstance(tool, dict):
-            continue
-        function = tool.get("function")
-        own = function if isinstance(function, dict) else tool
-        schema = own.get("parameters", own.get("input_schema"))
-        if isinstance(own.get("name"), str):
-            schemas[own["name"]] = schema if isinstance(schema, dict) else None
-    return schemas
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    """Return a JSON object; what is none, or is nested too deep, as an empty one."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def is_malformed(text: str, tools: Tools, *, is_whole: bool) -> bool | None:
-    """Return whether a call in `text` cannot be executed; None: it has none that can be judged.
-
-    A call must be JSON, of a tool that was offered, with the arguments that it requires, of the
-    types that its schema names. What was cut off (not `is_whole`) in the middle of a call is not
-    judged for that.
-    """
-    calls = _calls(text, is_whole=is_whole)
-    if not tools or not calls:
-        return None
-    return not all(_fits(call, tools) for call in calls)
-
-
-def _calls(text: str, *, is_whole: bool) -> list[str]:
-    """Return the text of each call."""
-    if BEGIN in text:
-        _, *parts = text.split(BEGIN)
-        closed = [part.partition(END) for part in parts]
-        return [call for call, end, _ in closed if end or is_whole]
-    stripped = text.strip().removeprefix("<|python_tag|>")
-    looks_so = stripped.startswith("{") and '"name"' in stripped
-    return [stripped] if looks_so and is_whole else []
-
-
-def _fits(call: str, tools: Tools) -> bool:
-    fields = _object(call)
-    name = fields.get("name")
-    if not isinstance(name, str) or name not in tools:
-        return False
-    arguments: object = next((fields[key] for key in _ARGUMENTS if key in fields), {})
-    if not isinstance(arguments, dict):
-        return False
-    schema = tools[name] or {}
-    required = schema.get("required")
-    if isinstance(required, list) and not set(map(str, required)) <= arguments.keys():
-        return False
-    properties = schema.get("properties")
-    types = properties if isinstance(properties, dict) else {}
-    return all(_is_of(value, types.get(key)) for key, value in arguments.items())
-
-
-def _is_of(value: object, schema: object) -> bool:
-    """Return whether a value has the type that its schema names, if it names one that is known."""
-    named = schema.get("type") if isinstance(schema, dict) else None
-    kinds = _TYPES.get(named) if isinstance(named, str) else None
-    if kinds is None:
-        return True
-    return isinstance(value, kinds) and (named == "boolean" or not isinstance(value, bool))
 
 
 # Calls that are asked about at once.
@@ -196,19 +59,15 @@ class Replay:
         """Begin without a call."""
         self.key = key_of(candidate, serving)
         self.verdict: Replayed | None = None
-        self._candidate = candidate
+        self._candidate = candidate.version
         self._serving = serving.version
+        self._since = candidate.since
         self._rule = rule
-        self._pair = Pair(
-            candidate=candidate.version.served_name,
-            serving=serving.version.served_name,
-            tokens=rule.replay_tokens,
-        )
         self._waiting: list[Chosen] | None = None
         self._answers: list[Answer] = []
         self._left_out = 0
         self._why_left_out: str | None = None
-        self._told_at: datetime | None = None
+        self._ended_at: datetime | None = None
         self._tries: Counter[UUID] = Counter()
         self._away: set[ModelServer] = set()
         self._waits = False
@@ -230,9 +89,10 @@ class Replay:
             server = await self._server(replicas)
             if server is None:
                 return False
-            calls = await self._read(engine, batch)
-            came = [self._ask(server, one, calls.get(one.call)) for one in batch]
-            ended = await asyncio.gather(*came)
+            async with asyncio.timeout(READ_S), engine.connect() as connection:
+                calls = await replayed_calls(connection, [one.call for one in batch])
+            asked = [self._ask(server, one, calls.get(one.call)) for one in batch]
+            ended = await asyncio.gather(*asked)
             done = {one.call for one, has_ended in zip(batch, ended, strict=True) if has_ended}
         self._waiting = [one for one in self._waiting if one.call not in done]
         if not self._waiting:
@@ -241,43 +101,38 @@ class Replay:
 
     def _end(self) -> None:
         """Come to the verdict, and log it."""
-        found = verdict(self._answers, self._left_out, self._rule, self._why_left_out)
-        name = self._pair.candidate
-        if found.why_waits is None:
-            log.info("replay_ended", version=name, why_not=found.why_not)
+        self.verdict = verdict(self._answers, self._left_out, self._rule, self._why_left_out)
+        name = self._candidate.served_name
+        if self.verdict.why_waits is None:
+            log.info("replay_ended", version=name, why_not=self.verdict.why_not)
         else:
-            log.warning("replay_asked_nothing", version=name, reason=found.why_waits)
-        self.verdict = found
+            log.warning("replay_asked_nothing", version=name, reason=self.verdict.why_waits)
 
-    def told(self, now: datetime) -> Replayed | None:
-        """Return what came of it, None until all calls are answered; it is told at `now`."""
-        if self.verdict is not None and self._told_at is None:
-            self._told_at = now
+    def result(self, now: datetime) -> Replayed | None:
+        """Return the verdict, or None for now; note when it was first asked for."""
+        if self.verdict is not None and self._ended_at is None:
+            self._ended_at = now
         return self.verdict
 
     def is_due_again(self, now: datetime) -> bool:
-        """Return whether it could ask nothing, and another is to try that by now."""
-        if self.verdict is None or self.verdict.why_waits is None or self._told_at is None:
+        """Return whether nothing could be asked, and it is time for another try."""
+        if self.verdict is None or self.verdict.why_waits is None or self._ended_at is None:
             return False
-        return now - self._told_at >= AGAIN
+        return now - self._ended_at >= AGAIN
 
     async def _chosen(self, engine: AsyncEngine) -> list[Chosen]:
         async with asyncio.timeout(READ_S), engine.connect() as connection:
             return await chosen_calls(
                 connection,
-                self._candidate.version,
+                self._candidate,
                 self._serving.version,
-                self._candidate.since,
+                self._since,
                 self._rule.replay_states,
             )
 
-    async def _read(self, engine: AsyncEngine, batch: list[Chosen]) -> dict[UUID, ReplayedCall]:
-        async with asyncio.timeout(READ_S), engine.connect() as connection:
-            return await replayed_calls(connection, [one.call for one in batch])
-
     async def _server(self, replicas: Replicas) -> ModelServer | None:
         """Return a replica that has both versions, or None; those that did not answer come last."""
-        wanted = {self._pair.candidate, self._pair.serving}
+        wanted = {self._candidate.served_name, self._serving.served_name}
         for server in sorted(replicas.each, key=self._away.__contains__):
             try:
                 if wanted <= (await server.models()).keys():
@@ -285,7 +140,7 @@ class Replay:
             except UpstreamAway:
                 self._away.add(server)
         if not self._waits:
-            log.warning("replay_waits_for_server", version=self._pair.candidate)
+            log.warning("replay_waits_for_server", version=self._candidate.served_name)
         self._waits = True
         return None
 
@@ -295,7 +150,7 @@ class Replay:
             return self._leave_out("it was deleted meanwhile")
         try:
             async with asyncio.timeout(ANSWER_S):
-                compared = await answer(server, self._pair, chosen, call)
+                answer = await self._answer(server, chosen, call)
         except UpstreamAway:
             self._away.add(server)
             return False
@@ -306,8 +161,37 @@ class Replay:
             return self._failed(chosen, error)
         self._away.discard(server)
         self._waits = False
-        self._answers.append(compared)
+        self._answers.append(answer)
         return True
+
+    async def _answer(self, server: ModelServer, chosen: Chosen, call: ReplayedCall) -> Answer:
+        """Return what the candidate answers to a call, compared with what serves.
+
+        Raises:
+            Refused: the server refuses it of the candidate, and not of what serves.
+            PublishError: it refuses it of both: the prompt may be too long.
+            UpstreamAway: the server does not answer, or has lost one of them.
+        """
+        # Both sides have the same seed, and so has whoever asks again: the last bits of a UUIDv7
+        # are random.
+        prompt, seed = call.prompt_ids, chosen.call.int & 0x7FFFFFFF
+        most, serving = self._rule.replay_tokens, self._serving.served_name
+        try:
+            own = await server.complete(self._candidate.served_name, prompt, most, seed)
+        except PublishError as error:
+            await server.complete(serving, prompt, most, seed)
+            raise Refused(str(error)) from error
+        scored = await server.last_logprobs(serving, prompt + own.ids, len(own.ids))
+        malformed: tuple[bool | None, bool | None] = (None, None)
+        if tools := offered_tools(call.request):
+            other = await server.complete(serving, prompt, most, seed)
+            malformed = (
+                is_malformed(own.text, tools, is_whole=own.is_whole),
+                is_malformed(other.text, tools, is_whole=other.is_whole),
+            )
+        return Answer(
+            split=chosen.split, own=own.logprobs, serving=tuple(scored), malformed=malformed
+        )
 
     def _failed(self, chosen: Chosen, error: Exception) -> bool:
         """Note that an answer failed, and return whether it did so too often to be waited for.
@@ -318,7 +202,7 @@ class Replay:
         reason = f"{type(error).__name__}: {error}"[:200]
         log.warning(
             "replay_answer_failed",
-            version=self._pair.candidate,
+            version=self._candidate.served_name,
             call=str(chosen.call),
             reason=reason,
         )
@@ -361,7 +245,7 @@ class Replays:
         replay = self._replays.get(name)
         if replay is None or replay.key != key or replay.is_due_again(now):
             replay = self._replays[name] = Replay(candidate, serving, rule)
-        return replay.told(now)
+        return replay.result(now)
 
     def forget(self, name: str) -> None:
         """Forget a policy's replay: it has no candidate any more, or that is tried."""

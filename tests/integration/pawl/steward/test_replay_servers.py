@@ -9,10 +9,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.commands.policies import versions_of, versions_table
-from pawl.steward.replay.verdict import TRIES
+from pawl.steward.gate.replay import TRIES
 from store.version_queries import list_versions
 from store.version_states import freeze, make_candidate
-from tests.integration.pawl.steward.replay.replaying import (
+from tests.support.ledger.lineage import promote
+from tests.support.records import tokens
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.replays import (
     REPLAYED,
     candidate,
     events_of,
@@ -23,9 +26,6 @@ from tests.integration.pawl.steward.replay.replaying import (
     rounds,
     steward,
 )
-from tests.support.ledger.lineage import promote
-from tests.support.records import tokens
-from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.steward.trials import states, trained_on
 from tests.support.waiting import eventually
 from trainer.publishing.model_server import Replicas
@@ -137,7 +137,7 @@ async def test_one_that_does_not_answer_in_time_is_given_up_after_some_tries(
     await recorded(engine)
     await candidate(engine, replay_states=4)
     server.slow_answer = asyncio.Event()
-    monkeypatch.setattr("pawl.steward.replay.replaying.ANSWER_S", 0.1)
+    monkeypatch.setattr("pawl.steward.replays.ANSWER_S", 0.1)
     await look(database_url, engine, server.url, times=TRIES)
     assert (await states(engine))[1] == "candidate"
     await look(database_url, engine, server.url, times=TRIES + 1)
@@ -186,7 +186,7 @@ async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
         )
         assert "maximum context length is 2 tokens" in said["reason"]
         # It is asked again, and this is told once, also by a steward that is started again.
-        monkeypatch.setattr("pawl.steward.replay.replaying.AGAIN", timedelta(0))
+        monkeypatch.setattr("pawl.steward.replays.AGAIN", timedelta(0))
         await rounds(judge, engine)
         await look(database_url, engine, server.url)
         assert [one.to_state for one in await events_of(engine)] == [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.steward.replay.replaying import is_malformed, offered_tools
+from pawl.steward.gate.replay import is_malformed, offered_tools
 
 SCHEMA = {
     "type": "object",

@@ -1,1 +1,0 @@
-"""Have a candidate answer recorded calls before any user meets it, beside what serves."""
