@@ -28,7 +28,6 @@ SLOW: Final = (
     "tests/integration/faults/test_stopping.py",
     "tests/integration/pawl/rollout/test_going_on.py",
     "tests/integration/pawl/rollout/test_rollout.py",
-    "tests/integration/pawl/steward/test_killed_stewards.py",
     "tests/integration/proxy/test_limits.py",
     "tests/integration/store/test_embedded.py",
     "tests/integration/store/updates/test_claims_by_policy.py",

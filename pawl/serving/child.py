@@ -32,12 +32,8 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_TRIM_THRESHOLD: Final = -1
 
 
-def _nothing() -> None:
-    """Do nothing: the ingester has no calls in progress that a signal would have to limit."""
-
-
 async def _until_stopped(
-    stop_soon: Callable[[], None] = _nothing, leave: Callable[[], None] = _nothing
+    stop_soon: Callable[[], None] | None = None, leave: Callable[[], None] | None = None
 ) -> None:
     """Wait until SIGTERM, SIGHUP, or the supervisor's end, which closes standard input.
 
@@ -48,8 +44,9 @@ async def _until_stopped(
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def on_signal(then: Callable[[], None]) -> None:
-        then()
+    def on_signal(then: Callable[[], None] | None) -> None:
+        if then is not None:
+            then()
         stopped.set()
 
     loop.add_signal_handler(STOP, on_signal, stop_soon)
@@ -90,7 +87,7 @@ def return_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 
-def _is_up(ready: int) -> None:
+def _report_up(ready: int) -> None:
     """Tell the supervisor that this process is up; `_until_stopped` notices if it has ended."""
     try:
         os.write(ready, b"up")
@@ -100,7 +97,7 @@ def _is_up(ready: int) -> None:
         os.close(ready)
 
 
-async def _keep(ready: int, shared: Path) -> None:
+async def _ingest(ready: int, shared: Path) -> None:
     from proxy.ingester.ingester import ingesting
 
     spare_the_collector()
@@ -109,7 +106,7 @@ async def _keep(ready: int, shared: Path) -> None:
     # An ingester whose supervisor was killed holds the spool until it has stored what it can.
     states = partial(read_states, shared)
     async with ingesting(ProxySettings(), patience_s=PATIENCE_S, processes=states):
-        _is_up(ready)
+        _report_up(ready)
         await _until_stopped()
 
 
@@ -123,7 +120,7 @@ async def _work(ready: int, shared: Path, listener: int) -> None:
     bound = socket.socket(fileno=listener)
     pins = SharedPins(os.open(shared / PINS, os.O_RDWR | os.O_CREAT, 0o600))
     async with serving(settings, bound, pins) as server:
-        _is_up(ready)
+        _report_up(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),
             partial(server.finish_within, LEAVE_S),
@@ -139,11 +136,11 @@ def main() -> None:
         parser.add_argument(descriptor, type=int)
     arguments = parser.parse_args()
     configure_logging(gather=arguments.kind == "worker")
-    # Must come before the imports in `_keep` and `_work`: these create the metrics.
+    # Must come before the imports in `_ingest` and `_work`: these create the metrics.
     count_in(arguments.shared)
     try:
         if arguments.kind == "ingester":
-            uvloop.run(_keep(arguments.ready, arguments.shared))
+            uvloop.run(_ingest(arguments.ready, arguments.shared))
         else:
             uvloop.run(_work(arguments.ready, arguments.shared, arguments.listener))
     except OSError as error:

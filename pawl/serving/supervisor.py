@@ -114,7 +114,7 @@ class Fleet:
             "ingester",
             [*run, "ingester", *shared],
             (),
-            self._tell,
+            self._write_states,
             self.gave_up,
             stop_s=settings.ingester_ends_s,
         )
@@ -123,7 +123,7 @@ class Fleet:
                 f"worker {number}",
                 [*run, "worker", *shared, "--listener", str(fd)],
                 (fd,),
-                self._tell,
+                self._write_states,
                 self.gave_up,
                 stop_s=settings.workers_end_s,
             )
@@ -136,7 +136,7 @@ class Fleet:
         Raises:
             OSError: the operating system cannot start a process now.
         """
-        self._tell()
+        self._write_states()
         for child in (self.ingester, *self.workers):
             await child.start()
 
@@ -157,7 +157,7 @@ class Fleet:
         await self.ingester.stop()
         self._shared.remove()
 
-    def _tell(self) -> None:
+    def _write_states(self) -> None:
         try:
             write_states(self._shared.path, [worker.state for worker in self.workers])
         except OSError as error:

@@ -18,7 +18,7 @@ from store.database import is_unavailable
 from store.settings import StoreSettings
 from store.version_queries import list_servable
 from store.versions import PolicyVersion
-from trainer.errors import FilesAltered, FilesUnread, Misserved, TrainerError, UpstreamAway
+from trainer.errors import FilesAltered, FilesUnread, Misserved, UpstreamAway
 from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
 from trainer.publishing.reconciler import Reconciler, is_servable
@@ -125,32 +125,23 @@ class ReplicaKeeper:
         self._up = up
 
 
-def troubles(
-    keepers: Iterable[ReplicaKeeper], kind: type[TrainerError]
-) -> dict[str, dict[str, str]]:
-    """Return why versions are not loaded, of the errors of this kind, by replica and name."""
-    by_replica = {
-        keeper.reconciler.server.url: {
-            name: str(error)
-            for name, error in keeper.reconciler.troubles.items()
-            if isinstance(error, kind)
-        }
-        for keeper in keepers
-    }
-    return {url: reasons for url, reasons in by_replica.items() if reasons}
-
-
 def show_troubles(keepers: Iterable[ReplicaKeeper]) -> dict[str, dict[str, object]]:
     """Set the gauges of versions that are not loaded, and return the reasons for `/readyz`.
 
     What is wrong with files is the same for each replica; what a replica serves is its own.
     """
-    keepers = list(keepers)
-    altered, unread = (
-        {name: why for reasons in troubles(keepers, kind).values() for name, why in reasons.items()}
-        for kind in (FilesAltered, FilesUnread)
-    )
-    misserved = troubles(keepers, Misserved)
+    altered: dict[str, object] = {}
+    unread: dict[str, object] = {}
+    misserved: dict[str, dict[str, str]] = {}
+    for keeper in keepers:
+        url = keeper.reconciler.server.url
+        for name, error in keeper.reconciler.troubles.items():
+            if isinstance(error, FilesAltered):
+                altered[name] = str(error)
+            elif isinstance(error, FilesUnread):
+                unread[name] = str(error)
+            elif isinstance(error, Misserved):
+                misserved.setdefault(url, {})[name] = str(error)
     ALTERED.clear()
     for name in altered:
         ALTERED.labels(name).set(1)
@@ -158,4 +149,4 @@ def show_troubles(keepers: Iterable[ReplicaKeeper]) -> dict[str, dict[str, objec
     for url, reasons in misserved.items():
         for name in reasons:
             MISSERVED.labels(url, name).set(1)
-    return {"altered": {**altered}, "unread": {**unread}, "misserved": {**misserved}}
+    return {"altered": altered, "unread": unread, "misserved": {**misserved}}

@@ -59,11 +59,7 @@ class Wealth:
         """Return the players' mean: at 1/α the claim is refuted, wrongly with probability ≤ α."""
         return sum(self._parts) / len(STAKES)
 
-    def update(self, block: Block) -> None:
-        """Settle the bets on one block."""
-        self._settle(block, 0.0)
-
-    def _settle(self, block: Block, more: float) -> None:
+    def update(self, block: Block, more: float = 0.0) -> None:
         """Put `more` at stake for each player, and settle the bets on one block."""
         won = _odds(block, self._null, self._side)
         self._parts = [
@@ -91,10 +87,10 @@ class LateWealth(Wealth):
         """Return the players' mean, with what is not at stake yet."""
         return super().value + 1 / (self._blocks + 1)
 
-    def update(self, block: Block) -> None:
+    def update(self, block: Block, more: float = 0.0) -> None:
         """Put the next part at stake, and settle the bets on one block."""
         self._blocks += 1
-        self._settle(block, 1 / (self._blocks * (self._blocks + 1)))
+        super().update(block, more + 1 / (self._blocks * (self._blocks + 1)))
 
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:

@@ -5,15 +5,13 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store.read.events import list_events
-from store.version_states import make_candidate
 from store.versions import PolicyEvent
 from store.write.ingest import ingest
-from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, tokens
-from tests.support.steward.trials import RULE
+from tests.support.steward import trials
+from tests.support.steward.trials import RULE, gating
 from trainer.publishing.model_server import Replicas
 
 REPLAYED = RULE.model_copy(
@@ -45,21 +43,13 @@ async def recorded(
 
 async def candidate(engine: AsyncEngine, name: str = "m", **rule: Any) -> None:
     """Version 1 of a policy, whose rule has a replay, waits for its trial."""
-    async with engine.begin() as connection:
-        await trained(connection, 0, name=name)
-        dumped = REPLAYED.model_copy(update=rule).model_dump(mode="json")
-        await make_candidate(connection, name, 1, dumped, reason="probed")
+    await trials.candidate(engine, 0, rule=REPLAYED.model_copy(update=rule), name=name)
 
 
 async def loaded(adapter: Path, *urls: str) -> None:
     """Every replica has loaded version 1."""
     async with Replicas(urls) as replicas:
         await replicas.load("m@1", adapter)
-
-
-def steward(database_url: str, replicas: Replicas) -> Gating:
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, replicas)
 
 
 async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
@@ -69,15 +59,10 @@ async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
         await judge.replays.go_on(engine)
 
 
-async def look(
-    database_url: str,
-    engine: AsyncEngine,
-    *urls: str,
-    times: int = 5,
-) -> None:
+async def look(database_url: str, engine: AsyncEngine, *urls: str, times: int = 5) -> None:
     """Let a new steward look at the policies so often."""
     async with Replicas(urls) as replicas:
-        await rounds(steward(database_url, replicas), engine, times)
+        await rounds(gating(database_url, replicas), engine, times)
 
 
 async def events_of(engine: AsyncEngine, version: int = 1) -> list[PolicyEvent]:

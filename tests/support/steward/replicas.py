@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.settings import StewardSettings
-from pawl.steward.replicas import ReplicaKeeper, ServableVersions, troubles
+from pawl.steward.replicas import ReplicaKeeper, ServableVersions, show_troubles
 from pawl.steward.run import app_of
 from store.claims import begin_update, consume
 from store.schema.trained import MANIFEST_SHA256
 from store.version_states import ensure_base
 from tests.support.ledger.lineage import promote, set_state
-from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.servers.fake_server import FakeModelServer
 from tests.support.waiting import awaited
-from trainer.errors import FilesAltered, FilesUnread, Misserved, TrainerError
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.probe import ProbeRow
@@ -79,21 +77,9 @@ class RunningSteward:
     servable: ServableVersions
     keepers: list[ReplicaKeeper]
 
-    @property
-    def misserved(self) -> dict[str, dict[str, str]]:
-        return troubles(self.keepers, Misserved)
-
-    @property
-    def altered(self) -> dict[str, str]:
-        return self._of_files(FilesAltered)
-
-    @property
-    def unread(self) -> dict[str, str]:
-        return self._of_files(FilesUnread)
-
-    def _of_files(self, kind: type[TrainerError]) -> dict[str, str]:
-        by_replica = troubles(self.keepers, kind).values()
-        return {name: why for reasons in by_replica for name, why in reasons.items()}
+    def reasons(self, kind: str) -> dict[str, Any]:
+        """Why versions are not loaded that are `altered`, `unread` or `misserved`."""
+        return dict(show_troubles(self.keepers)[kind])
 
 
 @asynccontextmanager
@@ -121,12 +107,6 @@ async def assert_has(server: FakeModelServer, *names: str) -> None:
         return set(server.loaded)
 
     assert await awaited(loaded, lambda found: found == set(names)) == set(names)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeModelServer]:
-    async with fake_model_server() as made:
-        yield made
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Make versions on trial and episodes of both arms, an hour ago, and judge them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +15,7 @@ from pawl.cli import app
 from pawl.commands.policies import events_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
+from store.claims import begin_update, consume
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
 from store.version_states import lock_policies, make_candidate
@@ -36,21 +37,39 @@ RULE = GateOptions(
 # How long ago what a test does was done, and the seconds in which its episodes began.
 HOUR_S = 3600.0
 FROM_S, TO_S = 3000.0, 700.0
+# Nothing of ours listens there.
+AWAY = "http://127.0.0.1:9/v1"
+GOOD, BAD = [1.0, 0.9], [0.0, 0.1]
 # Episodes of each arm: enough for a clear difference.
 MANY = 60
 
 
-def gate(database_url: str) -> Gating:
+def gating(database_url: str, replicas: Replicas) -> Gating:
     settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, Replicas(settings.server_urls))
+    return Gating(settings, 0.01, replicas)
 
 
-async def candidate(engine: AsyncEngine, *parents: int, rule: GateOptions = RULE) -> None:
+def gate(database_url: str) -> Gating:
+    """A steward's that asks no model server."""
+    return gating(database_url, Replicas([AWAY]))
+
+
+async def look(
+    database_url: str, engine: AsyncEngine, *urls: str, slots: int | None = None
+) -> None:
+    """Let one new steward, of these model servers, look at the policies once."""
+    async with Replicas(urls or [AWAY], slots) as replicas:
+        await gating(database_url, replicas).look(engine)
+
+
+async def candidate(
+    engine: AsyncEngine, *parents: int, rule: GateOptions = RULE, name: str = "m"
+) -> None:
     """Make versions with these parents, of which the last waits for its trial."""
     async with engine.begin() as connection:
-        await trained(connection, *parents)
+        await trained(connection, *parents, name=name)
         dumped = rule.model_dump(mode="json")
-        await make_candidate(connection, "m", len(parents), dumped, reason="probed")
+        await make_candidate(connection, name, len(parents), dumped, reason="probed")
 
 
 async def pass_time(engine: AsyncEngine) -> None:
@@ -64,7 +83,7 @@ async def pass_time(engine: AsyncEngine) -> None:
 
 async def live(
     engine: AsyncEngine,
-    rewards: dict[tuple[Arm, int], Sequence[float]],
+    rewards: Mapping[tuple[Arm, int], Sequence[float]],
     run: str = "a",
     from_s: float = FROM_S,
     many: int = MANY,
@@ -106,23 +125,44 @@ async def changes(engine: AsyncEngine) -> list[tuple[str, str, str]]:
     ]
 
 
-async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> None:
-    """Try version 1 as a canary, with its episodes, while the base model serves."""
+async def begin_trial(engine: AsyncEngine, judge: Gating) -> None:
+    """Try version 1 as a canary, while the base model serves; no episode has begun yet."""
     await candidate(engine, 0)
     await judge.look(engine)
     await pass_time(engine)
-    mine, others = ([1.0, 0.9], [0.0, 0.1]) if better else ([0.0, 0.1], [1.0, 0.9])
+
+
+async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> None:
+    """Try version 1, with episodes that suffice for a verdict."""
+    await begin_trial(engine, judge)
+    mine, others = (GOOD, BAD) if better else (BAD, GOOD)
     await live(engine, {("serving", 0): others, ("canary", 1): mine})
 
 
-async def trained_on(connection: Any, number: int, parent: int) -> None:
-    """Make one more version of the policy."""
-    from store.claims import begin_update, consume
+async def promoted(engine: AsyncEngine, judge: Gating) -> None:
+    """Let version 1 have served for an hour, for its trial."""
+    await on_trial(engine, judge)
+    await judge.look(engine)
+    assert await states(engine) == {0: "published", 1: "serving"}
+    await pass_time(engine)
 
-    update = await begin_update(connection, "m", parent, {})
-    await consume(
-        connection, update, (), {}, policy="m", version=number, adapter_path=f"/m/{number}"
-    )
+
+async def next_version(engine: AsyncEngine, number: int, parent: int) -> None:
+    """Make one more version of the policy."""
+    async with engine.begin() as connection:
+        update = await begin_update(connection, "m", parent, {})
+        files = f"/m/{number}"
+        await consume(connection, update, (), {}, policy="m", version=number, adapter_path=files)
+
+
+async def next_candidate(
+    engine: AsyncEngine, number: int, parent: int, rule: GateOptions = RULE
+) -> None:
+    """Make one more version, which waits for its trial."""
+    await next_version(engine, number, parent)
+    async with engine.begin() as connection:
+        dumped = rule.model_dump(mode="json")
+        await make_candidate(connection, "m", number, dumped, reason="probed")
 
 
 async def command(*words: str) -> Any:

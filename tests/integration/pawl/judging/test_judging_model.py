@@ -98,7 +98,6 @@ async def test_another_rubric_is_another_judge(
     [
         ({"text": '{"score": null}'}, "cannot_tell", None),
         ({"text": "I like it"}, "failed", "no JSON object with a score"),
-        ({"text": '{"score": 7}'}, "failed", "no number from 0 to 1"),
         ({"text": None}, "failed", "no JSON object"),
         ({"body": {"choices": []}}, "failed", "no chat completion"),
         ({"body": {"error": "x"}}, "failed", "no chat completion"),
@@ -138,7 +137,7 @@ async def test_a_server_that_cannot_answer_now_is_no_episodes_fault(
     assert await outcomes(engine) == {}
 
 
-async def test_a_server_that_is_gone_is_away(session: aiohttp.ClientSession) -> None:
+async def test_server_that_is_gone_is_away(session: aiohttp.ClientSession) -> None:
     fake = FakeModel()
     fake.url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(Away, match="does not answer"):

@@ -1,12 +1,11 @@
 """The stack's processes: kept up, and gone with all they started."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
 
 from pawl.stack.process import Process
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 # A server with a child of its own, as vLLM has its engine.
 PARENT = """
@@ -26,57 +25,35 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def child_of(process: Process) -> int:
-    async def told() -> str:
-        told = process.log_file.read_text().split() if process.log_file.exists() else []
-        return told[-1] if told else ""
+async def started_by(process: Process, number: int) -> int:
+    """The child of the process that was started as this one, which prints its number."""
 
-    return int(await eventually(told))
+    async def printed() -> list[str]:
+        log = process.log_file
+        return log.read_text().split()[number:] if log.exists() else []
 
-
-async def gone(pid: int) -> None:
-    async def ended() -> bool:
-        return not alive(pid)
-
-    await eventually(ended)
+    return int((await eventually(printed))[0])
 
 
-async def test_stopping_ends_the_children_too(tmp_path: Path) -> None:
+async def test_processes_are_kept_up_and_end_with_their_children(tmp_path: Path) -> None:
     process = Process("p", [sys.executable, "-c", PARENT], os.environ, tmp_path)
     await process.start()
-    child = await child_of(process)
-    parent = process.pid
-    await process.stop()
-    assert parent is not None
-    await gone(parent)
-    await gone(child)
-
-
-async def test_a_killed_process_comes_back_and_its_children_do_not_linger(tmp_path: Path) -> None:
-    process = Process("p", [sys.executable, "-c", PARENT], os.environ, tmp_path)
-    await process.start()
-    child, first = await child_of(process), process.pid
+    child, first = await started_by(process, 0), process.pid
     assert first is not None
     os.kill(first, 9)
-
-    async def again() -> bool:
-        return process.pid != first and alive(process.pid or 0)
-
-    await eventually(again)
-    await gone(child)
+    await until(lambda: process.pid != first and alive(process.pid or 0))
+    await until(lambda: not alive(child))
     assert process.restarts == 1
+    child, second = await started_by(process, 1), process.pid
+    assert second is not None
     await process.stop()
+    await until(lambda: not alive(second) and not alive(child))
 
 
-async def test_one_that_cannot_start_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+async def test_process_that_cannot_start_is_given_up_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     process = Process("p", command, os.environ, tmp_path)
     await process.start()
-
-    async def given_up() -> bool:
-        return process.failed is not None
-
-    await eventually(given_up)
+    await until(lambda: process.failed is not None)
     assert "no such model" in str(process.failed)
     await process.stop()
-    await asyncio.sleep(0)

@@ -1,6 +1,5 @@
 """The gate: what episodes came to decides which version has the traffic, once, with its reason."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ from structlog.testing import capture_logs
 
 from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.steward.gate.records import Decision
+from pawl.steward.gating import Gating
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
 from store.version_states import make_candidate
@@ -19,31 +19,33 @@ from store.write.ingest import Ingester
 from tests.support.ledger.lineage import promote
 from tests.support.records import ago, call, reward
 from tests.support.steward.trials import (
+    BAD,
     FROM_S,
+    GOOD,
     HOUR_S,
     MANY,
     RULE,
     TO_S,
-    _settings,
+    begin_trial,
     candidate,
     changes,
     command,
     gate,
     live,
+    look,
+    next_candidate,
+    next_version,
     on_trial,
     pass_time,
+    promoted,
     states,
-    trained_on,
 )
 from trainer.metrics import VERSION
 
-__all__ = ["_settings"]
-
 
 async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await candidate(engine, 0)
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
@@ -54,7 +56,7 @@ async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
     await pass_time(engine)
-    await live(engine, {("serving", 0): [0.0, 0.1], ("canary", 1): [1.0, 0.9]})
+    await live(engine, {("serving", 0): BAD, ("canary", 1): GOOD})
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "serving"}
     last = (await events_of(engine, "m"))[-1]
@@ -77,9 +79,8 @@ async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
 
 @pytest.mark.usefixtures("_settings")
 async def test_what_a_steward_promotes_is_shown_and_logged_as_what_a_trainer_does(
-    database_url: str, engine: AsyncEngine
+    database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await on_trial(engine, judge)
     shown = 'pawl_trained_version{policy="m"}'
     with capture_logs() as logs:
@@ -90,8 +91,8 @@ async def test_what_a_steward_promotes_is_shown_and_logged_as_what_a_trainer_doe
     # It stays so after a roll-back, and a steward that is started again shows the same.
     assert (await command("rollback", "m")).exit_code == 0
     VERSION.clear()
+    await next_version(engine, 2, 0)
     async with engine.begin() as connection:
-        await trained_on(connection, 2, 0)
         await make_candidate(
             connection, "m", 2, RULE.model_dump(mode="json"), reason="for the test"
         )
@@ -100,14 +101,13 @@ async def test_what_a_steward_promotes_is_shown_and_logged_as_what_a_trainer_doe
 
 
 async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await candidate(engine, 0, 1)
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rejected", 2: "canary"}
     await pass_time(engine)
-    await live(engine, {("serving", 0): [1.0, 0.9], ("canary", 2): [0.0, 0.1]})
+    await live(engine, {("serving", 0): GOOD, ("canary", 2): BAD})
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rejected", 2: "rolled_back"}
     [last] = (await events_of(engine, "m"))[-1:]
@@ -116,13 +116,10 @@ async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
 
 
 async def test_a_version_whose_episodes_get_no_rewards_is_rolled_back(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
-    await candidate(engine, 0)
-    await judge.look(engine)
-    await pass_time(engine)
-    await live(engine, {("serving", 0): [0.0, 0.1]})
+    await begin_trial(engine, judge)
+    await live(engine, {("serving", 0): BAD})
     # A third of them have one, and these are the best.
     await live(engine, {("canary", 1): [1.0]}, "b", many=MANY // 3)
     await live(engine, {("canary", 1): [0.0]}, "c", many=2 * MANY // 3, are_late=True)
@@ -133,12 +130,9 @@ async def test_a_version_whose_episodes_get_no_rewards_is_rolled_back(
 
 
 async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
-    await candidate(engine, 0)
-    await judge.look(engine)
-    await pass_time(engine)
+    await begin_trial(engine, judge)
     await live(engine, {("serving", 0): [0.0], ("canary", 1): [20.0, 1.0]})
     with capture_logs() as logs:
         await judge.look(engine)
@@ -157,24 +151,16 @@ async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
 
 
 async def test_a_version_that_turns_bad_while_it_serves_is_rolled_back(
-    database_url: str, engine: AsyncEngine
+    database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     """No trainer runs in any of these tests, and no model server."""
-    judge = gate(database_url)
-    await on_trial(engine, judge)
-    await judge.look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    await pass_time(engine)
-    as_good: dict[tuple[Arm, int], Sequence[float]]
-    as_good = {("base", 0): [0.1, 0.0], ("serving", 1): [0.9, 1.0]}
-    await live(engine, as_good, "b")
+    await promoted(engine, judge)
+    await live(engine, {("base", 0): BAD, ("serving", 1): GOOD}, "b")
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "serving"}
     # What the base gets right by now it gets wrong. A steward that was started again knows what it
     # was promoted for.
-    bad: dict[tuple[Arm, int], Sequence[float]]
-    bad = {("base", 0): [0.9, 1.0], ("serving", 1): [0.1, 0.0]}
-    await live(engine, bad, "c", from_s=TO_S + 10.0, many=100)
+    await live(engine, {("base", 0): GOOD, ("serving", 1): BAD}, "c", from_s=TO_S + 10.0, many=100)
     await gate(database_url).look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
     assert (await changes(engine))[-2:] == [
@@ -183,26 +169,21 @@ async def test_a_version_that_turns_bad_while_it_serves_is_rolled_back(
     ]
 
 
-async def test_when_the_world_gets_worse_for_all_nothing_is_rolled_back(
-    database_url: str, engine: AsyncEngine
+async def test_world_that_gets_worse_for_all_rolls_nothing_back(
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
-    await candidate(engine, 0)
+    await begin_trial(engine, judge)
+    await live(engine, {("serving", 0): [0.6, 0.5], ("canary", 1): GOOD})
     await judge.look(engine)
     await pass_time(engine)
-    await live(engine, {("serving", 0): [0.6, 0.5], ("canary", 1): [0.9, 1.0]})
+    await live(engine, {("base", 0): BAD, ("serving", 1): [0.4, 0.5]}, "b")
     await judge.look(engine)
-    assert (await states(engine))[1] == "serving"
-    await pass_time(engine)
-    await live(engine, {("base", 0): [0.1, 0.0], ("serving", 1): [0.4, 0.5]}, "b")
-    await judge.look(engine)
-    assert (await states(engine))[1] == "serving"
+    assert await states(engine) == {0: "published", 1: "serving"}
 
 
 async def test_past_its_deadline_a_version_is_rolled_back(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await candidate(engine, 0, rule=RULE.model_copy(update={"deadline_s": HOUR_S}))
     await judge.look(engine)
     await pass_time(engine)
@@ -212,14 +193,10 @@ async def test_past_its_deadline_a_version_is_rolled_back(
 
 
 async def test_the_next_candidate_is_tried_after_the_one_before_it(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await on_trial(engine, judge)
-    async with engine.begin() as connection:
-        await trained_on(connection, 2, 1)
-        dumped = RULE.model_dump(mode="json")
-        await make_candidate(connection, "m", 2, dumped, reason="probed")
+    await next_candidate(engine, 2, 1)
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "serving", 2: "candidate"}
     await judge.look(engine)
@@ -262,16 +239,11 @@ async def test_a_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
 
 
 async def test_what_was_stored_late_counts_before_long(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rewards that were given in time waited for the database, with a proxy."""
-    judge = gate(database_url)
-    await candidate(engine, 0)
-    await judge.look(engine)
-    await pass_time(engine)
-    better: dict[tuple[Arm, int], Sequence[float]]
-    better = {("serving", 0): [0.0, 0.1], ("canary", 1): [1.0, 0.9]}
-    rewards = await live(engine, better, are_late=True)
+    await begin_trial(engine, judge)
+    rewards = await live(engine, {("serving", 0): BAD, ("canary", 1): GOOD}, are_late=True)
     await judge.look(engine)
     await Ingester().store(engine, rewards)
     await judge.look(engine)
@@ -282,13 +254,80 @@ async def test_what_was_stored_late_counts_before_long(
 
 
 async def test_what_is_older_than_the_version_that_serves_is_tried_no_more(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
-    judge = gate(database_url)
     await candidate(engine, 0)
     await judge.look(engine)
+    await next_version(engine, 2, 0)
     async with engine.begin() as connection:
-        await trained_on(connection, 2, 0)
         await promote(connection, "m", 2, reason="imported", actor="trainer")
     await judge.look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
+
+
+FAIR = [0.6, 0.5]
+WATCHED = 'pawl_steward_gate_watched{policy="m"} 1.0'
+
+
+async def tried_twice(engine: AsyncEngine, judge: Gating) -> None:
+    """Versions 1 and 2 were promoted by their trials, one after the other."""
+    await begin_trial(engine, judge)
+    await live(engine, {("serving", 0): BAD, ("canary", 1): FAIR}, "first", many=100)
+    await judge.look(engine)
+    await pass_time(engine)
+    await next_candidate(engine, 2, 1)
+    await judge.look(engine)
+    await pass_time(engine)
+    await live(
+        engine, {("base", 0): BAD, ("serving", 1): FAIR, ("canary", 2): GOOD}, "second", many=100
+    )
+    await judge.look(engine)
+    await pass_time(engine)
+    assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
+
+
+async def turns_bad(engine: AsyncEngine, number: int) -> None:
+    """What the base model gets right by now a version that serves gets wrong."""
+    await live(
+        engine,
+        {("base", 0): GOOD, ("serving", number): BAD},
+        f"bad-{number}",
+        from_s=TO_S + 10.0,
+        many=100,
+    )
+
+
+async def test_version_serving_again_after_a_roll_back_is_rolled_back_if_it_turns_bad(
+    database_url: str, engine: AsyncEngine, judge: Gating
+) -> None:
+    await tried_twice(engine, judge)
+    await turns_bad(engine, 2)
+    await look(database_url, engine)
+    assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
+    await pass_time(engine)
+    await live(engine, {("base", 0): BAD, ("serving", 1): FAIR}, "again", many=100)
+    await look(database_url, engine)
+    assert (await states(engine))[1] == "serving"
+    assert WATCHED in generate_latest().decode()
+    assert not any(line.unwatched for line in await versions_of(engine, "m"))
+    await turns_bad(engine, 1)
+    await look(database_url, engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
+    assert (await changes(engine))[-4:] == [
+        ("m@2", "rolled_back", "steward"),
+        ("m@1", "serving", "steward"),
+        ("m@1", "rolled_back", "steward"),
+        ("m@0", "serving", "steward"),
+    ]
+
+
+@pytest.mark.usefixtures("_settings")
+async def test_version_given_the_traffic_again_by_an_operator_is_watched_by_its_own_trial(
+    database_url: str, engine: AsyncEngine, judge: Gating
+) -> None:
+    await tried_twice(engine, judge)
+    assert (await command("promote", "m@1")).exit_code == 0
+    await pass_time(engine)
+    await turns_bad(engine, 1)
+    await look(database_url, engine)
+    assert (await states(engine))[1] == "rolled_back"

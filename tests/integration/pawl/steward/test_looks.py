@@ -1,7 +1,7 @@
-"""A look that fails: what is said of it, and what becomes of the others and of the next."""
+"""Looks under faults: slow, killed, several at once, without a database, beside an operator."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,35 +11,29 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from structlog.testing import capture_logs
 
+import pawl.steward.gating
 from pawl.steward import evidence
 from pawl.steward.evidence import LookTooLong
+from pawl.steward.gating import Gating
+from store import version_states
 from store.read.standing import Gated, gated
-from store.records import Arm
 from store.version_queries import list_versions
 from store.version_states import freeze, make_candidate
+from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, trained
 from tests.support.steward.trials import (
-    RULE,
     candidate,
+    changes,
     gate,
     live,
+    next_version,
     on_trial,
     pass_time,
     states,
-    trained_on,
 )
 from tests.support.waiting import eventually
 
 Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
-
-
-async def candidates(engine: AsyncEngine) -> None:
-    """Two policies, whose candidates wait for their trials: `m`, and before it `a`."""
-    await candidate(engine, 0)
-    async with engine.begin() as connection:
-        await trained(connection, 0, name="a")
-        rule = RULE.model_dump(mode="json")
-        await make_candidate(connection, "a", 1, rule, reason="probed")
 
 
 async def state_of_a(engine: AsyncEngine) -> str:
@@ -63,13 +57,13 @@ def shows(value: float) -> bool:
 
 
 async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(_: AsyncConnection) -> None:
         await asyncio.Event().wait()
 
-    await candidates(engine)
-    judge = gate(database_url)
+    await candidate(engine, 0, name="a")
+    await candidate(engine, 0)
     with capture_logs() as logs, monkeypatch.context() as patched:
         patched.setattr("pawl.steward.gating.gated", where_a(hang))
         patched.setattr("pawl.steward.evidence.LOOK_S", 5.0)
@@ -98,7 +92,8 @@ async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_f
     async def is_tried() -> bool:
         return (await states(engine))[1] == "canary"
 
-    await candidates(engine)
+    await candidate(engine, 0, name="a")
+    await candidate(engine, 0)
     monkeypatch.setattr("pawl.steward.gating.gated", where_a(too_long))
     following = asyncio.create_task(gate(database_url).follow())
     try:
@@ -137,9 +132,7 @@ async def test_a_steward_that_starts_anew_reads_no_more_in_a_look_than_others_ca
     # What ends one reading, and what begins the next.
     assert await look_until("serving") == 2
     await pass_time(engine)
-    falls: dict[tuple[Arm, int], Sequence[float]]
-    falls = {("base", 0): [0.9, 1.0], ("serving", 1): [0.1, 0.0]}
-    await live(engine, falls, "falls")
+    await live(engine, {("base", 0): [0.9, 1.0], ("serving", 1): [0.1, 0.0]}, "falls")
     assert await look_until("rolled_back") <= 2
 
 
@@ -154,16 +147,14 @@ async def promotes_another(connection: AsyncConnection) -> None:
 @pytest.mark.parametrize("does", [freezes, promotes_another])
 @pytest.mark.parametrize("better", [True, False])
 async def test_what_an_operator_did_during_a_look_is_not_undone_by_what_it_found(
-    database_url: str,
     engine: AsyncEngine,
+    judge: Gating,
     monkeypatch: pytest.MonkeyPatch,
     does: Callable[[AsyncConnection], Awaitable[None]],
     better: bool,
 ) -> None:
-    judge = gate(database_url)
     await on_trial(engine, judge, better=better)
-    async with engine.begin() as connection:
-        await trained_on(connection, 2, 0)
+    await next_version(engine, 2, 0)
     read = evidence.arm_episodes
 
     async def meanwhile(*words: Any, **more: Any) -> Any:
@@ -218,3 +209,90 @@ async def test_what_is_no_outage_is_not_called_one(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
     assert [one["event"] for one in logs] == ["gate_fails"]
+
+
+async def test_several_stewards_make_each_change_once(
+    database_url: str, engine: AsyncEngine
+) -> None:
+    stewards = [gate(database_url) for _ in range(3)]
+    await on_trial(engine, stewards[0])
+    for _ in range(3):
+        await asyncio.gather(*(one.look(engine) for one in stewards))
+    assert await states(engine) == {0: "published", 1: "serving"}
+    assert (await changes(engine))[1:] == [
+        ("m@0", "published", "steward"),
+        ("m@1", "serving", "steward"),
+    ]
+
+
+KILLS = {
+    "before": killing(pawl.steward.gating, "promote", after=False),
+    "in the middle": killing(version_states, "change_state", after=True),
+    "before the commit": killing(pawl.steward.gating, "promote", after=True),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "before the commit"])
+async def test_a_steward_killed_while_it_promotes_leaves_nothing_half_done(
+    database_url: str,
+    engine: AsyncEngine,
+    judge: Gating,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    await on_trial(engine, judge)
+    KILLS[when](monkeypatch)
+    with pytest.raises(Killed):
+        await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "canary"}
+    assert len(await changes(engine)) == 1
+    await gate(database_url).look(engine)
+    assert await states(engine) == {0: "published", 1: "serving"}
+    assert len(await changes(engine)) == 3
+
+
+async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
+    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await on_trial(engine, judge, better=False)
+    KILLS["in the middle"](monkeypatch)
+    with pytest.raises(Killed):
+        await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "canary"}
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+    assert (await changes(engine))[1:] == [("m@1", "rolled_back", "steward")]
+
+
+async def test_judging_goes_on_once_the_database_is_back(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await on_trial(engine, gate(database_url))
+    refused = asyncio.Event()
+
+    async def away(_: object) -> None:
+        refused.set()
+        raise ConnectionRefusedError
+
+    async def promoted() -> bool:
+        return (await states(engine))[1] == "serving"
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pawl.steward.gating.gated_policies", away)
+        following = asyncio.create_task(gate(database_url).follow())
+        await refused.wait()
+    await eventually(promoted)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_policy_that_cannot_be_judged_hinders_no_other(
+    engine: AsyncEngine, judge: Gating
+) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, name="broken")
+        await make_candidate(connection, "broken", 1, {"margin": "much"}, reason="probed")
+    await candidate(engine, 0)
+    await judge.look(engine)
+    await judge.look(engine)
+    assert (await states(engine))[1] == "canary"

@@ -1,7 +1,6 @@
 """A policy whose reward becomes another sum: rewards in two units are never compared."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client import generate_latest
@@ -11,14 +10,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.policies import events_of, versions_of
 from pawl.steward.gating import Gating
 from store.read.standing import gated
-from store.records import Arm
-from tests.integration.pawl.steward.test_serving_again import look
-from tests.integration.pawl.steward.test_untried import AWAY, BAD, GOOD, gives, serves
 from tests.integration.pawl.steward.test_untried import RULE as UNTRIED
+from tests.integration.pawl.steward.test_untried import gives, serves
 from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import trained
 from tests.support.steward.trials import (
+    BAD,
     FROM_S,
+    GOOD,
     HOUR_S,
     MANY,
     TO_S,
@@ -26,10 +25,11 @@ from tests.support.steward.trials import (
     changes,
     gate,
     live,
-    on_trial,
+    look,
+    next_version,
     pass_time,
+    promoted,
     states,
-    trained_on,
 )
 from tests.support.waiting import eventually
 from trainer.recipes.recipe import Recipe
@@ -45,12 +45,6 @@ MORE = Recipe.model_validate(
     }
 )
 WATCHED = 'pawl_steward_gate_watched{policy="m"} '
-Both = dict[tuple[Arm, int], Sequence[float]]
-
-
-@pytest.fixture
-def judge(database_url: str) -> Gating:
-    return gate(database_url)
 
 
 async def earns(engine: AsyncEngine, recipe: Recipe) -> None:
@@ -84,11 +78,8 @@ async def why(engine: AsyncEngine) -> object:
 async def test_what_a_trial_promoted_is_not_rolled_back_because_the_reward_is_another(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
-    await on_trial(engine, judge)
-    await judge.look(engine)
-    await pass_time(engine)
-    as_good: Both = {("base", 0): BAD, ("serving", 1): GOOD}
-    await live(engine, as_good, "b", many=4 * MANY)
+    await promoted(engine, judge)
+    await live(engine, {("base", 0): BAD, ("serving", 1): GOOD}, "b", many=4 * MANY)
     await judge.look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()
     await earns(engine, LESS)
@@ -104,16 +95,13 @@ async def test_what_a_trial_promoted_is_not_rolled_back_because_the_reward_is_an
 async def test_with_the_reward_that_it_was_promoted_by_a_version_is_watched_again(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
-    await on_trial(engine, judge)
-    await judge.look(engine)
-    await pass_time(engine)
+    await promoted(engine, judge)
     await earns(engine, LESS)
     await judge.look(engine)
     await earns(engine, ALONE)
     await judge.look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()
-    falls: Both = {("base", 0): GOOD, ("serving", 1): BAD}
-    await live(engine, falls, "c", from_s=TO_S + 10.0, many=100)
+    await live(engine, {("base", 0): GOOD, ("serving", 1): BAD}, "c", from_s=TO_S + 10.0, many=100)
     await gate(database_url).look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
@@ -134,8 +122,13 @@ async def test_a_trial_begins_anew_with_the_reward_and_rests_on_what_began_since
     await earns(engine, MORE)
     assert await events_of(engine, "m") == before
     await pass_time(engine)
-    worse: Both = {("serving", 0): [0.6, 0.7], ("canary", 1): [0.1, 0.2]}
-    await live(engine, worse, "b", from_s=FROM_S, many=100)
+    await live(
+        engine,
+        {("serving", 0): [0.6, 0.7], ("canary", 1): [0.1, 0.2]},
+        "b",
+        from_s=FROM_S,
+        many=100,
+    )
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
@@ -169,32 +162,30 @@ async def test_of_versions_that_serve_untried_those_are_watched_that_have_one_re
         await trained(connection, 0, 1)
     for number, from_s in ((1, 9500.0), (2, 8900.0)):
         await serves(engine, number)
-        far: Both = {("base", 0): BAD, ("serving", number): GOOD}
+        far = {("base", 0): BAD, ("serving", number): GOOD}
         await live(engine, far, str(number), from_s=from_s, to_s=from_s - 590.0)
         await hour_passes(engine)
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert WATCHED + "1.0" in generate_latest().decode()
     await earns(engine, LESS)
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert (await states(engine))[2] == "serving"
     assert "reward is another sum" in str(await why(engine))
     rule = UNTRIED.model_copy(update={"margin": 0.02, "reward_range": (0.0, 0.1)})
-    async with engine.begin() as connection:
-        await trained_on(connection, 3, 2)
+    await next_version(engine, 3, 2)
     await serves(engine, 3, rule)
     # By as much less as what serves would be rolled back for, were it one line.
     await gives(engine, 3, [0.5, 0.6], BAD)
     await hour_passes(engine)
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "published", 3: "serving"}
     assert WATCHED + "0.0" in generate_latest().decode()
     assert "first version by its reward" in str(await why(engine))
-    async with engine.begin() as connection:
-        await trained_on(connection, 4, 3)
+    await next_version(engine, 4, 3)
     await serves(engine, 4, rule)
     await gives(engine, 4, BAD, GOOD)
     await hour_passes(engine)
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {
         0: "published",
         1: "published",

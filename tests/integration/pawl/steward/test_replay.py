@@ -58,12 +58,16 @@ def near_adapter(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return write_adapter(tiny_model, folder, lora_alpha=1, lora_dropout=0.0)
 
 
-async def test_a_random_adapter_is_stopped(
-    engine: AsyncEngine, database_url: str, random_adapter: Path, url: str
-) -> None:
+@pytest.fixture
+async def _random_waits(engine: AsyncEngine, random_adapter: Path, url: str) -> None:
+    """A random adapter waits for its replay of recorded calls."""
     await recorded(engine)
     await candidate(engine)
     await loaded(random_adapter, url)
+
+
+@pytest.mark.usefixtures("_random_waits")
+async def test_random_adapter_is_stopped(engine: AsyncEngine, database_url: str, url: str) -> None:
     await look(database_url, engine, url)
     assert await states(engine) == {0: "serving", 1: "rejected"}
     event = await last_event(engine)
@@ -71,14 +75,14 @@ async def test_a_random_adapter_is_stopped(
     assert "gate.most_kl_to_serving is 0.5" in event.reason
     assert event.evidence is not None
     assert event.evidence["rule"]["most_kl_to_serving"] == 0.5
-    told = event.evidence["replay"]
-    assert (told["states"], told["held_out"], told["tokens"]) == (6, 3, 48)
-    assert told["kl"] > 0.5
+    replay = event.evidence["replay"]
+    assert (replay["states"], replay["held_out"], replay["tokens"]) == (6, 3, 48)
+    assert replay["kl"] > 0.5
     async with engine.connect() as connection:
         assert (await head_of(connection, "m")).version == 0
 
 
-async def test_one_that_answers_alike_is_tried_with_the_evidence(
+async def test_adapter_that_answers_alike_is_tried_with_the_evidence(
     engine: AsyncEngine, database_url: str, near_adapter: Path, url: str
 ) -> None:
     await recorded(engine)
@@ -91,7 +95,7 @@ async def test_one_that_answers_alike_is_tried_with_the_evidence(
     assert 0.0 <= (await replay_of(engine))["kl"] < 0.5
 
 
-async def test_without_the_key_there_is_none(
+async def test_without_the_key_there_is_no_replay(
     engine: AsyncEngine, database_url: str, random_adapter: Path, url: str
 ) -> None:
     await recorded(engine)
@@ -102,23 +106,21 @@ async def test_without_the_key_there_is_none(
     assert (await last_event(engine)).evidence is None
 
 
-async def test_without_a_recorded_call_the_trial_begins(
+async def test_trial_begins_if_there_is_no_recorded_call(
     engine: AsyncEngine, database_url: str, near_adapter: Path, url: str
 ) -> None:
     await candidate(engine)
     await loaded(near_adapter, url)
     await look(database_url, engine, url)
     assert (await states(engine))[1] == "canary"
-    told = await replay_of(engine)
-    assert (told["states"], told["kl"]) == (0, None)
+    replay = await replay_of(engine)
+    assert (replay["states"], replay["kl"]) == (0, None)
 
 
-async def test_what_was_trained_on_from_a_stopped_one_never_serves(
-    engine: AsyncEngine, database_url: str, random_adapter: Path, url: str
+@pytest.mark.usefixtures("_random_waits")
+async def test_version_trained_on_from_a_stopped_one_never_serves(
+    engine: AsyncEngine, database_url: str, url: str
 ) -> None:
-    await recorded(engine)
-    await candidate(engine)
-    await loaded(random_adapter, url)
     await add_child(engine, 2)
     await look(database_url, engine, url)
     assert await states(engine) == {0: "serving", 1: "rejected", 2: "rejected"}
@@ -139,12 +141,10 @@ async def add_child(engine: AsyncEngine, number: int) -> None:
         await add_version(connection, "m", number, f"/m/{number}", made["id"])
 
 
-async def test_a_steward_killed_in_the_middle_comes_to_the_same_when_it_is_started_again(
-    engine: AsyncEngine, database_url: str, random_adapter: Path, url: str
+@pytest.mark.usefixtures("_random_waits")
+async def test_steward_killed_in_the_middle_comes_to_the_same_when_it_is_started_again(
+    engine: AsyncEngine, database_url: str, url: str
 ) -> None:
-    await recorded(engine)
-    await candidate(engine)
-    await loaded(random_adapter, url)
     uninterrupted = await replayed(engine, url)
     # Four of six calls are answered, and what is recorded then is asked about by nobody.
     await look(database_url, engine, url, times=1)
@@ -168,18 +168,14 @@ async def replayed(engine: AsyncEngine, url: str) -> Replayed | None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-async def test_a_steward_killed_as_it_stops_one_leaves_all_or_nothing(
+@pytest.mark.usefixtures("_random_waits")
+async def test_steward_killed_as_it_stops_one_leaves_all_or_nothing(
     engine: AsyncEngine,
     database_url: str,
-    random_adapter: Path,
     url: str,
     monkeypatch: pytest.MonkeyPatch,
-    *,
     after: bool,
 ) -> None:
-    await recorded(engine)
-    await candidate(engine)
-    await loaded(random_adapter, url)
     killing(version_states, "change_state", after=after)(monkeypatch)
     with pytest.raises(Killed):
         await look(database_url, engine, url)

@@ -1,6 +1,6 @@
 """Versions that serve untried, in mode "immediate": the steward alone rolls back what is worse."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,35 +12,31 @@ from structlog.testing import capture_logs
 
 import pawl.steward.gating
 from pawl.commands.policies import events_of, versions_of, versions_table
-from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from store import version_states
 from store.ready import rolled_back_episodes
 from store.records import Arm
 from store.version_queries import list_versions
 from store.write.ingest import Ingester
-from tests.integration.pawl.steward.test_serving_again import look
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, set_state, trained
-from tests.support.steward.trials import changes, live, on_trial, pass_time, states, trained_on
-from trainer.publishing.model_server import Replicas
+from tests.support.steward.trials import (
+    BAD,
+    GOOD,
+    changes,
+    live,
+    look,
+    next_version,
+    on_trial,
+    pass_time,
+    states,
+)
 from trainer.recipes.recipe import GateOptions
 
 RULE = GateOptions(base_share=0.4, margin=0.2, reward_delay_s=600.0)
-GOOD, BAD = [1.0, 0.9], [0.0, 0.1]
 # Episodes of each version began in so many seconds, one version after the other.
 FROM_S, EACH_S = 3400.0, 400.0
-# Nothing of ours listens there.
-AWAY = "http://127.0.0.1:9/v1"
 Rewards = tuple[Sequence[float], Sequence[float]]
-
-
-@pytest.fixture
-async def judge(database_url: str) -> AsyncIterator[Gating]:
-    """A steward's, of a model server that does not answer."""
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    async with Replicas([AWAY]) as replicas:
-        yield Gating(settings, 0.01, replicas)
 
 
 async def serves(engine: AsyncEngine, number: int, rule: GateOptions = RULE) -> None:
@@ -113,7 +109,7 @@ async def test_a_version_that_is_worse_than_the_one_before_it_is_rolled_back(
     # Nothing more happens, and what serves again is not rolled back for what was before.
     for _ in range(2):
         await judge.look(engine)
-        await look(database_url, engine, AWAY)
+        await look(database_url, engine)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()
 
@@ -139,15 +135,15 @@ async def test_a_version_that_turns_bad_as_it_serves_is_rolled_back(
     assert (await states(engine))[2] == "serving"
     assert 'pawl_steward_gate_watched{policy="m"} 1.0' in generate_latest().decode()
     await live(engine, {("base", 0): GOOD, ("serving", 2): BAD}, "turns", from_s=2500, to_s=800)
-    await look(database_url, engine, AWAY)
-    assert (await states(engine))[2] == "rolled_back"
+    await look(database_url, engine)
+    assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
 
 
 async def test_a_world_that_gets_worse_for_all_rolls_nothing_back(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, ([1.0, 0.9], [0.6, 0.5]), ([0.5, 0.4], [0.1, 0.0]))
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
 
 
@@ -155,7 +151,7 @@ async def test_the_first_version_is_compared_with_the_base_model(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, (BAD, GOOD))
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
@@ -163,7 +159,7 @@ async def test_without_a_base_share_nothing_is_rolled_back_and_it_is_said_why(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), rule=GateOptions())
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
     assert not await changes(engine)
     lines = await versions_of(engine, "m")
@@ -185,13 +181,13 @@ async def test_a_version_before_which_the_base_had_no_share_counts_as_unwatched(
         await serves(engine, number, rule)
         if number == 2:
             # None of its episodes counts yet.
-            await look(database_url, engine, AWAY)
+            await look(database_url, engine)
             page = generate_latest().decode()
             watched.append('pawl_steward_gate_watched{policy="m"} 1.0' in page)
         await gives(engine, number, GOOD, BAD if rule.is_watched else [])
         if number > 1:
             await pass_time(engine)
-            await look(database_url, engine, AWAY)
+            await look(database_url, engine)
             page = generate_latest().decode()
             watched.append('pawl_steward_gate_watched{policy="m"} 1.0' in page)
     assert watched == [False, False, True]
@@ -204,7 +200,7 @@ async def test_what_was_made_of_a_bad_version_goes_with_it_and_is_not_trained_on
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD), (BAD, GOOD))
     async with engine.begin() as connection:
         await set_state(connection, "m", 2, "retired", reason="idle", actor="trainer")
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
     assert await states(engine) == {
         0: "published",
         1: "serving",
@@ -232,8 +228,7 @@ async def test_what_follows_a_roll_back_is_watched_again(
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD))
     await judge.look(engine)
-    async with engine.begin() as connection:
-        await trained_on(connection, 3, 1)
+    await next_version(engine, 3, 1)
     await serves(engine, 3)
     await gives(engine, 3, BAD, GOOD)
     await pass_time(engine)
@@ -253,11 +248,11 @@ async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
     killing(pawl.steward.gating, "roll_back_to", after=after)(monkeypatch)
     with pytest.raises(Killed):
-        await look(database_url, engine, AWAY)
+        await look(database_url, engine)
     assert (await states(engine))[3] == "serving"
     assert not await changes(engine)
-    await look(database_url, engine, AWAY)
-    await look(database_url, engine, AWAY)
+    await look(database_url, engine)
+    await look(database_url, engine)
     assert await changes(engine) == [
         ("m@3", "rolled_back", "steward"),
         ("m@2", "rolled_back", "steward"),
@@ -274,7 +269,6 @@ async def test_what_was_stored_late_counts_in_a_watch_before_long(
         await on_trial(engine, judge)
         await judge.look(engine)
         await pass_time(engine)
-        falls: dict[tuple[Arm, int], Sequence[float]]
         falls = {("base", 0): GOOD, ("serving", 1): BAD}
         late = await live(engine, falls, "late", are_late=True)
         number = 1

@@ -23,6 +23,16 @@ def stream(
     return [Episode(arm, "one", float(random.random() < means[arm])) for arm in arms]
 
 
+def decided(episodes: list[Episode], options: GateOptions) -> Decision:
+    """Return what a gate comes to that looks after every episode."""
+    trial = Trial(options)
+    for episode in episodes:
+        trial.extend([episode])
+        if trial.is_decided:
+            break
+    return trial.decide(0)
+
+
 def decide(episodes: list[Episode], options: GateOptions, age_s: float) -> Decision:
     """Return what is to be done with a canary of this age, of all its episodes at once."""
     trial = Trial(options)

@@ -1,9 +1,9 @@
 """Versions that serve untried: a fall is found, and where it began; that of the world is not."""
 
-from itertools import pairwise, product
+from collections.abc import Iterable
+from itertools import product
 from math import isclose
 from random import Random
-from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pawl.steward.gate.betting import Block, Blocks, block_size
 from pawl.steward.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
-from pawl.steward.gate.trial import CELLS, lead_of_base, reference_of
-from pawl.steward.gate.watch import FEWEST_BLOCKS, STRETCHES, FallWealth, Leads, Succession, Watched
+from pawl.steward.gate.trial import Reference, lead_of_base, reference_of
+from pawl.steward.gate.watch import FallWealth, Succession, Watched
 from store.records import Arm
 
 # A base share that needs few episodes: blocks of 8.
@@ -34,11 +34,16 @@ def served(
     return found
 
 
+def following(versions: Iterable[int], *, after_base: bool = False) -> Succession:
+    succession = Succession(OPTIONS, after_base=after_base)
+    for version in versions:
+        succession.follow(version)
+    return succession
+
+
 def watched(*parts: list[Episode], after_base: bool = False, old: int = 0) -> Watched:
     """What a succession comes to whose versions are numbered from 1; the first `old` are before."""
-    succession = Succession(OPTIONS, after_base=after_base)
-    for version in range(old + 1, len(parts) + 1):
-        succession.follow(version)
+    succession = following(range(old + 1, len(parts) + 1), after_base=after_base)
     for part in parts:
         succession.extend(part)
     return succession.watched()
@@ -50,32 +55,33 @@ def line(leads: list[float], count: int, seed: int, base: float = 0.4) -> list[l
 
 
 @pytest.mark.parametrize("lead", [-0.2, 0.0, 0.4])
-def test_a_product_is_one_at_most_on_average_where_nothing_has_fallen(lead: float) -> None:
+def test_product_is_one_at_most_on_average_where_nothing_has_fallen(lead: float) -> None:
     """All ways in which three blocks then and three now can come out, with the margin just lost."""
-    chances = {-1.0: 0.0, 1.0: 0.0}
     mean = 0.0
-    for then in product(chances, repeat=3):
+    for then in product([-1.0, 1.0], repeat=3):
         before = reference_of([Block(one, 2.0, 1.0) for one in then])
-        chance_then = _chance(then, lead)
-        for now in product(chances, repeat=3):
-            fall = FallWealth(before, MARGIN)
-            for one in now:
-                fall.update(Block(one, 2.0, 1.0))
-            mean += chance_then * _chance(now, lead - MARGIN) * fall.value
+        chance = _chance(then, lead)
+        for now in product([-1.0, 1.0], repeat=3):
+            mean += chance * _chance(now, lead - MARGIN) * _fall_of(before, now, 2.0)
     assert 0 < mean <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
-def test_against_the_base_itself_it_is_one_on_average_where_the_margin_is_just_lost(
+def test_product_against_the_base_is_one_on_average_where_the_margin_is_just_lost(
     count: int,
 ) -> None:
     mean = 0.0
     for now in product([-1.0, 1.0], repeat=count):
-        fall = FallWealth(lead_of_base(), MARGIN)
-        for one in now:
-            fall.update(Block(one, 1.4, 1.0))
-        mean += _chance(now, -MARGIN) * fall.value
+        mean += _chance(now, -MARGIN) * _fall_of(lead_of_base(), now, 1.4)
     assert isclose(mean, 1.0, rel_tol=1e-9)
+
+
+def _fall_of(then: Reference, now: tuple[float, ...], weight: float) -> float:
+    """The wealth after blocks that show these differences."""
+    fall = FallWealth(then, MARGIN)
+    for one in now:
+        fall.update(Block(one, weight, 1.0))
+    return fall.value
 
 
 def _chance(shown: tuple[float, ...], mean: float) -> float:
@@ -86,50 +92,25 @@ def _chance(shown: tuple[float, ...], mean: float) -> float:
     return chance
 
 
-def test_of_the_base_nothing_below_nothing_and_nothing_above_is_known() -> None:
-    logs = lead_of_base().logs
-    assert len(logs) == CELLS
-    assert min(logs[: CELLS // 2]) > 400
-    assert set(logs[CELLS // 2 :]) == {0.0}
-
-
-def test_versions_as_good_as_those_before_stay() -> None:
-    found = watched(*line([0.2] * 10, 100, 1))
-    assert not found.roll_back
-    assert found.wealth < found.needed == 20
-
-
 def test_versions_that_get_better_stay() -> None:
     assert not watched(*line([0.03 * at for at in range(12)], 100, 2), after_base=True).roll_back
 
 
 @pytest.mark.parametrize("count", [20, 120, 600])
-def test_a_fall_is_found_with_the_version_that_it_began_with_or_one_shortly_before(
+def test_fall_is_found_with_the_version_that_it_began_with_or_one_shortly_before(
     count: int,
 ) -> None:
     """Also where no version has enough episodes for itself: 20 are less than three blocks."""
     good = 1200 // count
     found = watched(*line([0.4] * good + [-0.35] * good, count, 3))
     assert found.roll_back
-    assert found.wealth >= found.needed
+    assert found.wealth >= found.needed == 20
     assert found.since is not None
     assert good + 1 - max(1, 200 // count) <= found.since <= good + 1
     assert found.lead is not None
     assert found.lead_before is not None
     assert found.lead < found.lead_before - 0.3
     assert f"since version {found.since} is less far above the base" in found.reason
-
-
-def test_a_version_that_falls_after_long_is_found_itself() -> None:
-    random = Random(4)
-    first, last = served(random, 1, 800, 0.3), served(random, 2, 2_000, 0.3)
-    found = watched(first, last + served(random, 2, 800, -0.3))
-    assert (found.roll_back, found.since) == (True, 2)
-
-
-def test_a_world_that_falls_for_all_rolls_nothing_back() -> None:
-    easy, hard = line([0.3] * 5, 150, 5, base=0.6), line([0.3] * 10, 150, 6, base=0.1)
-    assert not watched(*easy, *_renumbered(hard, 5)).roll_back
 
 
 def _renumbered(parts: list[list[Episode]], by: int) -> list[list[Episode]]:
@@ -142,7 +123,7 @@ def _renumbered(parts: list[list[Episode]], by: int) -> list[list[Episode]]:
     ]
 
 
-def test_what_is_worse_than_the_base_model_is_found_without_anything_before_it() -> None:
+def test_version_worse_than_the_base_model_is_found_without_anything_before_it() -> None:
     worse = line([-0.35] * 6, 120, 7)
     found = watched(*worse, after_base=True)
     assert (found.roll_back, found.since, found.lead_before) == (True, 1, 0.0)
@@ -151,7 +132,7 @@ def test_what_is_worse_than_the_base_model_is_found_without_anything_before_it()
 
 
 @pytest.mark.parametrize(("after_base", "counts"), [(True, (150,)), (False, (150, 150))])
-def test_it_is_blind_until_something_is_known_of_what_served_before(
+def test_watch_is_blind_until_something_is_known_of_what_served_before(
     after_base: bool, counts: tuple[int, ...]
 ) -> None:
     succession = Succession(OPTIONS, after_base=after_base)
@@ -164,18 +145,16 @@ def test_it_is_blind_until_something_is_known_of_what_served_before(
     assert not succession.is_blind
 
 
-def test_a_fall_may_begin_with_a_version_that_no_episode_began_with() -> None:
+def test_fall_may_begin_with_a_version_that_no_episode_began_with() -> None:
     """What was made of a collapsed one serves before any episode of that: both are rolled back."""
     good, bad = line([0.4] * 2, 600, 13), line([-0.35] * 4, 150, 14)
     assert watched(*good, [], [], *_renumbered(bad, 4)).since == 3
     assert watched([], *_renumbered(bad, 1), after_base=True).since == 1
 
 
-def test_a_version_is_not_blamed_whose_episodes_began_before_any_was_read() -> None:
+def test_version_is_not_blamed_whose_episodes_began_before_any_was_read() -> None:
     bad = line([-0.35] * 4, 150, 15)
-    succession = Succession(OPTIONS, after_base=True)
-    for version in range(1, 7):
-        succession.follow(version)
+    succession = following(range(1, 7), after_base=True)
     succession.leave_unread(2)
     for part in _renumbered(bad, 2):
         succession.extend(part)
@@ -197,7 +176,7 @@ def test_what_was_there_before_is_compared_with_and_not_watched() -> None:
     assert not watched(*parts[:5], *line([-0.3] * 4, 150, 9), old=8).roll_back
 
 
-def test_a_canary_and_episodes_that_an_older_version_still_got_change_no_stretch() -> None:
+def test_canary_and_episodes_that_an_older_version_still_got_change_no_stretch() -> None:
     parts = line([0.4] * 4 + [-0.3] * 4, 150, 10)
     canaries = [Episode(CANARY, "one", 0.0, version=99)] * 40
     assert watched(*parts) == watched(*(part + canaries for part in parts))
@@ -207,20 +186,18 @@ def test_a_canary_and_episodes_that_an_older_version_still_got_change_no_stretch
 
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=10, deadline=None)
-def test_it_does_not_matter_in_which_pieces_episodes_come(seed: int, pieces: list[int]) -> None:
+def test_finding_does_not_depend_on_the_pieces_in_which_episodes_come(
+    seed: int, pieces: list[int]
+) -> None:
     random = Random(seed)
-    leads = [random.uniform(-0.4, 0.5) for _ in range(5)]
-    parts = line(leads, 60, seed)
-    succession = Succession(OPTIONS)
-    episodes = [one for part in parts for one in part]
+    parts = line([random.uniform(-0.4, 0.5) for _ in range(5)], 60, seed)
     # A version is known of no later than its first episode.
-    for version in range(1, 6):
-        succession.follow(version)
-    at = 0
-    while at < len(episodes):
-        size = pieces[at % len(pieces)]
-        succession.extend(episodes[at : at + size])
-        at += size
+    succession = following(range(1, 6))
+    left, at = [one for part in parts for one in part], 0
+    while left:
+        size, at = pieces[at % len(pieces)], at + 1
+        succession.extend(left[:size])
+        left = left[size:]
     assert succession.watched() == watched(*parts)
 
 
@@ -230,9 +207,7 @@ def test_what_is_found_is_a_version_that_is_watched_and_a_verdict_is_final(seed:
     random = Random(seed)
     counts = [random.randint(0, 90) for _ in range(12)]
     parts = [served(random, at, n, random.uniform(-0.4, 0.6)) for at, n in enumerate(counts, 1)]
-    succession = Succession(OPTIONS, after_base=True)
-    for at in range(3, 13):
-        succession.follow(at)
+    succession = following(range(3, 13), after_base=True)
     final: Watched | None = None
     for part in parts:
         succession.extend(part)
@@ -243,32 +218,10 @@ def test_what_is_found_is_a_version_that_is_watched_and_a_verdict_is_final(seed:
         final = found if found.roll_back else None
 
 
-def test_no_more_stretches_are_watched_than_there_may_be_and_each_has_its_blocks() -> None:
-    """A version with fewer blocks is judged together with the one after it."""
-    per_block = block_size(1 - OPTIONS.base_share, OPTIONS.base_share)
-    versions = FEWEST_BLOCKS * (STRETCHES + 3)
-    parts = line([0.2] * versions, per_block, 11)
-    succession = Succession(OPTIONS)
-    for version in range(1, versions + 1):
-        succession.follow(version)
-    for part in parts:
-        succession.extend(part)
-    kept = succession._stretches
-    assert len(kept) == STRETCHES
-    begun = [one.version for one in kept]
-    assert begun == sorted(set(begun))
-    assert all(b - a >= FEWEST_BLOCKS for a, b in pairwise(begun))
-
-
 def test_none_that_stays_as_it_was_is_rolled_back_more_often_than_is_said() -> None:
     """Of 20 lines of six versions hardly any is; the bound, 5 % for each version, allows six."""
     wrong = sum(watched(*line([0.3] * 6, 70, seed)).roll_back for seed in range(20))
     assert wrong <= 2
-
-
-def test_the_mean_of_blocks_is_by_their_weights() -> None:
-    assert Leads().mean is None
-    assert Leads([Block(0.5, 1.0, 1.0), Block(-0.25, 3.0, 1.0)]).mean == pytest.approx(-0.0625)
 
 
 def test_one_version_after_another_is_what_the_two_parts_of_it_are() -> None:
@@ -293,5 +246,4 @@ def _blocks(blocks: Blocks, part: list[Episode]) -> list[Block]:
 
 
 def _mean(blocks: list[Block]) -> float:
-    total = sum(one.weight for one in blocks)
-    return total and fmean(one.difference * one.weight for one in blocks) * len(blocks) / total
+    return sum(one.difference * one.weight for one in blocks) / sum(one.weight for one in blocks)

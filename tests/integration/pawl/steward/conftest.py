@@ -1,0 +1,24 @@
+"""A steward of a model server that does not answer, and a model server that does."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pawl.steward.gating import Gating
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.trials import AWAY, _settings, gating
+from trainer.publishing.model_server import Replicas
+
+__all__ = ["_settings"]
+
+
+@pytest.fixture
+async def judge(database_url: str) -> AsyncIterator[Gating]:
+    async with Replicas([AWAY]) as replicas:
+        yield gating(database_url, replicas)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as made:
+        yield made
