@@ -19,7 +19,7 @@ SLOW: Final = (
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
     "tests/integration/docs/test_dockerfiles.py",
-    "tests/integration/docs/test_keys_page.py",
+    "tests/integration/docs/test_code_blocks.py::test_page_about_keys_runs",
     "tests/integration/faults/spool",
     "tests/integration/faults/test_durability.py::test_a_segment_cut_at_any_byte_loses_only_what_was_cut",
     "tests/integration/faults/test_failing_disk.py",

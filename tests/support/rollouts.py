@@ -15,6 +15,8 @@ from pawl.rollout.journal import Begun, Ended, Key, Line
 from tests.conftest import ROOT
 from tests.support.waiting import until
 
+COMMAND = ("--command", f"{sys.executable} agent.py")
+TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": f"echo q{number % 3}"} for number in range(6)]
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
 import json, os, sys, time, urllib.request

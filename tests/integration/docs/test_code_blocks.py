@@ -1,11 +1,13 @@
-"""The code of the documents, run: SQL, statements, the agent runner's page.
+"""The code of the documents, run: SQL, statements, the pages of the agent runner and of keys.
 
 The pages about clients have a test of their own (`test_client_guides.py`).
 """
 
+import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import read_verdict
 from proxy.feedback.statements import parse_feedback
+from store.keys import list_keys
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
@@ -24,6 +27,7 @@ from tests.support.rollouts import Runner
 from tests.support.servers.fake_upstream import FakeUpstream
 
 HOWTO = ROOT / "docs/howto"
+KEYS_S = 150
 
 
 def code_of(page: Path, language: str) -> str:
@@ -93,3 +97,42 @@ async def test_the_agent_of_the_runners_page_runs(
 def test_what_the_runners_page_says_of_judges_is_read() -> None:
     told = code_of(HOWTO / "rollout.md", "json").splitlines()
     assert [one["value"] for one in read_verdict(told[-1].encode(), "e")] == [0.8, 212]
+
+
+def keys_script(proxy: Proxy) -> str:
+    """The blocks of the page about keys, with the proxy's addresses and this checkout's `pawl`."""
+    script = code_of(HOWTO / "keys.md", "sh")
+    for shown, real in (("127.0.0.1:8100", proxy.url), ("127.0.0.1:8101", proxy.admin)):
+        assert shown in script
+        script = script.replace(shown, real)
+    # A key counts within two seconds, as the page says; a script is quicker than its reader.
+    curl = 'curl() { command curl --retry 20 --retry-delay 1 --retry-all-errors "$@"; }'
+    return f'set -eu\npawl() {{ {sys.executable} -m pawl.cli "$@"; }}\n{curl}\n{script}'
+
+
+async def test_page_about_keys_runs(
+    proxy: Proxy, engine: AsyncEngine, database_url: str, tmp_path: Path
+) -> None:
+    environment = os.environ | {"DATABASE_URL": database_url, "PYTHONPATH": str(ROOT)}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-c", keys_script(proxy)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=KEYS_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "# HELP pawl_records_total" in done.stdout
+    lines = [json.loads(line) for line in done.stdout.splitlines()[-4:]]
+    listed = {one["name"]: one for one in lines}
+    assert set(listed) == {"agent", "ops", "team-a-agents", "team-a-judge"}
+    assert (listed["ops"]["per_minute"], listed["ops"]["at_once"]) == (600, 50)
+    assert listed["ops"]["tokens_per_minute"] == 2_000_000
+    [call] = (await proxy.episodes(1))[0].calls
+    assert call.http_status == 200
+    async with engine.connect() as connection:
+        keys = {key.name: key for key in await list_keys(connection)}
+    assert keys["agent"].revoked_at is not None
+    assert keys["ops"].revoked_at is None

@@ -129,18 +129,6 @@ def test_the_command_explains_itself(image: Stage) -> None:
     assert "Serve" in image.sh("pawl proxy --help")
 
 
-def test_wheel_is_for_any_platform(image: Stage) -> None:
-    [wheel] = site_packages(image).glob("pawl-*.dist-info/WHEEL")
-    assert "Tag: py3-none-any" in wheel.read_text().splitlines()
-
-
-def test_wheel_has_every_module(image: Stage) -> None:
-    site = site_packages(image)
-    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    names = {path.relative_to(ROOT) for path in sources}
-    assert {name for name in names if not (site / name).exists()} == set()
-
-
 def site_packages(image: Stage) -> Path:
     """The folder that the wheel is installed into."""
     site = Path(image.sh('python -c "import pawl; print(pawl.__path__[0])"').strip()).parent
@@ -176,9 +164,13 @@ def test_no_torch_is_there_and_none_is_imported(image: Stage) -> None:
     assert not {name for name in names if "torch" in name or name.startswith("nvidia")}
 
 
-def test_the_wheel_has_all_data_files(image: Stage) -> None:
+def test_wheel_is_for_any_platform_and_has_every_module_and_data_file(image: Stage) -> None:
     site = site_packages(image)
-    assert [path for path in DATA if not (site / path).exists()] == []
+    [wheel] = site.glob("pawl-*.dist-info/WHEEL")
+    assert "Tag: py3-none-any" in wheel.read_text().splitlines()
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = {*DATA, *(str(path.relative_to(ROOT)) for path in sources)}
+    assert {name for name in names if not (site / name).exists()} == set()
     assert any((site / "migrations" / "versions").glob("*.py"))
 
 

@@ -1,22 +1,17 @@
 """`pawl credit` tells of an export, and of an update, what the trainer computes."""
 
-import asyncio
 import io
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store import claims
 from store.claims import Claim
-from store.database import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
@@ -24,6 +19,7 @@ from store.ready import ClaimRule
 from store.records import Group, SpoolRecord, ToolCall
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.updates import record_update
 from tests.support.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit
@@ -177,21 +173,14 @@ async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine
     assert [[line.advantage for line in lines] for lines in expected] == [[0.5, -0.5], [0.5, 0.0]]
 
 
-def test_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def prepare() -> None:
-        engine = make_engine(database_url)
-        await fill(engine)
-        await trained(engine, RECIPE.model_dump(mode="json"))
-        await engine.dispose()
-
-    asyncio.run(prepare())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)
-    found = CliRunner().invoke(app, ["credit", "--update", "1"])
+async def test_command_explains_an_update(engine: AsyncEngine, pawl: Pawl) -> None:
+    await fill(engine)
+    await trained(engine, RECIPE.model_dump(mode="json"))
+    found = await pawl("credit", "--update", "1")
     assert (found.exit_code, found.stderr) == (0, "")
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert sum(line["weight"] for line in lines) == pytest.approx(1.0, abs=1e-12)
-    missing = CliRunner().invoke(app, ["credit", "--update", "7"])
+    missing = await pawl("credit", "--update", "7")
     assert isinstance(missing.exception, UnknownUpdate)
 
 

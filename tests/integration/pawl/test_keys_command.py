@@ -1,35 +1,22 @@
 """`pawl keys`: the secret is shown once, and kept nowhere."""
 
-import asyncio
 import json
-from pathlib import Path
 
-import pytest
-from click.testing import Result
 from rich.console import Console
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from pawl.commands.keys import table
 from store.errors import BadKey, UnknownKey
 from store.keys import hash_of, key_ring, list_keys
 from store.schema.tables import metadata
+from tests.integration.pawl.conftest import Pawl
 
 
-@pytest.fixture(autouse=True)
-def _settings(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)
-
-
-async def pawl_keys(*arguments: str) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, app, ["keys", *arguments])
-
-
-async def test_new_key_is_printed_once_and_only_its_hash_is_stored(engine: AsyncEngine) -> None:
-    made = await pawl_keys("create", "agent")
+async def test_new_key_is_printed_once_and_only_its_hash_is_stored(
+    pawl: Pawl, engine: AsyncEngine
+) -> None:
+    made = await pawl("keys", "create", "agent")
     assert made.exit_code == 0
     key = made.stdout.strip()
     assert made.stdout == f"{key}\n"
@@ -42,40 +29,40 @@ async def test_new_key_is_printed_once_and_only_its_hash_is_stored(engine: Async
         for name in metadata.tables:
             rows = await connection.execute(text(f"SELECT t::text FROM {name} t"))
             assert not any(key[22:] in row for row in rows.scalars())
-    for shown in (await pawl_keys("list"), await pawl_keys("list", "--json")):
+    for shown in (await pawl("keys", "list"), await pawl("keys", "list", "--json")):
         assert key[22:] not in shown.output
 
 
-async def test_scope_train_is_said_to_open_nothing(engine: AsyncEngine) -> None:
-    made = await pawl_keys("create", "trainer", "--scope", "train,read")
+async def test_scope_train_is_said_to_open_nothing(pawl: Pawl) -> None:
+    made = await pawl("keys", "create", "trainer", "--scope", "train,read")
     assert "no endpoint asks for the scope train yet" in made.stderr
-    assert "train" not in (await pawl_keys("create", "agent")).stderr
+    assert "train" not in (await pawl("keys", "create", "agent")).stderr
 
 
-async def test_json_output_has_each_keys_fields(engine: AsyncEngine) -> None:
+async def test_json_output_has_each_keys_fields(pawl: Pawl) -> None:
     options = ("--scope", "read,infer", "--per-minute", "60", "--at-once", "8", "--json")
-    made = json.loads((await pawl_keys("create", "ci", *options)).stdout)
+    made = json.loads((await pawl("keys", "create", "ci", *options)).stdout)
     assert list(made) == [
         *("id", "name", "tenant", "scopes", "per_minute", "at_once", "tokens_per_minute"),
         *("created_at", "revoked_at", "key"),
     ]
     assert (made["per_minute"], made["at_once"]) == (60, 8)
     assert (made["name"], made["scopes"], made["revoked_at"]) == ("ci", ["infer", "read"], None)
-    revoked = json.loads((await pawl_keys("revoke", "ci", "--json")).stdout)
+    revoked = json.loads((await pawl("keys", "revoke", "ci", "--json")).stdout)
     assert revoked["id"] == made["id"]
     assert revoked["revoked_at"] is not None
-    lines = (await pawl_keys("list", "--json")).stdout.splitlines()
+    lines = (await pawl("keys", "list", "--json")).stdout.splitlines()
     assert [json.loads(line) for line in lines] == [revoked]
 
 
-async def test_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine) -> None:
-    first = (await pawl_keys("create", "agent")).stdout.strip()
-    taken = await pawl_keys("create", "agent")
+async def test_name_is_free_again_once_its_key_is_revoked(pawl: Pawl, engine: AsyncEngine) -> None:
+    first = (await pawl("keys", "create", "agent")).stdout.strip()
+    taken = await pawl("keys", "create", "agent")
     assert isinstance(taken.exception, BadKey)
     assert "revoke it first, or choose another name" in str(taken.exception)
     # By the id, which the key shows.
-    assert (await pawl_keys("revoke", first[5:21])).exit_code == 0
-    second = (await pawl_keys("create", "agent")).stdout.strip()
+    assert (await pawl("keys", "revoke", first[5:21])).exit_code == 0
+    second = (await pawl("keys", "create", "agent")).stdout.strip()
     assert second != first
     async with engine.connect() as connection:
         ring = await key_ring(connection)
@@ -92,12 +79,12 @@ async def test_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine) -
     assert [line.count("UTC") for line in lines] == [2, 1]
 
 
-async def test_impossible_key_is_refused(engine: AsyncEngine) -> None:
+async def test_impossible_key_is_refused(pawl: Pawl, engine: AsyncEngine) -> None:
     for arguments, kind in (
         (("create", "a b"), BadKey),
         (("create", "a", "--scope", "everything"), BadKey),
         (("revoke", "nobody"), UnknownKey),
     ):
-        assert isinstance((await pawl_keys(*arguments)).exception, kind)
+        assert isinstance((await pawl("keys", *arguments)).exception, kind)
     async with engine.connect() as connection:
         assert not (await key_ring(connection)).made

@@ -1,22 +1,19 @@
 """`--tenant` narrows what commands list and act on to what is one tenant's."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from store import claims
 from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
 from store.keys import create_key
 from store.tenants import DEFAULT, scoped
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import promote
 from tests.support.records import call, reward
 
@@ -25,12 +22,10 @@ POLICY = '[[policy]]\nname = "of-{0}"\nbase = "qwen"\ntenant = "{0}"\n'
 
 
 @pytest.fixture
-async def filled(
-    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> AsyncEngine:
+async def pawl(
+    engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Pawl:
     """Each tenant has a policy with a version 1, a key, and an evaluated episode `e`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)
     monkeypatch.setenv("PAWL_ADAPTER_DIR", str(tmp_path))
     async with engine.begin() as connection:
         for tenant in TENANTS:
@@ -46,14 +41,10 @@ async def filled(
             await ingest(connection, [call(key, policy=policy, split="eval")])
             await ingest(connection, [reward(1.0, episode=key)])
     (tmp_path / "p.toml").write_text("".join(map(POLICY.format, TENANTS)))
-    return engine
+    return pawl
 
 
-async def pawl(*arguments: str) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, app, arguments)
-
-
-async def lines(*arguments: str) -> list[dict[str, Any]]:
+async def lines(pawl: Pawl, *arguments: str) -> list[dict[str, Any]]:
     done = await pawl(*arguments)
     assert done.exit_code in (0, 1), done.output
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -68,20 +59,20 @@ async def lines(*arguments: str) -> list[dict[str, Any]]:
         (("export", "--curve"), "policy", "of-"),
     ],
 )
-async def test_what_is_listed_is_the_tenants(
-    filled: AsyncEngine, command: tuple[str, ...], field: str, begins: str
+async def test_lists_have_the_tenants_own_alone(
+    pawl: Pawl, command: tuple[str, ...], field: str, begins: str
 ) -> None:
-    whole = [line[field].partition("@")[0] for line in await lines(*command)]
+    whole = [line[field].partition("@")[0] for line in await lines(pawl, *command)]
     assert sorted(whole) == sorted(f"{begins}{tenant}" for tenant in TENANTS)
     for tenant in TENANTS:
-        [line] = await lines(*command, "--tenant", tenant)
+        [line] = await lines(pawl, *command, "--tenant", tenant)
         assert line[field].partition("@")[0] == f"{begins}{tenant}"
-    assert await lines(*command, "--tenant", "nobody") == []
+    assert await lines(pawl, *command, "--tenant", "nobody") == []
 
 
-async def test_another_tenants_is_not_found(filled: AsyncEngine) -> None:
+async def test_another_tenants_is_not_found(pawl: Pawl) -> None:
     for tenant in TENANTS:
-        shown = await lines("policies", "show", f"of-{tenant}", "--tenant", tenant, "--json")
+        shown = await lines(pawl, "policies", "show", f"of-{tenant}", "--tenant", tenant, "--json")
         assert [line["version"] for line in shown] == [f"of-{tenant}@0", f"of-{tenant}@1"]
     for command, kind in (
         (("policies", "show", "of-b"), UnknownPolicy),
@@ -93,13 +84,13 @@ async def test_another_tenants_is_not_found(filled: AsyncEngine) -> None:
         refused = (await pawl(*command, "--tenant", "a")).exception
         assert isinstance(refused, kind)
         assert "of-default" not in str(refused)
-    assert {line["revoked_at"] for line in await lines("keys", "list", "--json")} == {None}
+    assert {line["revoked_at"] for line in await lines(pawl, "keys", "list", "--json")} == {None}
     assert (await pawl("keys", "revoke", "key-b", "--tenant", "b")).exit_code == 0
 
 
 @pytest.mark.parametrize("file", ["p.toml", None])
 async def test_another_tenants_policy_is_not_imported(
-    filled: AsyncEngine, file: str | None, monkeypatch: pytest.MonkeyPatch
+    pawl: Pawl, file: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if file is not None:
         monkeypatch.setenv("PAWL_POLICIES", file)
@@ -109,9 +100,7 @@ async def test_another_tenants_policy_is_not_imported(
     assert "of-default" not in done.output
 
 
-async def test_what_cannot_be_a_tenant_is_said(
-    filled: AsyncEngine, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_impossible_tenant_is_refused(pawl: Pawl) -> None:
     for command in (
         ("keys", "list"),
         ("export",),

@@ -161,7 +161,9 @@ QUERIES: Final = [*dashboard_queries(), *rule_queries()]
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
-def test_a_query_asks_for_series_and_labels_that_exist(query: Query) -> None:
+def test_query_asks_for_series_and_labels_that_exist_and_its_legend_for_labels_it_leaves(
+    query: Query,
+) -> None:
     known = registered()
     for series, labels in selectors(query.expression):
         if series == "up":
@@ -169,23 +171,10 @@ def test_a_query_asks_for_series_and_labels_that_exist(query: Query) -> None:
             continue
         assert series in known
         assert labels <= known[series] | TARGET_LABELS, series
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
-def test_a_legend_shows_labels_that_the_query_leaves(query: Query) -> None:
     shown = set(re.findall(r"{{\s*(?:\$labels\.)?(\w+)\s*}}", query.legend)) - {"value"}
     left = labels_of_result(parsed(query.expression))
     if left is not None:
         assert shown <= left
-
-
-def test_a_faulty_query_is_seen() -> None:
-    with pytest.raises(ValueError, match="unclosed left parenthesis"):
-        parsed("sum by (le (rate(pawl_calls_total[1m]))")
-    assert selectors("sum by (x) (rate(y{z='1'}[1m])) / w") == [
-        Selector("y", frozenset({"x", "z"})),
-        Selector("w", frozenset()),
-    ]
 
 
 def test_only_counters_have_rates() -> None:
@@ -233,7 +222,7 @@ def test_the_policy_is_chosen_by_a_label_that_exists() -> None:
     assert match[2] in registered()[match[1]]
 
 
-def test_what_nothing_would_roll_back_is_told() -> None:
+def test_unwatched_version_raises_an_alert() -> None:
     """Where a policy has a rule to be judged by, and only there."""
     [rule] = [rule for rule in rules() if "pawl_steward_gate_watched" in rule["expr"]]
     judged = Selector("pawl_steward_gate_frozen", frozenset({"policy"}))

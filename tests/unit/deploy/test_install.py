@@ -1,9 +1,10 @@
-"""`make install` finds a fitting Python."""
+"""`make install` finds a fitting Python, and installs the clients once."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,14 +15,14 @@ FITS = "#!/bin/sh\nexit 0\n"
 UNFIT = "#!/bin/sh\nexit 1\n"
 
 
-def programs(folder: Path, **contents: str) -> Path:
-    """A folder to stand on PATH, with these programs; `_` in a name is a dot."""
-    folder.mkdir(parents=True)
-    for name, content in contents.items():
-        path = folder / name.replace("_", ".")
-        path.write_text(content)
+def written(folder: Path, programs: dict[str, str]) -> Path:
+    """Write these programs, in which {} is the folder; return the one to stand on PATH."""
+    for name, content in programs.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content.format(folder))
         path.chmod(0o755)
-    return folder
+    return folder / "bin"
 
 
 def found(path: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -35,56 +36,57 @@ def found(path: Path, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_python3_is_taken_where_it_fits(tmp_path: Path) -> None:
-    path = programs(tmp_path / "bin", python3=FITS, python3_11=FITS)
-    assert found(path).stdout.strip() == str(path / "python3")
+@pytest.mark.parametrize(
+    ("programs", "python", "named"),
+    [
+        ({"bin/python3": FITS, "bin/python3.11": FITS}, "bin/python3", {}),
+        (
+            {"bin/python3": UNFIT, "bin/python3.11": UNFIT, "bin/python3.12": FITS},
+            "bin/python3.12",
+            {},
+        ),
+        (
+            {"pyenv/versions/3.12.1/bin/python": FITS, "bin/pyenv": "#!/bin/sh\necho {}/pyenv\n"},
+            "pyenv/versions/3.12.1/bin/python",
+            {},
+        ),
+        ({"uv/python": FITS, "bin/uv": "#!/bin/sh\necho {}/uv/python\n"}, "uv/python", {}),
+        ({"bin/python3": FITS, "bin/mine": UNFIT}, "bin/mine", {"PYTHON": "mine"}),
+    ],
+    ids=["python3", "the first that runs and fits", "of pyenv", "of uv", "the user's own"],
+)
+def test_python_is_found(
+    tmp_path: Path, programs: dict[str, str], python: str, named: dict[str, str]
+) -> None:
+    path = written(tmp_path, programs)
+    assert found(path, **named).stdout.strip() == str(tmp_path / python)
 
 
-def test_otherwise_the_first_that_runs_and_fits(tmp_path: Path) -> None:
-    path = programs(tmp_path / "bin", python3=UNFIT, python3_11=UNFIT, python3_12=FITS)
-    assert found(path).stdout.strip() == str(path / "python3.12")
-
-
-def test_then_what_pyenv_has(tmp_path: Path) -> None:
-    version = programs(tmp_path / "pyenv" / "versions" / "3.12.1" / "bin", python=FITS)
-    path = programs(tmp_path / "bin", pyenv=f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
-    assert found(path).stdout.strip() == str(version / "python")
-
-
-def test_then_what_uv_knows(tmp_path: Path) -> None:
-    other = programs(tmp_path / "uv", python=FITS) / "python"
-    path = programs(tmp_path / "bin", uv=f"#!/bin/sh\necho {other}\n")
-    assert found(path).stdout.strip() == str(other)
-
-
-def test_a_version_that_the_user_names_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_version_that_the_user_names_is_found_wherever_it_is(tmp_path: Path) -> None:
     this = "python{}.{}".format(*sys.version_info)
     other = "python3.12" if this != "python3.12" else "python3.13"
     version = tmp_path / "pyenv" / "versions" / f"{this[6:]}.9" / "bin"
     version.mkdir(parents=True)
     (version / "python").symlink_to(sys.executable)
     # As pyenv's shims are: on PATH, and of no use for a version that is not selected.
-    path = programs(tmp_path / "bin", pyenv=f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
-    (path / this).write_text(UNFIT)
-    (path / this).chmod(0o755)
+    path = written(tmp_path, {"bin/pyenv": "#!/bin/sh\necho {}/pyenv\n", f"bin/{this}": UNFIT})
     assert found(path, PYTHON=this).stdout.strip() == str(version / "python")
     done = found(path, PYTHON=other)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"no Python ({other[6:]})" in done.stderr
 
 
-def test_what_the_user_names_goes_first(tmp_path: Path) -> None:
-    path = programs(tmp_path / "bin", python3=FITS, mine=UNFIT)
-    assert found(path, PYTHON="mine").stdout.strip() == str(path / "mine")
-    done = found(path, PYTHON="missing")
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [({}, "make install PYTHON="), ({"PYTHON": "missing"}, "no missing here")],
+    ids=["none fits", "the named one is missing"],
+)
+def test_search_without_a_find_says_what_to_do(
+    tmp_path: Path, named: dict[str, str], said: str
+) -> None:
+    done = found(written(tmp_path, {"bin/python3": UNFIT}), **named)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "no missing here" in done.stderr
-
-
-def test_where_none_fits_it_says_what_to_do(tmp_path: Path) -> None:
-    done = found(programs(tmp_path / "bin", python3=UNFIT))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "make install PYTHON=" in done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -97,10 +99,10 @@ def test_where_none_fits_it_says_what_to_do(tmp_path: Path) -> None:
         ("serving", "serving_tests"),
     ],
 )
-def test_make_runs_the_installation_with_what_was_found(
+def test_make_runs_the_installation_with_the_python_that_was_found(
     tmp_path: Path, target: str, script: str
 ) -> None:
-    path = programs(tmp_path / "bin", python3=UNFIT)
+    path = written(tmp_path, {"bin/python3": UNFIT})
     (path / "python3.11").symlink_to(sys.executable)
     (path / "make").symlink_to(str(shutil.which("make")))
     (tmp_path / "scripts").mkdir()
@@ -116,3 +118,53 @@ def test_make_runs_the_installation_with_what_was_found(
         check=False,
     )
     assert "it was run" in done.stderr
+
+
+# The clients
+
+
+@pytest.fixture
+def installer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The script, which notes in `done` what it would install."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import install_clients
+
+    for name in ("STAMP", "NODE_STAMP"):
+        monkeypatch.setattr(install_clients, name, str(tmp_path / name))
+    monkeypatch.setattr(install_clients, "MODULES", str(tmp_path))
+    install_clients.done = []
+    monkeypatch.setattr(
+        install_clients, "install_python", lambda: install_clients.done.append("python")
+    )
+    return install_clients
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [((), True, ["python", "node"]), ((), True, [])],
+        [
+            (("--python",), True, ["python"]),
+            (("--python",), True, []),
+            ((), True, ["node"]),
+        ],
+        [((), False, ["python", "node"]), ((), True, ["node"])],
+    ],
+    ids=["a second run does nothing", "examples need no Node", "only what failed is tried again"],
+)
+def test_clients_are_installed_once(
+    installer: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    runs: list[tuple[tuple[str, ...], bool, list[str]]],
+) -> None:
+    for arguments, npm_works, installed in runs:
+
+        def install_node(works: bool = npm_works) -> bool:
+            installer.done.append("node")
+            return works
+
+        monkeypatch.setattr(installer, "install_node", install_node)
+        monkeypatch.setattr(sys, "argv", ["install_clients.py", *arguments])
+        installer.done.clear()
+        installer.main()
+        assert installer.done == installed

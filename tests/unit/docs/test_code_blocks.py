@@ -21,7 +21,7 @@ from store.policy_table import parse_policies
 from tests.conftest import ROOT
 from tests.support.docs.documents import Block, split_blocks
 from tests.support.docs.guides import client_pages
-from tests.support.docs.shell_lines import NoSuchCommand, check_script
+from tests.support.docs.shell_lines import why_wrong
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
 from trainer.recipes.recipe import Recipe
 
@@ -42,15 +42,6 @@ def blocks(language: str) -> list[Block]:
 def where(block: Block) -> str:
     """A test's name: page and line."""
     return f"{block.page.relative_to(ROOT)}:{block.line}"
-
-
-def why_wrong(script: str, folder: Path = ROOT) -> str:
-    """What does not work in a script; empty if nothing is found."""
-    try:
-        check_script(script, folder)
-    except NoSuchCommand as error:
-        return str(error) or repr(error)
-    return ""
 
 
 def test_every_block_is_of_a_language_that_is_checked() -> None:
@@ -109,19 +100,3 @@ def test_commands_in_the_text_exist(page: Path) -> None:
     wrong = {command: why_wrong(command) for command in said if not PLACEHOLDER.search(command)}
     # A text may name an option without its value.
     assert not [why for why in wrong.values() if why and "requires an argument" not in why]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pawl nothing",
-        "pawl export --nothing 1",
-        "python -m benchmarks.chaos --nothing",
-        "make nothing",
-        "PAWL_NOTHING=1 pawl up",
-        "pawl export | nothing",
-    ],
-)
-def test_line_that_does_not_work_is_found(line: str) -> None:
-    with pytest.raises(NoSuchCommand):
-        check_script(line)

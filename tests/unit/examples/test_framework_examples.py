@@ -1,6 +1,8 @@
-"""The examples of frameworks: tasks that share nothing, judges, and agents without a word of us."""
+"""The examples: tasks that share nothing, judges, and agents without a word of Pawl."""
 
 import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pawl.judging.answers import read_answer
 from pawl.scenarios.scenario import EXAMPLES, find_scenario
 from trainer.recipes.recipe import load_recipe
 
@@ -45,11 +48,11 @@ def judged(load: Load, name: str, output: str, **task: Any) -> Any:
     return load(name, "judge").verdict({"task": task, "output": output, "episode": "e"})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_file_of_an_agent_has_a_word_of_pawl(name: str) -> None:
-    for file in (EXAMPLES / name).glob("*.py"):
-        text = file.read_text().lower()
-        assert "pawl" not in text, file
+@pytest.mark.parametrize("pattern", [*(f"{name}/*.py" for name in NAMES), "calculator/[ac]*.py"])
+def test_files_of_an_agent_do_not_name_pawl(pattern: str) -> None:
+    files = list(EXAMPLES.glob(pattern))
+    assert files
+    assert not [file for file in files if "pawl" in file.read_text().lower()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,3 +162,33 @@ def test_recipes_for_comparisons_differ_in_what_is_compared_alone(file: Path) ->
     if own.learner == usual.learner:
         changed = {name for name, value in own.credit if value != getattr(usual.credit, name)}
         assert changed <= {"air_lambda"}
+
+
+def line(question: str, answer: str | None) -> dict[str, Any]:
+    reply = {"choices": [{"message": {"role": "assistant", "content": answer}}]}
+    asked = {"messages": [{"role": "user", "content": question}]}
+    return {"episode": "e", "calls": [{"request": asked, "reply": reply if answer else None}]}
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "value"),
+    [
+        ("What is 12 * 3?", "It is 36.", 1.0),
+        ("What is 12 - 30?", "-18", 1.0),
+        ("What is 12 + 3?", "It is 36.", 0.0),
+        ("Who are you?", "36", None),
+        ("What is 12 * 3?", None, None),
+    ],
+)
+def test_arithmetic_judge_knows_right_from_wrong_and_what_it_cannot_tell(
+    question: str, answer: str | None, value: float | None
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "arithmetic_judge" / "arithmetic_judge.py")],
+        input=json.dumps(line(question, answer)).encode() + b"\n",
+        capture_output=True,
+        check=True,
+        timeout=30,
+    )
+    said = read_answer(done.stdout, "e")
+    assert said == ([] if value is None else [{"value": value, "episode": "e"}])

@@ -1,4 +1,4 @@
-"""Wrong values in a file or a setting: each is used, or refused by an error that names it.
+"""Settings and files: each value is used, or refused by an error that names its key.
 
 The keys are those of the files' own definitions, so a new key is tried, too.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pawl.scenarios.scenario import Keys, ScenarioFailed, parse_scenario
 from pawl.settings import (
@@ -19,6 +19,7 @@ from pawl.settings import (
     StewardSettings,
     UnreadSettings,
     read_settings,
+    refuse_unread,
 )
 from proxy.errors import BadRedaction, BadUpstreams
 from proxy.redaction import RuleSpec, parse_rules
@@ -26,6 +27,7 @@ from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, parse_upstreams
 from store.errors import BadPolicies
 from store.policy_table import PolicySpec, parse_policies
+from store.settings import StoreSettings, address
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe, load_recipe, parse_recipe
 from trainer.settings import TrainerSettings
@@ -243,10 +245,81 @@ def test_wrong_setting_is_used_or_refused_by_its_name(
             read_settings(kind)
 
 
-def test_env_file_that_is_no_text_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(".env").write_bytes(b"PAWL_LISTEN=\xff\n")
-    with pytest.raises(UnreadSettings, match=r"\.env cannot be read"):
-        read_settings(ProxySettings)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"PAWL_LISTEN=\xff\n", r"\.env cannot be read"), (b"PAWL_COLOUR=red\n", "PAWL_COLOUR")],
+)
+def test_env_file_that_cannot_be_used_is_refused(content: bytes, message: str) -> None:
+    Path(".env").write_bytes(content)
+    with pytest.raises(UnreadSettings, match=message):
+        refuse_unread({})
+
+
+@pytest.mark.usefixtures("_elsewhere")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "PAWL_WORKERS",
+            "many",
+            r"PAWL_WORKERS is 'many': .* valid integer.*; it sets: processes that take calls",
+        ),
+        ("PAWL_LISTEN", "8100", "PAWL_LISTEN: '8100' is not an address: write HOST:PORT"),
+        ("PAWL_LISTEN", "host:99999", "PAWL_LISTEN"),
+        ("DATABASE_URL", "mysql://x/y", "^DATABASE_URL must be a postgresql:// URL"),
+        ("PAWL_UPSTREAM_URL", "not a url", "PAWL_UPSTREAM_URL"),
+        ("PAWL_UPSTREAM_URL", "ftp://me:secret@x", "^PAWL_UPSTREAM_URL: (?!.*secret).*; it sets:"),
+        ("PAWL_DEFAULT_TEMPERATURE", "-1", "PAWL_DEFAULT_TEMPERATURE"),
+        *(
+            ("PAWL_DEFAULT_SAMPLING", value, "PAWL_DEFAULT_SAMPLING")
+            for value in ("top_p=2", "top_p", "temperature=0.5", "mirostat=2")
+        ),
+        ("PAWL_REPLICA_URLS", "http://b:8000/v1, c:8000", "PAWL_REPLICA_URLS"),
+    ],
+)
+def test_unusable_value_is_explained(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UnreadSettings, match=message):
+        read_settings(TrainerSettings if name == "PAWL_REPLICA_URLS" else ProxySettings)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_sampling_defaults_are_read_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(ProxySettings).sampling_defaults == {"temperature": 1.0}
+    monkeypatch.setenv("PAWL_DEFAULT_TEMPERATURE", "0.6")
+    monkeypatch.setenv("PAWL_DEFAULT_SAMPLING", "top_p=0.95, top_k=20")
+    found = read_settings(ProxySettings).sampling_defaults
+    assert found == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    # vLLM takes no 20.0 for it.
+    assert isinstance(found["top_k"], int)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_settings_are_frozen_and_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgresql://u:hunter2@h/d")
+    settings = StoreSettings()
+    assert "hunter2" not in repr(settings)
+    with pytest.raises(ValidationError):
+        settings.data_dir = Path("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "read"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80))]
+)
+def test_address_is_host_and_port(text: str, read: tuple[str, int]) -> None:
+    assert address(text) == read
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_replicas_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAWL_REPLICA_URLS", "http://b:8000/v1, http://c:8000/v1")
+    urls = read_settings(TrainerSettings).replica_urls
+    assert [str(url) for url in urls] == ["http://b:8000/v1", "http://c:8000/v1"]

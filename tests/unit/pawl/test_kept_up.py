@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -62,86 +62,81 @@ class Kept:
                 self._news.clear()
                 await self._news.wait()
 
-    async def up(self, restarts: int) -> None:
+    async def up(self, restarts: int = 0) -> None:
+        if not self.seen:
+            await self.child.start()
         await self.until(lambda s: s.state == "up" and s.restarts == restarts)
 
+    @property
+    def pauses(self) -> list[float]:
+        """How long each pause was: from "restarting" to the next state."""
+        pairs = zip(self.seen, self.seen[1:], strict=False)
+        return [b.since - a.since for a, b in pairs if a.state == "restarting"]
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+async def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kept]:
+    """A child with short pauses, which is stopped in the end."""
     monkeypatch.setattr(kept, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(kept, "LONGEST_PAUSE_S", 0.2)
+    made = Kept(tmp_path)
+    yield made
+    await made.child.stop()
 
 
-async def test_who_was_up_once_is_started_again_for_ever_with_growing_pauses(
-    tmp_path: Path,
+async def test_child_that_was_up_once_is_started_again_for_ever_with_growing_pauses(
+    one: Kept,
 ) -> None:
-    one = Kept(tmp_path)
-    await one.child.start()
-    await one.up(0)
+    await one.up()
     one.broken(True)
     one.end()
     await one.until(lambda s: s.restarts == 12)
     assert not one.gave_up.done()
     assert one.child.state.last_exit == 3
-    # It is known how long each pause was: from "restarting" to the next "starting".
-    pairs = zip(one.seen, one.seen[1:], strict=False)
-    pauses = [b.since - a.since for a, b in pairs if (a.state, b.state)[0] == "restarting"]
-    assert min(pauses[:3]) < 0.15
-    assert min(pauses[5:]) >= 0.19
+    assert min(one.pauses[:3]) < 0.15
+    assert min(one.pauses[5:]) >= 0.19
     one.broken(False)
     await one.until(lambda s: s.state == "up")
     await one.child.stop()
     assert one.child.state.state == "stopping"
 
 
-async def test_a_healthy_life_makes_the_pauses_short_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_healthy_life_makes_the_pauses_short_again(
+    one: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "HEALTHY_S", 0.0)
     monkeypatch.setattr(kept, "LONGEST_PAUSE_S", 60.0)
-    one = Kept(tmp_path)
     await one.child.start()
     for restarts in range(10):
         await one.up(restarts)
         one.end()
     await one.up(10)
-    pairs = zip(one.seen, one.seen[1:], strict=False)
-    pauses = [b.since - a.since for a, b in pairs if a.state == "restarting"]
-    assert len(pauses) == 10
+    assert len(one.pauses) == 10
     # Doubled each time, the last would be ten seconds.
-    assert pauses[-1] < 5
-    await one.child.stop()
+    assert one.pauses[-1] < 5
 
 
-async def test_one_that_never_comes_up_is_told_at_the_first_start(tmp_path: Path) -> None:
-    one = Kept(tmp_path)
+async def test_child_that_never_comes_up_is_given_up_at_the_first_start(one: Kept) -> None:
     one.broken(True)
     await one.child.start()
     with pytest.raises(DoesNotStart, match="worker 0 ends as soon as it is started"):
         await asyncio.wait_for(one.gave_up, 30)
-    await one.child.stop()
 
 
-async def test_one_that_a_disk_keeps_from_starting_is_started_again_for_ever(
-    tmp_path: Path,
+async def test_child_that_a_disk_keeps_from_starting_is_started_again_for_ever(
+    one: Kept,
 ) -> None:
-    one = Kept(tmp_path)
     one.broken(True, DISK_FAILS)
     await one.child.start()
     await one.until(lambda s: s.restarts == kept.MOST_EARLY_ENDS + 2)
     assert not one.gave_up.done()
-    pairs = zip(one.seen, one.seen[1:], strict=False)
-    pauses = [b.since - a.since for a, b in pairs if a.state == "restarting"]
-    assert pauses[-1] >= 0.19
+    assert one.pauses[-1] >= 0.19
     one.broken(False)
     await one.until(lambda s: s.state == "up")
-    await one.child.stop()
 
 
-async def test_a_new_one_that_does_not_come_up_leaves_the_old_one_serving(tmp_path: Path) -> None:
-    one = Kept(tmp_path)
-    await one.child.start()
-    await one.up(0)
+async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: Kept) -> None:
+    await one.up()
     old = one.pid()
     one.broken(True)
     with pytest.raises(NotReplaced, match=r"did not come up \(status 3\)"):
@@ -154,15 +149,12 @@ async def test_a_new_one_that_does_not_come_up_leaves_the_old_one_serving(tmp_pa
     assert one.child.state == ProcessState("worker 0", "up", one.child.state.since, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(old, 0)
-    await one.child.stop()
 
 
-async def test_an_old_one_that_ends_while_it_is_replaced_in_vain_is_started_again(
-    tmp_path: Path,
+async def test_old_child_that_ends_while_it_is_replaced_in_vain_is_started_again(
+    one: Kept,
 ) -> None:
-    one = Kept(tmp_path)
-    await one.child.start()
-    await one.up(0)
+    await one.up()
     one.broken(True)
     replacing = asyncio.create_task(one.child.replace())
     os.kill(one.pid(), signal.SIGKILL)
@@ -170,17 +162,14 @@ async def test_an_old_one_that_ends_while_it_is_replaced_in_vain_is_started_agai
         await replacing
     one.broken(False)
     await one.until(lambda s: s.state == "up" and s.restarts > 0)
-    await one.child.stop()
 
 
-async def test_a_machine_that_starts_no_process_now_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_machine_that_starts_no_process_now_is_asked_again(
+    one: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Kept(tmp_path)
-    await one.child.start()
-    await one.up(0)
+    await one.up()
     good = one.child._command
-    one.child._command = [str(tmp_path / "nothing")]
+    one.child._command = [str(one.folder / "nothing")]
     refused, spawn = asyncio.Event(), one.child._spawn
 
     async def noted() -> Running:
@@ -195,13 +184,10 @@ async def test_a_machine_that_starts_no_process_now_is_asked_again(
     await refused.wait()
     one.child._command = good
     await one.up(1)
-    await one.child.stop()
 
 
-async def test_stop_ends_a_pause_at_once(tmp_path: Path) -> None:
-    one = Kept(tmp_path)
-    await one.child.start()
-    await one.up(0)
+async def test_stop_ends_a_pause_at_once(one: Kept) -> None:
+    await one.up()
     one.child._pause_s = 60.0
     one.end()
     await one.until(lambda s: s.state == "restarting")

@@ -1,13 +1,20 @@
-"""Programs that are run once: whatever they leave behind, their end is noticed."""
+"""The command's help, large imports, and programs that are run once, whatever they leave behind."""
 
 import asyncio
+import gc
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import typer.main
+from typer import Context
+from typer.core import TyperGroup
 
+from pawl.cli import app
+from pawl.processes import large_imports, run_code
 from pawl.programs import Ended, TooMuchOutput, run_program
 from pawl.rollout.agents import CommandAgent, Request
 
@@ -32,7 +39,7 @@ async def run(*command: str, given: bytes = b"", limit_s: float = 20.0) -> Ended
 
 
 @pytest.mark.parametrize("given", [b"", b"x" * 2**20], ids=["none", "unread"])
-async def test_a_child_in_another_session_holds_nobody_up(tmp_path: Path, given: bytes) -> None:
+async def test_child_in_another_session_holds_nobody_up(tmp_path: Path, given: bytes) -> None:
     """It holds standard output, standard error, and unread standard input."""
     note = tmp_path / "pid"
     program = DAEMON + "time.sleep(60)"
@@ -45,39 +52,39 @@ async def test_a_child_in_another_session_holds_nobody_up(tmp_path: Path, given:
         os.kill(int(note.read_text()), 9)
 
 
-async def test_a_limit_holds_for_what_has_closed_its_output() -> None:
+async def test_limit_holds_for_a_program_that_closed_its_output() -> None:
     with pytest.raises(TimeoutError):
         await run("sh", "-c", "exec >&- 2>&-; sleep 60", limit_s=1)
 
 
 @pytest.mark.parametrize("held", ["2>&1", "2>/dev/null", ">/dev/null"])
-async def test_it_ends_with_its_own_status_whatever_it_leaves_running(held: str) -> None:
+async def test_program_ends_with_its_own_status_whatever_it_leaves_running(held: str) -> None:
     started = time.monotonic()
     ended = await run("sh", "-c", f"sleep 60 {held} & echo done; exit 0")
     assert ended == Ended(status=0, output=b"done\n", errors=b"")
     assert time.monotonic() - started < 30
 
 
-async def test_what_floods_is_ended_at_once() -> None:
+async def test_flood_is_ended_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(TooMuchOutput, match="more than 1000 bytes"):
         await run("yes")
     assert time.monotonic() - started < 30
 
 
-async def test_what_it_reads_and_writes_is_whole() -> None:
+async def test_input_and_output_are_whole() -> None:
     given = bytes(range(256)) * 3
     ended = await run("sh", "-c", "cat; echo no idea >&2; exit 3", given=given)
     assert ended == Ended(status=3, output=given, errors=b"no idea\n")
 
 
-async def test_of_a_flood_of_errors_the_end_is_kept() -> None:
+async def test_end_of_a_flood_of_errors_is_kept() -> None:
     ended = await run("sh", "-c", "seq 100000 >&2")
     assert ended.errors.endswith(b"\n99999\n100000\n")
     assert len(ended.errors) == 2**16
 
 
-async def test_it_need_not_read_what_it_is_given() -> None:
+async def test_program_need_not_read_its_input() -> None:
     assert (await run("true", given=b"x" * 2**20)).status == 0
 
 
@@ -95,6 +102,61 @@ async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch)
         assert "PAWL_" not in said
 
 
-async def test_a_program_that_is_not_there() -> None:
+async def test_missing_program_is_not_found() -> None:
     with pytest.raises(FileNotFoundError):
         await run("no-such-program")
+
+
+def test_garbage_collector_rests_during_large_imports_and_leaves_them_out() -> None:
+    before = gc.get_freeze_count()
+    with large_imports():
+        assert not gc.isenabled()
+        made = [object(), []]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
+    assert not any(one is made for one in gc.get_objects())
+
+
+def test_garbage_collector_works_again_after_an_import_that_failed() -> None:
+    with pytest.raises(ModuleNotFoundError), large_imports():
+        import nothing_of_this_name  # noqa: F401
+    assert gc.isenabled()
+
+
+AT_EXIT = """
+import atexit, gc
+from pawl.processes import large_imports
+atexit.register(lambda: print(gc.get_freeze_count()))
+with large_imports():
+    pass
+"""
+
+
+def test_garbage_collector_leaves_nothing_out_when_the_process_ends() -> None:
+    """Bindings such as triton's report what is never collected as leaked, on standard error."""
+    done = subprocess.run(run_code(AT_EXIT), capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+def helps(group: TyperGroup, name: str) -> dict[str, str]:
+    """Return the help of a group's commands, by what is typed."""
+    texts: dict[str, str] = {}
+    context = Context(group)
+    for verb in group.list_commands(context):
+        command = group.get_command(context, verb)
+        assert command is not None
+        if isinstance(command, TyperGroup):
+            texts |= helps(command, f"{name} {verb}")
+        else:
+            texts[f"{name} {verb}"] = command.help or ""
+    return texts
+
+
+def test_help_of_a_command_is_wrapped_where_the_terminal_ends() -> None:
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    texts = helps(command, "pawl")
+    assert {"pawl up", "pawl policies retrain", "pawl keys create"} <= texts.keys()
+    assert all(texts.values())
+    broken = [name for name, text in texts.items() if "\n" in text.replace("\n\n", "")]
+    assert broken == []

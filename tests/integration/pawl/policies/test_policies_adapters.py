@@ -1,54 +1,45 @@
 """`pawl policies import` and `export`: an adapter comes in as version 1, and goes out again."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from store.errors import UnknownPolicy
 from store.version_queries import list_versions, mark_deleted
 from store.version_states import ensure_base
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter
 
 FILE = '[[policy]]\nname = "writer"\nbase = "qwen"\n'
 WEIGHTS = "adapter_model.safetensors"
-Run = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
 async def run(
-    engine: AsyncEngine,
-    database_url: str,
-    tiny_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[Run]:
+    pawl: Pawl, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pawl]:
     """`pawl policies` with the settings of a trainer of `writer`, in a folder with an adapter."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "p.toml").write_text(FILE)
     write_adapter(tiny_model, tmp_path / "sft")
     async with computing_server("qwen", tiny_model) as url:
-        monkeypatch.setenv("DATABASE_URL", database_url)
         monkeypatch.setenv("PAWL_UPSTREAM_URL", url)
         monkeypatch.setenv("PAWL_POLICIES", "p.toml")
         monkeypatch.setenv("PAWL_ADAPTER_DIR", "adapters")
 
         async def invoke(*arguments: str) -> Result:
-            return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *arguments])
+            return await pawl("policies", *arguments)
 
         yield invoke
 
 
 async def test_with_a_gate_what_comes_in_is_tried_first(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gated.toml").write_text('[gate]\nmode = "gated"\n')
     monkeypatch.setenv("PAWL_RECIPE", str(tmp_path / "gated.toml"))
@@ -57,7 +48,7 @@ async def test_with_a_gate_what_comes_in_is_tried_first(
     assert imported.stdout.endswith("writer@1 waits to be tried on a share of the new episodes\n")
 
 
-async def test_in_as_version_1_and_out_with_the_same_weights(run: Run, tmp_path: Path) -> None:
+async def test_in_as_version_1_and_out_with_the_same_weights(run: Pawl, tmp_path: Path) -> None:
     imported = await run("import", "writer", "sft")
     assert imported.exit_code == 0
     assert imported.stdout.endswith("writer@1 serves\n")
@@ -74,7 +65,7 @@ async def test_in_as_version_1_and_out_with_the_same_weights(run: Run, tmp_path:
 
 
 async def test_an_adapter_is_imported_for_the_tenant_that_is_named(
-    run: Run, engine: AsyncEngine, tmp_path: Path
+    run: Pawl, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     (tmp_path / "p.toml").write_text(FILE + 'tenant = "team-a"\n')
     refused = await run("import", "writer", "sft", "--tenant", "team-b")
@@ -90,7 +81,7 @@ async def test_an_adapter_is_imported_for_the_tenant_that_is_named(
     }
 
 
-async def test_what_is_not_there_is_told_from_what_is(run: Run, engine: AsyncEngine) -> None:
+async def test_what_is_not_there_is_told_from_what_is(run: Pawl, engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "writer", "qwen")
     unknown = await run("export", "reader", "out")
@@ -105,7 +96,7 @@ async def test_what_is_not_there_is_told_from_what_is(run: Run, engine: AsyncEng
 
 
 async def test_deleted_files_are_told_from_those_that_never_were(
-    run: Run, engine: AsyncEngine
+    run: Pawl, engine: AsyncEngine
 ) -> None:
     await run("import", "writer", "sft")
     async with engine.begin() as connection:
@@ -121,7 +112,9 @@ async def test_deleted_files_are_told_from_those_that_never_were(
     assert [line["files_deleted"] for line in lines] == [False, True]
 
 
-async def test_an_import_that_is_refused_says_why_and_ends_with_2(run: Run, tmp_path: Path) -> None:
+async def test_an_import_that_is_refused_says_why_and_ends_with_2(
+    run: Pawl, tmp_path: Path
+) -> None:
     unknown = await run("import", "reader", "sft")
     assert unknown.exit_code == 2
     assert "pawl: p.toml has no policy 'reader' with trained = true" in unknown.stderr

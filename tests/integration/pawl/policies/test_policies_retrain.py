@@ -1,16 +1,10 @@
 """`pawl policies retrain`: what a query selects, and what the command refuses."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-
 import msgspec
 import pytest
 from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from pawl.commands.policy_traffic import BadQuery
 from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key
@@ -18,31 +12,26 @@ from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import Recipe
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
-Run = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
-async def run(
-    engine: AsyncEngine, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
+async def run(engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch) -> Pawl:
     """`pawl policies retrain`, for a policy `m` with two updates of four episodes, and one free."""
     for version in (1, 2):
         await fill(engine, version)
     async with engine.begin() as connection:
         await ingest(connection, [call("free", task="free", agent="judge")])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)
     monkeypatch.setenv("PAWL_UPSTREAM_URL", "http://127.0.0.1:9/v1")
 
     async def invoke(*arguments: str) -> Result:
-        command = ["policies", "retrain", *arguments]
-        return await asyncio.to_thread(CliRunner().invoke, app, command)
+        return await pawl("policies", "retrain", *arguments)
 
     return invoke
 
@@ -63,7 +52,7 @@ async def fill(engine: AsyncEngine, version: int) -> None:
         await promote(connection, "m", version, reason="better", actor="operator")
 
 
-async def left_out(run: Run, *queries: str) -> int:
+async def left_out(run: Pawl, *queries: str) -> int:
     """How many episodes a retraining from the base model would leave out."""
     asked = [word for query in queries for word in ("--without", query)]
     result = await run("m", "--from", "0", *asked, "--dry-run")
@@ -92,16 +81,16 @@ async def left_out(run: Run, *queries: str) -> int:
         ("scored-since=2026-01-01T12:02:00Z,scored-before=2026-01-01T12:03:00Z", 0),
     ],
 )
-async def test_what_a_query_selects(run: Run, query: str, number: int) -> None:
+async def test_what_a_query_selects(run: Pawl, query: str, number: int) -> None:
     assert await left_out(run, query) == number
 
 
-async def test_several_queries_add_up(run: Run) -> None:
+async def test_several_queries_add_up(run: Pawl) -> None:
     assert await left_out(run, "u1/e0", "u1/e0", "task=t20", "agent=judge") == 4
 
 
 async def test_key_selects_by_its_name_or_id_what_came_with_it(
-    run: Run, engine: AsyncEngine
+    run: Pawl, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:
         keys = [await create_key(connection, name, ("infer", "feedback")) for name in ("a", "b")]
@@ -123,14 +112,14 @@ async def test_key_selects_by_its_name_or_id_what_came_with_it(
         assert repr(unknown) in str(result.exception)
 
 
-async def test_line_starts_again(run: Run) -> None:
+async def test_line_starts_again(run: Pawl, pawl: Pawl) -> None:
     result = await run("m", "--from", "1", "--without", "u2/e0", "--reason", "a fooled judge")
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         "m@1 serves in place of m@2; versions ended: 1; episodes freed: 4 trained; episodes left"
         " out: 1\n"
     )
-    show = await asyncio.to_thread(CliRunner().invoke, app, ["policies", "show", "m", "--json"])
+    show = await pawl("policies", "show", "m", "--json")
     assert next(line for line in show.stdout.splitlines() if '"ended":true' in line).startswith(
         '{"version":"m@2","state":"published"'
     )
@@ -147,7 +136,7 @@ async def test_line_starts_again(run: Run) -> None:
     ],
 )
 async def test_what_is_wrong_changes_nothing(
-    run: Run, arguments: tuple[str, ...], error: type[Exception], message: str
+    run: Pawl, arguments: tuple[str, ...], error: type[Exception], message: str
 ) -> None:
     result = await run(*arguments)
     assert isinstance(result.exception, error)
@@ -156,5 +145,5 @@ async def test_what_is_wrong_changes_nothing(
     assert await left_out(run, "u1/e0") == 1
 
 
-async def test_version_to_start_at_has_to_be_given(run: Run) -> None:
+async def test_version_to_start_at_has_to_be_given(run: Pawl) -> None:
     assert (await run("m")).exit_code == 2

@@ -3,17 +3,13 @@
 import asyncio
 import os
 import signal
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from tests.integration.pawl.rollout.test_rollout import COMMAND, TASKS, fake, runner
-from tests.support.rollouts import Outcome, Runner, ended, kill
+from tests.support.rollouts import COMMAND, TASKS, Outcome, Runner, ended
 from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
-
-__all__ = ["fake", "runner"]
 
 
 async def test_failed_runs_can_be_run_again(fake: FakeProxy, runner: Runner) -> None:
@@ -24,33 +20,6 @@ async def test_failed_runs_can_be_run_again(fake: FakeProxy, runner: Runner) -> 
     assert len(fake.calls) == calls
     assert (await runner.run(*COMMAND, "--again")).status == 1
     assert [call["task"] for call in fake.calls[calls:]] == ["t1"]
-
-
-@pytest.mark.parametrize(
-    "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
-)
-async def test_no_run_is_lost_or_doubled_by_kills(
-    fake: FakeProxy, runner: Runner, how: tuple[str, str]
-) -> None:
-    options = (*how, "-n", "4", "-k", "4", "--answer", "a")
-    # So long that a kill finds some of them at work.
-    runner.write([task | {"seconds": 0.3} for task in TASKS])
-    for settled in (3, 9, 15):
-        process = await runner.start(*options)
-        await runner.until_settled(settled)
-        await kill(process)
-    outcome = await runner.run(*options)
-    assert outcome.status == 0, outcome.errors
-    assert outcome.summary["runs"] == 24
-    assert outcome.summary["abandoned"] >= 1
-    settled_runs = runner.settled()
-    assert Counter(key.task for key, _ in settled_runs) == {f"t{n}": 4 for n in range(6)}
-    rewards = fake.rewards()
-    assert rewards.keys() == {run.episode for _, run in settled_runs}
-    assert all(len(values) == 1 for values in rewards.values())
-    abandoned = {one["episode"] for one in fake.statements if one["metric"] == "run_abandoned"}
-    assert not abandoned & rewards.keys()
-    assert {call["episode"] for call in fake.calls} <= abandoned | rewards.keys()
 
 
 def looked(paths: Sequence[str]) -> bool:

@@ -10,11 +10,9 @@ from aiohttp import web
 from benchmarks.stack import free_port
 from pawl.commands.rollout import Flags, run_rollout
 from pawl.rollout.tasks import RolloutError
-from tests.integration.pawl.rollout.test_rollout import COMMAND, fake, runner
-from tests.support.rollouts import Runner
+from tests.support.rollouts import COMMAND, Runner
 from tests.support.servers.fake_proxy import FakeProxy
 
-__all__ = ["fake", "runner"]
 ADVICE = "http:// or https:// URL: give the address that `pawl proxy` or `pawl up` prints"
 
 
@@ -91,10 +89,3 @@ async def test_another_server_is_not_taken_for_the_proxy(runner: Runner) -> None
     await apprunner.cleanup()
     assert outcome.status == 2
     assert "is not Pawl's proxy" in outcome.errors
-
-
-async def test_another_plan_needs_another_journal(runner: Runner) -> None:
-    assert (await runner.run(*COMMAND)).status == 0
-    outcome = await runner.run(*COMMAND, "-n", "2")
-    assert outcome.status == 2
-    assert "is of a rollout with other samples: name another file for this one" in outcome.errors

@@ -1,18 +1,19 @@
 """`pawl rollout` as a process, beside a stand-in for the proxy: agents, judges, versions."""
 
+import asyncio
 import json
+import os
+import re
 import sys
+import termios
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.rollouts import Runner
-from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
+from tests.support.rollouts import COMMAND, Runner
+from tests.support.servers.fake_proxy import FakeProxy
 
-COMMAND = ("--command", f"{sys.executable} agent.py")
-TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": f"echo q{number % 3}"} for number in range(6)]
 JUDGE = """
 import json, sys
 
@@ -28,17 +29,6 @@ def verdict(given):
 if __name__ == "__main__":
     print(json.dumps(verdict(json.load(sys.stdin))))
 """
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeProxy]:
-    async with fake_proxy() as server:
-        yield server
-
-
-@pytest.fixture
-def runner(fake: FakeProxy, tmp_path: Path) -> Runner:
-    return Runner(tmp_path, fake.url, TASKS)
 
 
 async def test_program_gets_its_task_and_an_address_that_names_it(
@@ -153,3 +143,38 @@ async def test_agent_is_told_which_version_to_ask_for(fake: FakeProxy, runner: R
     assert Counter(asked["model"] for asked in fake.asked) == {"m@2": 6}
     assert {call["split"] for call in fake.calls} == {"eval"}
     assert (ended.summary["reward"], ended.summary["high"] < 1) == (0.5, True)
+
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def read_to_its_end(terminal: int) -> str:
+    """All that is written to a terminal until no program has it any more."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(os.read(terminal, 65536))
+        except OSError:  # what Linux says then
+            return b"".join(pieces).decode()
+
+
+async def test_a_terminal_gets_a_table_and_the_output_the_summary(runner: Runner) -> None:
+    runner.write([{"id": "t0", "a": "echo hello"}, {"id": "t1", "a": "x", "do": "exit"}])
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, 90))
+    process = await runner.start(
+        *(*COMMAND, "-n", "2", "-k", "2", "--answer", "a"), terminal=theirs, TERM="xterm-256color"
+    )
+    os.close(theirs)
+    try:
+        shown = await asyncio.wait_for(asyncio.to_thread(read_to_its_end, ours), 120)
+    finally:
+        os.close(ours)
+    out, _ = await process.communicate()
+    assert process.returncode == 1, shown
+    assert json.loads(out)["failed"] == 2
+    assert "\x1b[?25l" in shown  # the cursor is hidden, as only a terminal has one
+    last = CONTROL.sub("", shown[shown.rindex("under way") :])
+    lines = [line.split() for line in last.splitlines()]
+    assert ["4/4", "0", "2", "1.000"] in [words[:4] for words in lines]
+    assert ["2", "exit", "status", "3"] in lines

@@ -1,18 +1,18 @@
 """`pawl rollout` against a real proxy: what the ledger has after kills, and of runs that failed."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.integration.conftest import Proxy
-from tests.support.rollouts import Runner, kill
+from tests.support.rollouts import COMMAND, Runner, kill
 from tests.support.waiting import eventually
 
-TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": "2", "seconds": 0.05} for number in range(5)]
+TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": "2", "seconds": 0.3} for number in range(5)]
 
 
 async def stored(proxy: Proxy, statements: int) -> list[Episode]:
@@ -39,11 +39,14 @@ def rewards(episode: Episode) -> list[float]:
     return [float(one.value or 0) for one in episode.feedback if one.metric == "reward"]
 
 
-async def test_killed_and_resumed_each_run_is_one_scored_episode(
-    proxy: Proxy, tmp_path: Path
+@pytest.mark.parametrize(
+    "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
+)
+async def test_run_is_one_scored_episode_whenever_the_runner_is_killed(
+    proxy: Proxy, tmp_path: Path, how: tuple[str, str]
 ) -> None:
     runner = Runner(tmp_path, proxy.url, TASKS)
-    options = ("--python", "agent:answer", "-n", "4", "-k", "4", "--answer", "a")
+    options = (*how, "-n", "4", "-k", "4", "--answer", "a")
     for settled in (2, 7, 13):
         process = await runner.start(*options)
         await runner.until_settled(settled)
@@ -62,8 +65,7 @@ async def test_killed_and_resumed_each_run_is_one_scored_episode(
 async def test_a_failed_run_is_an_episode_without_a_reward(proxy: Proxy, tmp_path: Path) -> None:
     tasks = [{"id": "good", "a": "x"}, {"id": "bad", "a": "x", "do": "exit"}]
     runner = Runner(tmp_path, proxy.url, tasks)
-    options = ("--command", f"{sys.executable} agent.py", "--answer", "a", "--split", "eval")
-    outcome = await runner.run(*options)
+    outcome = await runner.run(*COMMAND, "--answer", "a", "--split", "eval")
     assert outcome.status == 1
     episodes = {episode.task: episode for episode in await stored(proxy, 2)}
     assert {episode.split for episode in episodes.values()} == {"eval"}

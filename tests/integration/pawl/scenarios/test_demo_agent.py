@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from pawl.rollout.tasks import Task
 from pawl.scenarios.agent import WorkingAgent, examine
 from pawl.scenarios.scenario import ScenarioFailed, find_scenario
-from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
+from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
 
 QUESTIONS = [
@@ -18,12 +17,6 @@ QUESTIONS = [
     for n in range(4)
 ]
 DEMO = find_scenario("calculator").model_copy(update={"model": "m", "held_out_samples": 1})
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeProxy]:
-    async with fake_proxy() as server:
-        yield server
 
 
 async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path: Path) -> None:

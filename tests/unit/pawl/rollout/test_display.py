@@ -138,16 +138,6 @@ async def test_terminal_shows_how_far_it_is_and_follows(shown: Shown) -> None:
         await until(lambda: shown.rollout.trouble in shown.written.getvalue())
 
 
-async def test_last_figures_stay_on_the_terminal(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(display, "REFRESH_S", 600.0)
-    async with shown.showing():
-        await asyncio.sleep(0)
-        shown.progress()
-    assert shown.last == UNDER_WAY
-
-
 @pytest.mark.parametrize("shown", [False], indirect=True)
 async def test_lines_are_written_where_there_is_no_terminal(shown: Shown) -> None:
     async with shown.showing():
