@@ -3,5 +3,5 @@
 One update passes through these modules in this order, as `loop` shows on one page:
 `updates.claiming` (whole groups), `credit` and `batches` (pure, by `updates.plan`), `learners`
 (TRL, by `updates.training`), `publishing.adapters` (files), `updates.recording` (episodes are
-consumed), `publishing.publish` (into the model server, then promoted).
+consumed), `publishing.publisher` (into the model server, then promoted).
 """

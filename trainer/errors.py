@@ -75,22 +75,17 @@ class UpstreamAway(TrainerError):
 class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 
-    The update's episodes are free again, but for those that are to blame (`Unusable`).
+    The update's episodes are free again, but for those that are to blame (`Unusable`). `is_poison`
+    says that the next update can succeed, because those are spent, and `doubts_servers` that a
+    model server that is at fault may have sampled the episodes.
     """
 
-    @property
-    def is_poison(self) -> bool:
-        """Return whether the next update can succeed, because those to blame are spent."""
-        return False
-
-    @property
-    def doubts_servers(self) -> bool:
-        """Return whether a model server that is at fault may have sampled the episodes."""
-        return False
+    is_poison: bool = False
+    doubts_servers: bool = False
 
 
 class ServerAtFault(LearnerError):
-    """Report that a model server, which a trial found at fault, may have sampled an update."""
+    """Report that a model server, which a self-test found at fault, may have sampled an update."""
 
 
 class Unusable(LearnerError):
@@ -112,11 +107,7 @@ class Unusable(LearnerError):
         self.episodes = dict(episodes or {})
         self.reason = reason
         self.metrics = dict(metrics or {})
-
-    @property
-    def is_poison(self) -> bool:
-        """Return whether the next update can succeed, because those to blame are spent."""
-        return bool(self.episodes)
+        self.is_poison = bool(self.episodes)
 
 
 class ShortOfMemory(Unusable):
@@ -130,34 +121,27 @@ class ShortOfMemory(Unusable):
 class OtherVocabulary(Unusable):
     """Report token ids that the base model has no embedding for: another model sampled them."""
 
+    # The server may still have another base model.
+    doubts_servers = True
+
     def __init__(self, message: str, episodes: Mapping[UUID, str]) -> None:
         """Store the message, and what is wrong with each episode."""
         super().__init__(message, episodes, "damaged")
 
-    @property
-    def doubts_servers(self) -> bool:
-        """Return True: the server may still have another base model."""
-        return True
-
 
 class DriftOutOfBounds(Unusable):
     """Report that server and trainer compute different log-probabilities for the newest version."""
+
+    # The server's model, precision or options may be others.
+    doubts_servers = True
 
     def __init__(
         self, message: str, episodes: Mapping[UUID, str], metrics: Mapping[str, Any]
     ) -> None:
         """Store the message, how far off each episode is, and the update's metrics."""
         super().__init__(message, episodes, "drift", metrics)
-
-    @property
-    def is_poison(self) -> bool:
-        """Return False: the server may still be as it was when these were sampled."""
-        return False
-
-    @property
-    def doubts_servers(self) -> bool:
-        """Return True: its model, precision or options may be others."""
-        return True
+        # The server may still be as it was when these were sampled.
+        self.is_poison = False
 
 
 class Unreplayable(LearnerError):

@@ -85,20 +85,13 @@ class Loop:
         self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe)
 
     async def finish_killed(self) -> None:
-        """Finish or abandon the update that a killed trainer left.
-
-        Raises:
-            AdapterError: a version's files are missing or differ from its manifest.
-        """
+        """Finish or abandon the update that a killed trainer left."""
         await self._recovery.finish("the trainer was killed")
 
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish what it had written.
 
         While it is in doubt whether the servers serve as meant, that waits for their test.
-
-        Raises:
-            AdapterError: a version's files are missing or differ from its manifest.
         """
         await self.finish_killed()
         await self._publisher.clean(self._folder)
@@ -131,11 +124,7 @@ class Loop:
             self._breaker.tested_at = self._publisher.servers.returns
 
     async def try_again(self) -> None:
-        """Test whether updates could go on, if training is paused and it is time to.
-
-        Raises:
-            UpstreamAway: no model server answers.
-        """
+        """Test whether updates could go on, if training is paused and it is time to."""
         breaker = self._breaker
         if breaker.test_is_due and await self._has_room():
             in_doubt = breaker.is_in_doubt

@@ -4,6 +4,7 @@ They share one base model in memory, so what belongs to that model is the same f
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -99,7 +100,7 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     recipes = [_load_recipe(one) for one in chosen]
     for one, recipe in zip(chosen[1:], recipes[1:], strict=True):
         for key in ("dtype", "batch.gradient_checkpointing"):
-            first, other = _value(recipes[0], key), _value(recipe, key)
+            first, other = attrgetter(key)(recipes[0]), attrgetter(key)(recipe)
             if first != other:
                 raise TrainerError(
                     f"the recipes of {chosen[0].policy!r} and {one.policy!r} have {key} ="
@@ -139,12 +140,6 @@ def check_gate(chosen: Chosen, recipe: Recipe) -> None:
             ' gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
             ' "immediate" (as the packaged recipe "rollout" has), or leave publish_with out'
         )
-
-
-def _value(recipe: Recipe, key: str) -> object:
-    if key == "dtype":
-        return recipe.dtype
-    return recipe.batch.gradient_checkpointing
 
 
 def importing_policy(

@@ -10,9 +10,10 @@ returns.
 To add one, write a class here and name it in `BASELINES` or `NORMALISATIONS`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import fsum, sqrt
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from store.records import Record
 from trainer.credit.means import mean_of, mean_square
@@ -49,7 +50,7 @@ class ComparedReturns(Record, frozen=True, kw_only=True):
     after: MovingBaselines
 
 
-class Baseline(Protocol):
+class Baseline(ABC):
     """Give the values that returns are compared with, and say what is needed for that.
 
     `needs_group` says that an episode is compared with others of its group: recipes must not
@@ -59,10 +60,11 @@ class Baseline(Protocol):
     other.
     """
 
-    needs_group: bool
-    needs_moving_averages: bool
-    is_zero: bool
+    needs_group: bool = False
+    needs_moving_averages: bool = False
+    is_zero: bool = False
 
+    @abstractmethod
     def values(self, compared: ComparedReturns) -> list[BaselineValue]:
         """Return the value for each of `compared.returns`, in the same order.
 
@@ -70,12 +72,10 @@ class Baseline(Protocol):
         """
 
 
-class GroupMean:
+class GroupMean(Baseline):
     """Give the mean of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
 
     needs_group = True
-    needs_moving_averages = False
-    is_zero = False
 
     def values(self, compared: ComparedReturns) -> list[BaselineValue]:
         """Return the group's mean for each of its episodes."""
@@ -87,12 +87,10 @@ class GroupMean:
         return [value] * len(returns)
 
 
-class LeaveOneOutMean:
+class LeaveOneOutMean(Baseline):
     """Give the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
 
     needs_group = True
-    needs_moving_averages = False
-    is_zero = False
 
     def values(self, compared: ComparedReturns) -> list[BaselineValue]:
         """Return for each episode of a group the mean of the others.
@@ -113,15 +111,13 @@ class LeaveOneOutMean:
         ]
 
 
-class MovingMean:
+class MovingMean(Baseline):
     """Give the moving average of a task family and agent (`trainer.credit.moving`).
 
     This is the baseline of REINFORCE with baseline (Sutton & Barto, 2nd ed., §13.4).
     """
 
-    needs_group = False
     needs_moving_averages = True
-    is_zero = False
 
     def values(self, compared: ComparedReturns) -> list[BaselineValue]:
         """Return for each episode the moving average of its family and agent before the update.
@@ -141,11 +137,9 @@ class MovingMean:
         return [BaselineValue(value=mean, spread=spread, reason=reason)] * len(returns)
 
 
-class Zero:
+class Zero(Baseline):
     """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
 
-    needs_group = False
-    needs_moving_averages = False
     is_zero = True
 
     def values(self, compared: ComparedReturns) -> list[BaselineValue]:
@@ -187,21 +181,20 @@ def _are_all_equal(mean: float, returns: Sequence[Sequence[float]]) -> bool:
 Differences = Sequence[Sequence[float]]
 
 
-class Normalisation(Protocol):
+class Normalisation:
     """Scale differences from a baseline, and say which spread they are divided by.
 
     The differences of final rewards and those of AIR are centred each by themselves, and divided
     by the spread of the final rewards, each with a lower limit of its own
-    (`trainer.credit.advantages`).
+    (`trainer.credit.advantages`). This one leaves them as they are (Dr. GRPO, arXiv:2503.20783
+    §3.2).
+
+    `spread_over` says which returns the spread is taken over: those that the baseline is taken
+    over, or all of the update; None: nothing is divided. PPO has no baseline among returns, and
+    normalises its own advantages over the update.
     """
 
-    @property
-    def spread_over(self) -> Literal["baseline", "update"] | None:
-        """Return which returns the spread is taken over, or None if nothing is divided.
-
-        `baseline`: those that the baseline is taken over; `update`: all of the update. PPO has no
-        baseline among returns, and normalises its own advantages over the update.
-        """
+    spread_over: Literal["baseline", "update"] | None = None
 
     def centred(
         self, differences: Differences, baselines: Sequence[BaselineValue]
@@ -210,6 +203,7 @@ class Normalisation(Protocol):
 
         `baselines` are those of the final rewards, one for each episode.
         """
+        return [list(own) for own in differences]
 
     def spreads(
         self, differences: Differences, baselines: Sequence[BaselineValue]
@@ -218,18 +212,13 @@ class Normalisation(Protocol):
 
         None: they are not divided. `differences` are the centred ones of final rewards.
         """
+        return [None] * len(differences)
 
 
-class BaselineSpread:
+class BaselineSpread(Normalisation):
     """Divide by the spread that belongs to the baseline (GRPO, arXiv:2402.03300 §4.1.2)."""
 
-    spread_over: Final = "baseline"
-
-    def centred(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[list[float]]:
-        """Return the differences as they are: the baseline is their centre."""
-        return [list(own) for own in differences]
+    spread_over = "baseline"
 
     def spreads(
         self, differences: Differences, baselines: Sequence[BaselineValue]
@@ -238,13 +227,13 @@ class BaselineSpread:
         return [baseline.spread for baseline in baselines]
 
 
-class UpdateSpread:
+class UpdateSpread(Normalisation):
     """Centre and divide by mean and spread over the update (REINFORCE++, arXiv:2501.03262 §3).
 
     Episodes that are alone do not count.
     """
 
-    spread_over: Final = "update"
+    spread_over = "update"
 
     def centred(
         self, differences: Differences, baselines: Sequence[BaselineValue]
@@ -267,26 +256,8 @@ class UpdateSpread:
         return [own for own, baseline in pairs if baseline.reason != "alone"]
 
 
-class Unscaled:
-    """Divide by nothing (Dr. GRPO, arXiv:2503.20783 §3.2)."""
-
-    spread_over: Final = None
-
-    def centred(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[list[float]]:
-        """Return the differences as they are."""
-        return [list(own) for own in differences]
-
-    def spreads(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[float | None]:
-        """Return None for each episode."""
-        return [None] * len(differences)
-
-
 NORMALISATIONS: Final[dict[str, Normalisation]] = {
     "batch": UpdateSpread(),
     "group": BaselineSpread(),
-    "none": Unscaled(),
+    "none": Normalisation(),
 }

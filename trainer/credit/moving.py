@@ -59,15 +59,13 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         average = self.families.get(family, {}).get(agent)
         return None if average is None else sqrt(average.variance)
 
-    def updated(
-        self, finals: NewReturns, airs: NewReturns, rate: float = RATE
-    ) -> "MovingBaselines":
+    def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":
         """Return the baselines after an update with these final rewards and AIR.
 
         The average of a pair that was never seen starts as the mean of its returns.
         """
         return MovingBaselines(
-            families=_updated(self.families, finals, rate), airs=_updated(self.airs, airs, rate)
+            families=_updated(self.families, finals), airs=_updated(self.airs, airs)
         )
 
     def pruned(self) -> "MovingBaselines":
@@ -90,17 +88,15 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
 NO_MOVING_BASELINES: Final = MovingBaselines()
 
 
-def _updated(averages: Averages, returns: NewReturns, rate: float) -> Averages:
+def _updated(averages: Averages, returns: NewReturns) -> Averages:
     families = {family: dict(agents) for family, agents in averages.items()}
     for (family, agent), values in sorted(returns.items()):
         agents = families.setdefault(family, {})
-        agents[agent] = _updated_average(agents.get(agent), values, rate)
+        agents[agent] = _updated_average(agents.get(agent), values)
     return families
 
 
-def _updated_average(
-    before: MovingAverage | None, values: Sequence[float], rate: float
-) -> MovingAverage:
+def _updated_average(before: MovingAverage | None, values: Sequence[float]) -> MovingAverage:
     """Mix new returns into an average.
 
     Mean and variance are those of a mixture of two distributions, the old one with weight
@@ -111,7 +107,7 @@ def _updated_average(
     count = len(values)
     if before is None:
         return MovingAverage(mean=mean, variance=variance, count=count)
-    share = max(1 - (1 - rate) ** count, count / (before.count + count))
+    share = max(1 - (1 - RATE) ** count, count / (before.count + count))
     moved = before.mean + share * (mean - before.mean)
     old = before.variance + (before.mean - moved) ** 2
     new = variance + (mean - moved) ** 2

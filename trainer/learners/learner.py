@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from trainer.learners.adapter import (
     save_adapter,
     save_state,
 )
-from trainer.learners.budget import Budget, says_no_room
+from trainer.learners.budget import Budget, MicroBatches, NoRoom, says_no_room
 from trainer.learners.kernels.process import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
 from trainer.learners.losses.grpo import make_trainer
@@ -37,8 +38,6 @@ from trainer.learners.steps import (
     TrainedStep,
     check_view,
     fits,
-    mean_figures,
-    survey_in_parts,
     to_blame,
     update_figures,
 )
@@ -48,6 +47,8 @@ Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
 # What makes the TRL trainer of each learner, by the recipe's `learner`.
 TRAINERS: Final = {"grpo": make_trainer, "ppo": make_ppo_trainer, "sft": make_sft_trainer}
+# TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
+FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class Learner:
@@ -59,13 +60,7 @@ class Learner:
     _step: Any
 
     def __init__(
-        self,
-        model: str | Base,
-        recipe: Recipe,
-        seed: int,
-        scratch: Path,
-        *,
-        may_merge: bool = True,
+        self, model: str | Base, recipe: Recipe, seed: int, scratch: Path, *, may_merge: bool = True
     ) -> None:
         """Begin with a new adapter of a base model; learners may share one, and take turns.
 
@@ -116,12 +111,7 @@ class Learner:
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
-        """Continue from `adapter`, optimiser state included, or from the base model if it is None.
-
-        Raises:
-            AdapterError, FilesUnread: a state file is damaged, or cannot be read for now.
-            ShortOfMemory: memory ran out.
-        """
+        """Continue from a version, optimiser state included, or from the base model (None)."""
         if adapter == self._stands_at:
             return
         self._stands_at = IN_BETWEEN
@@ -132,14 +122,7 @@ class Learner:
 
     @says_no_room("while a trial's adapter was made")
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
-        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
-
-        `effect` is the least mean change of their log-probabilities, in nats a token.
-
-        Raises:
-            LearnerError: nothing gives it an effect, or memory ran out.
-            OSError: the disk refused a write.
-        """
+        """Write a new adapter with an effect into `folder`, and return rows to compare it by."""
         self.restore(None)
         self._stands_at = IN_BETWEEN
         rows = self.probe_rows()
@@ -149,11 +132,7 @@ class Learner:
         return rows
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it.
-
-        Raises:
-            LearnerError: an update would fail too.
-        """
+        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it."""
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
@@ -182,16 +161,7 @@ class Learner:
 
     @says_no_room("in an update, which was undone")
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
-        """Train on `rows`, whose weights sum to one, and return the update's metrics.
-
-        `step_share` (0 to 1) multiplies the rate. After any of these errors restore the learner.
-
-        Raises:
-            DriftOutOfBounds: the server sampled from another policy than the trainer has.
-            Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
-            ShortOfMemory: memory ran out, and no row is to blame for it.
-            Interrupted: `interrupt` was called.
-        """
+        """Train on `rows`, whose weights sum to one, and return the update's metrics."""
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
@@ -260,7 +230,20 @@ class Learner:
         self, rows: Sequence[Row], view: Callable[[Sequence[Row]], Result]
     ) -> list[Result]:
         """Apply `view` to micro-batches that fit into memory, without training on them."""
-        return survey_in_parts(self._budget, self._step, self._forget, rows, view)
+
+        def run(cut: MicroBatches) -> list[Result]:
+            seen: list[Result] = self._step.survey(cut, view)
+            return seen
+
+        def can_be_seen(row: Row) -> bool:
+            try:
+                run([[row]])
+            except NoRoom:
+                return False
+            return True
+
+        seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
+        return seen
 
     def _meter(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Measure how far the policy is from its base model, on some of `rows`."""
@@ -290,16 +273,12 @@ class Learner:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_compared()
         kept = self._trainer._metrics["train"]
-        means = mean_figures(kept)
+        means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept.get(theirs)}
         kept.clear()
         return {**means, **self._trainer.figures()}
 
     def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model, or None if it may be.
-
-        Raises:
-            AdapterError, FilesUnread: a file is missing or damaged, or cannot be read for now.
-        """
+        """Return why the version in `adapter` is not of this base model, or None if it may be."""
         return self._base.misfit(adapter)
 
     def why_unreplayable(
@@ -310,17 +289,7 @@ class Learner:
 
     @says_no_room("while log-probabilities were computed")
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probabilities (S,) of each row's sampled tokens under a version.
-
-        They are those of the distributions that the rows were sampled from, each with its own
-        settings. `adapter` is the version's folder, or None for the base. The learner must be
-        restored before it trains again.
-
-        Raises:
-            Unusable: some rows cannot be computed with.
-            ShortOfMemory: memory ran out, and no row is to blame for it.
-            Interrupted: `interrupt` was called.
-        """
+        """Return log-probabilities (S,) of each row's sampled tokens under a version."""
         rows = self._base.checked(rows)
         if adapter is None:
             with self._model.disable_adapter():
@@ -345,13 +314,7 @@ class Learner:
 
     @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probabilities (S,) of each row's sampled tokens at temperature one.
-
-        Nothing else shapes these distributions: a probe asks the server for the same.
-
-        Raises:
-            ShortOfMemory: memory ran out.
-        """
+        """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
         return plain_logprobs(self._model, rows, merge=bool(self._merge))
 
     @says_no_room("while a version was written")
@@ -359,10 +322,6 @@ class Learner:
         """Write the adapter for the server, and what resuming needs (`trainer.learners.adapter`).
 
         All processes hold the same weights; only rank 0 writes.
-
-        Raises:
-            ShortOfMemory: memory ran out.
-            OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
         if self.processes.rank > 0:
             return

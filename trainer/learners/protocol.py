@@ -12,22 +12,39 @@ from trainer.batches import Row
 
 
 class LearnerProtocol(Protocol):
-    """Hold one policy's model between updates, and train it."""
+    """Hold one policy's model between updates, and train it.
+
+    Whatever computes raises `ShortOfMemory` where memory runs out and no row is to blame.
+    """
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from a version's folder, or from the base model if `adapter` is None."""
+        """Continue from a version, optimiser state included, or from the base model (None).
+
+        Raises:
+            AdapterError, FilesUnread: a state file is damaged, or cannot be read for now.
+        """
 
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         """Train on rows whose weights sum to one, and return the update's metrics, JSON-ready.
 
-        `step_share` (above 0, at most 1) multiplies the learning rate.
+        `step_share` (above 0, at most 1) multiplies the learning rate. After any of these errors
+        the learner must be restored.
+
+        Raises:
+            DriftOutOfBounds: the server sampled from another policy than the trainer has.
+            Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
+            Interrupted: `interrupt` was called.
         """
 
     def interrupt(self) -> None:
-        """Make a running `update` raise `Interrupted` soon; the learner cannot be used after it."""
+        """Make a running `update` raise `Interrupted` at its next micro-batch."""
 
     def save(self, folder: Path) -> None:
-        """Write into `folder` the adapter that the server reads, and what resuming needs."""
+        """Write into `folder` the adapter that the server reads, and what resuming needs.
+
+        Raises:
+            OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
+        """
 
     def saved_as(self, adapter: Path) -> None:
         """Note that the state that was saved last is the version in `adapter`."""
@@ -37,6 +54,10 @@ class LearnerProtocol(Protocol):
 
         `effect` is the least mean change of their log-probabilities, in nats a token. The learner
         must be restored before it trains.
+
+        Raises:
+            LearnerError: nothing gives it an effect.
+            OSError: the disk refused a write.
         """
 
     def probe_rows(self) -> list[Row]:
@@ -50,7 +71,11 @@ class LearnerProtocol(Protocol):
         """
 
     def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model, or None if it may be."""
+        """Return why the version in `adapter` is not of this base model, or None if it may be.
+
+        Raises:
+            AdapterError, FilesUnread: a file is missing or damaged, or cannot be read for now.
+        """
 
     def why_unreplayable(
         self, distribution: Distribution, sampled_ids: Sequence[int]
@@ -63,7 +88,14 @@ class LearnerProtocol(Protocol):
         They are those of the distributions that the rows were sampled from, each with its own
         settings. `adapter` is the version's folder, or None for the base. The learner must be
         restored before it trains again.
+
+        Raises:
+            Unusable: some rows cannot be computed with.
+            Interrupted: `interrupt` was called.
         """
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return the log-probabilities (S,) of each row's sampled tokens at temperature one."""
+        """Return the log-probabilities (S,) of each row's sampled tokens at temperature one.
+
+        Nothing else shapes these distributions: a probe asks the server for the same.
+        """

@@ -36,8 +36,8 @@ class Scored(NamedTuple):
     """Hold the scores of the sampled tokens of some rows, M = Σ S, row after row.
 
     Shapes: `logprobs` (M,) in nats, in float32 at least, of each row's own distribution, with
-    gradient if the model has one; `entropies` (M,) of the distributions they were drawn from
-    (zeros unless requested); `hidden` (M, H), the LM head's inputs (None unless requested).
+    gradient if the model has one; `entropies` (M,) of the distributions they were drawn from;
+    `hidden` (M, H), the LM head's inputs (None unless requested).
     """
 
     logprobs: Tensor
@@ -46,12 +46,7 @@ class Scored(NamedTuple):
 
 
 def score_rows(
-    model: Any,
-    rows: Sequence[Row],
-    *,
-    entropy: bool = False,
-    hidden: bool = False,
-    merge: bool = True,
+    model: Any, rows: Sequence[Row], *, hidden: bool = False, merge: bool = True
 ) -> Scored:
     """Score the sampled tokens of `rows`.
 
@@ -59,11 +54,7 @@ def score_rows(
         LearnerError: `merge` is set and the model was not prepared for it (`why_separate`).
     """
     scored = _score_merged(model, rows) if merge else _score_separately(model, rows)
-    return Scored(
-        scored.logprobs,
-        scored.entropies if entropy else torch.zeros_like(scored.entropies),
-        scored.hidden if hidden else None,
-    )
+    return scored if hidden else scored._replace(hidden=None)
 
 
 def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:

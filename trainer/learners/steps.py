@@ -16,7 +16,7 @@ import torch
 
 from trainer.batches import Row, computed_tokens, share_out
 from trainer.errors import Interrupted, OtherVocabulary, Unusable
-from trainer.learners.budget import Budget, MicroBatches, NoRoom, needs_memory, says_no_room
+from trainer.learners.budget import MicroBatches, NoRoom, needs_memory, says_no_room
 from trainer.learners.distributed import Processes
 from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
@@ -27,8 +27,6 @@ MAX_GRAD_NORM: Final = 1.0
 # A return past it makes what its whole group is compared with too large for float32.
 LARGEST_RETURN: Final = 1e30
 NOT_FINITE: Final = "its loss or gradient is not finite"
-# TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
-FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class TrainedStep(NamedTuple):
@@ -37,12 +35,6 @@ class TrainedStep(NamedTuple):
     loss: float
     norm: float
     micro_batches: MicroBatches
-
-
-def mean_figures(kept: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the means of those of TRL's metrics that are shown, under their names here."""
-    named = ((ours, kept.get(theirs)) for theirs, ours in FIGURES.items())
-    return {ours: fmean(values) for ours, values in named if values}
 
 
 def update_figures(
@@ -70,12 +62,7 @@ def update_figures(
 class Step:
     """Take optimiser steps with one TRL trainer."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        interrupted: threading.Event,
-        processes: Processes,
-    ) -> None:
+    def __init__(self, trainer: Any, interrupted: threading.Event, processes: Processes) -> None:
         """Store what a step needs; the optimiser's present learning rates are the full ones."""
         self._processes = processes
         self._trainer = trainer
@@ -105,9 +92,7 @@ class Step:
             yield rows
 
     def take(
-        self,
-        micro_batches: Sequence[Sequence[Row]],
-        check_drift: Callable[[], None],
+        self, micro_batches: Sequence[Sequence[Row]], check_drift: Callable[[], None]
     ) -> tuple[float, float]:
         """Take one step on all of `micro_batches`, each process on its own; return loss and norm.
 
@@ -158,42 +143,13 @@ class Step:
             raise Unusable(f"the gradients' norms are {figures}: the update was not applied")
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self.share
-        self._apply_gradients()
-        return norms[0]
-
-    def _apply_gradients(self) -> None:
         try:
             # Where memory runs out some parameters may have moved and others not: this must not be
             # tried again from here.
             self._trainer.optimizer.step()
         finally:
             self._trainer.optimizer.zero_grad()
-
-
-def survey_in_parts(
-    budget: Budget,
-    step: Step,
-    undo: Callable[[], None],
-    rows: Sequence[Row],
-    view: Callable[[Sequence[Row]], Seen],
-) -> list[Seen]:
-    """Apply `view` to micro-batches of `rows` that fit into memory, without training on them.
-
-    `undo` is called where memory ran out, before it is tried again with smaller ones.
-    """
-
-    def run(cut: MicroBatches) -> list[Seen]:
-        return step.survey(cut, view)
-
-    def can_be_seen(row: Row) -> bool:
-        try:
-            run([[row]])
-        except NoRoom:
-            return False
-        return True
-
-    seen, _ = budget.fit(rows, run, undo, can_be_seen, trains=False)
-    return seen
+        return norms[0]
 
 
 def check_ids(rows: Sequence[Row], vocabulary: int) -> None:

@@ -10,6 +10,9 @@ A version exists from the moment of the rename. Its manifest holds all that is n
 to probe it, so that a crash after the rename ends in the same rows and checks. The manifest has the
 hash of each served file, and the database the manifest's, so that `check_files` finds files that
 were altered, exchanged, or replaced together with a manifest of their own.
+
+Whatever reads a version's files raises `AdapterError` where one is missing, damaged or altered, and
+`FilesUnread` where it cannot be read for now, which says nothing about the version.
 """
 
 import asyncio
@@ -107,12 +110,7 @@ def _write_manifest(folder: Path, new: NewVersion) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a version's folder, or None if there is no such version.
-
-    Raises:
-        AdapterError: the manifest is damaged, or a file is missing or does not have the hash in it.
-        FilesUnread: a file cannot be read for now.
-    """
+    """Return the manifest of a version's folder, or None if there is no such version."""
     manifest = _manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
         if written_sha256(folder / name) != expected:
@@ -135,22 +133,15 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
-    """Return the rows that the version in a folder is probed with; none if it has no manifest.
-
-    Raises:
-        AdapterError: the manifest is damaged.
-        FilesUnread: it cannot be read for now.
-    """
+    """Return the rows that the version in a folder is probed with; none if it has no manifest."""
     manifest = _manifest(folder)
     return () if manifest is None else manifest.probe
 
 
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
-    """Return the folder and manifest of the version that an update wrote, or None if it wrote none.
+    """Return the folder and manifest of the version that an update wrote, or None if there is none.
 
-    Raises:
-        AdapterError: the manifest is damaged, or a file is missing or does not have the hash in it.
-        FilesUnread: a file cannot be read for now; the update may have written it.
+    `FilesUnread` means that the update may have written one.
     """
     for _, folder in reversed(folders(root, policy)):
         unchecked = _manifest(folder)
@@ -201,22 +192,13 @@ def remove(folder: Path) -> None:
 
 
 def written_sha256(path: Path) -> str:
-    """Return the SHA-256 of a version's file, in hexadecimal digits.
-
-    Raises:
-        AdapterError: it is not there.
-        FilesUnread: it cannot be read for now.
-    """
+    """Return the SHA-256 of a version's file, in hexadecimal digits."""
     with reading(path):
         return sha256_of(path)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
@@ -253,21 +235,12 @@ class BaseHash(Record, frozen=True, kw_only=True):
 
 
 def write_base(folder: Path, base: str) -> None:
-    """Write the hash of the base model into a version's folder.
-
-    Raises:
-        OSError: the disk refused the write.
-    """
+    """Write the hash of the base model into a version's folder."""
     (folder / BASE_FILE).write_bytes(msgspec.json.encode(BaseHash(base=base)))
 
 
 def read_base(folder: Path) -> str:
-    """Return the hash of the base model of the version in `folder`.
-
-    Raises:
-        AdapterError: the file is missing or damaged.
-        FilesUnread: it cannot be read for now.
-    """
+    """Return the hash of the base model of the version in `folder`."""
     path = folder / BASE_FILE
     try:
         with reading(path):
@@ -288,7 +261,6 @@ async def check_files(version: PolicyVersion) -> None:
 
     Raises:
         FilesAltered: they are not those that were written, or are not there.
-        FilesUnread: they cannot be read for now, which says nothing about the version.
     """
     why = await asyncio.to_thread(why_altered, version)
     if why is not None:
@@ -299,9 +271,6 @@ def why_altered(version: PolicyVersion) -> str | None:
     """Return why the files of a version are not those that its update wrote, or None if they are.
 
     Files that are not there at all are not those either.
-
-    Raises:
-        FilesUnread: they cannot be read for now.
     """
     folder = Path(version.adapter_path or "")
     try:

@@ -52,7 +52,11 @@ class Completion(Record, frozen=True, kw_only=True):
 
 
 class ModelServer:
-    """Call one vLLM server."""
+    """Call one vLLM server.
+
+    Every call raises `UpstreamAway` where the server does not answer, or was restarted and has lost
+    the adapter, and `PublishError` where it refuses, or does not report what was asked for.
+    """
 
     def __init__(self, base_url: str) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool."""
@@ -77,8 +81,7 @@ class ModelServer:
     async def models(self) -> dict[str, dict[str, Any]]:
         """Return the served models by name: `root` is the folder, `parent` the base of an adapter.
 
-        Raises:
-            UpstreamAway: the server does not answer, or does not list its models.
+        A server that does not list its models counts as away.
         """
         status, body = await self._request("GET", "/models", None, LIST_S)
         if status != 200:
@@ -96,11 +99,7 @@ class ModelServer:
             ) from error
 
     async def metrics(self) -> str:
-        """Return what the server says at `/metrics`, or "" if it says nothing there.
-
-        Raises:
-            UpstreamAway: the server does not answer.
-        """
+        """Return what the server says at `/metrics`, or "" if it says nothing there."""
         root = self._base_url.removesuffix("/v1")
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
@@ -113,7 +112,6 @@ class ModelServer:
 
         Raises:
             PublishError: the server refuses it, or serves other files under that name.
-            UpstreamAway: the server does not answer.
         """
         refusal: TrainerError | None = None
         listed = (await self.models()).get(name)
@@ -138,23 +136,13 @@ class ModelServer:
             )
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter; running requests finish, and an unknown name is no error.
-
-        Raises:
-            PublishError: the server refuses.
-            UpstreamAway: the server does not answer.
-        """
+        """Unload an adapter; running requests finish, and an unknown name is no error."""
         status, answer = await self._request("POST", "/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
             raise PublishError(f"the model server did not unload {name}: {status} {answer}")
 
     async def prompt_logprobs(self, name: str, ids: Sequence[int]) -> list[float]:
-        """Return the server's log p(ids[i] | ids[:i]) for i ≥ 1, (T − 1,), at temperature one.
-
-        Raises:
-            PublishError: the server refuses the request, or reports none.
-            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
-        """
+        """Return the server's log p(ids[i] | ids[:i]) for i ≥ 1, (T − 1,), at temperature one."""
         body = {
             "model": name,
             "prompt": list(ids),
@@ -178,22 +166,12 @@ class ModelServer:
             ) from error
 
     async def last_logprobs(self, name: str, ids: Sequence[int], count: int) -> list[float]:
-        """Return what `prompt_logprobs` says of the last `count` of the ids, (count,).
-
-        Raises:
-            PublishError: the server refuses the request, or reports none.
-            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
-        """
+        """Return what `prompt_logprobs` says of the last `count` of the ids, (count,)."""
         logprobs = await self.prompt_logprobs(name, ids)
         return logprobs[len(logprobs) - count :]
 
     async def base_of(self, name: str) -> str:
-        """Return the name of the base model that adapter `name` was loaded for.
-
-        Raises:
-            PublishError: the server lists it without its base model.
-            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
-        """
+        """Return the name of the base model that adapter `name` was loaded for."""
         listed = (await self.models()).get(name)
         if listed is None:
             raise self._has_lost(name)
@@ -204,12 +182,7 @@ class ModelServer:
     async def sample(
         self, name: str, ids: Sequence[int], temperature: float, tokens: int
     ) -> list[tuple[int, float]]:
-        """Return `tokens` sampled tokens after `ids`, each with the log-probability it reports.
-
-        Raises:
-            PublishError: the server refuses the request, or reports no ids or log-probabilities.
-            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
-        """
+        """Return `tokens` sampled tokens after `ids`, each with the log-probability it reports."""
         more = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True}
         _, sampled = await self._sampled(name, ids, more)
         return sampled
@@ -245,10 +218,6 @@ class ModelServer:
 
         Whoever asks again with the same `seed` gets the same, as far as the server computes alike.
         Its text has special tokens, some of which mark a tool call.
-
-        Raises:
-            PublishError: the server refuses the request, or reports no ids or log-probabilities.
-            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
         fields = {"ignore_eos": False, "skip_special_tokens": False}
@@ -317,6 +286,8 @@ def _no_ids(name: str) -> PublishError:
 class Replicas:
     """Pass each operation to all replicas of the model server that answer.
 
+    It raises `UpstreamAway` where none answers, and `PublishError` where one that answers refuses.
+
     Attributes:
         each: the replicas.
         slots: the adapter slots of each, as configured; None: as they say.
@@ -348,19 +319,15 @@ class Replicas:
 
     async def ask(
         self,
-        what: Callable[[ModelServer], Awaitable[T]],
+        operation: Callable[[ModelServer], Awaitable[T]],
         servers: Iterable[ModelServer] | None = None,
     ) -> dict[ModelServer, T]:
-        """Do `what` with each of `servers` (None: all) at once; return what those gave that answer.
+        """Do `operation` with each of `servers` (None: all) at once; return the answers there are.
 
         Every one has ended when this returns.
-
-        Raises:
-            UpstreamAway: none of them answers.
-            PublishError: one that answers refuses.
         """
         asked = self.each if servers is None else tuple(servers)
-        ended = await asyncio.gather(*(_settled(what(server)) for server in asked))
+        ended = await asyncio.gather(*(_settled(operation(server)) for server in asked))
         answers: dict[ModelServer, T] = {}
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
@@ -388,9 +355,6 @@ class Replicas:
         """Return the models that every replica which answers serves, by name.
 
         They are described as the first of them describes them.
-
-        Raises:
-            UpstreamAway: no replica answers.
         """
         first, *others = (await self.ask(ModelServer.models)).values()
         return {
@@ -398,21 +362,11 @@ class Replicas:
         }
 
     async def load(self, name: str, folder: Path) -> tuple[ModelServer, ...]:
-        """Load an adapter on every replica that answers and lacks it; return those that have it.
-
-        Raises:
-            PublishError: a replica refuses it, or serves other files under that name.
-            UpstreamAway: no replica answers.
-        """
+        """Load an adapter on every replica that answers and lacks it; return those that have it."""
         return tuple(await self.ask(lambda server: server.load(name, folder)))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter from every replica that answers; an unknown name is no error.
-
-        Raises:
-            PublishError: a replica refuses.
-            UpstreamAway: no replica answers.
-        """
+        """Unload an adapter from every replica that answers; an unknown name is no error."""
         await self.ask(lambda server: server.unload(name))
 
 

@@ -38,11 +38,7 @@ def slots_named_in(metrics: str) -> int | None:
 
 
 async def named_slots(servers: Replicas) -> list[int]:
-    """Return the adapter slots of the replicas that answer, as far as they name them.
-
-    Raises:
-        UpstreamAway: none answers.
-    """
+    """Return the adapter slots of the replicas that answer, as far as they name them."""
     texts = (await servers.ask(ModelServer.metrics)).values()
     return [number for number in map(slots_named_in, texts) if number is not None]
 

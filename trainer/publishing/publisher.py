@@ -184,10 +184,6 @@ class Publisher:
 
         Return why it was rejected, or None. The result is counted and logged. The arguments are
         those of `publish`.
-
-        Raises:
-            UpstreamAway: no server answers; the version stays `written`.
-            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         try:
             probe = await self.publish(version, before, rows)
@@ -259,9 +255,6 @@ class Publisher:
         The steward does so, too, whether a trainer runs or not. Retired versions are taken from the
         proxies first and, once all proxies know, from the model servers. The files stay until
         `clean`: vLLM's engine dies over a missing folder.
-
-        Raises:
-            UpstreamAway: no replica answers.
         """
         async with self._engine.connect() as connection:
             servable = await version_queries.list_servable(connection, self._policy)

@@ -139,12 +139,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
 async def served_logprobs(
     server: ModelServer, name: str, rows: Sequence[ProbeRow]
 ) -> list[list[float]]:
-    """Return what a server says of the rows' last tokens under a name, one row after the other.
-
-    Raises:
-        PublishError: it refuses to.
-        UpstreamAway: it does not answer.
-    """
+    """Return what a server says of the rows' last tokens under a name, one row after the other."""
     return [await server.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
 

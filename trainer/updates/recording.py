@@ -113,7 +113,12 @@ class Recording:
 
 
 class Recovery:
-    """Bring one policy's unfinished updates and unpublished versions to an end."""
+    """Bring one policy's unfinished updates and unpublished versions to an end.
+
+    Where no model server answers (`UpstreamAway`), or files cannot be read for now (`FilesUnread`),
+    a version stays `written`. Files that are missing or differ from their manifest are an
+    `AdapterError`.
+    """
 
     def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:
         """Store the database, the folder of all versions, and the policy's name."""
@@ -129,7 +134,6 @@ class Recovery:
         `why` is recorded with the released update.
 
         Raises:
-            AdapterError: the version's files differ from its manifest.
             FilesUnread: files cannot be read for now, so that nobody knows if the version exists.
             ClaimLost: the update was ended by another trainer meanwhile.
         """
@@ -164,11 +168,6 @@ class Recovery:
         With a gate it is published once so many updates made it that it is a candidate, and those
         before it stay `written` until then. Return why the newest was rejected, or None if it was
         not, or there is none.
-
-        Raises:
-            AdapterError: the version's files are missing or differ from its manifest.
-            UpstreamAway: no model server answers; the version stays `written`.
-            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         written = await self._versions.written()
         if not written:
@@ -186,11 +185,6 @@ class Recovery:
         """Publish a version that was written, as `publish` says; its manifest has the probe.
 
         What was imported is due.
-
-        Raises:
-            AdapterError: the version's files are missing or differ from its manifest.
-            UpstreamAway: no model server answers; the version stays `written`.
-            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         manifest = adapters.read_manifest(Path(version.adapter_path or ""))
         if manifest is None:
@@ -210,11 +204,6 @@ class Recovery:
 
         If it `is_due`, none are. Return why it was rejected, or None if it was not. Where it went
         too far from its base model, what of it did not is published instead.
-
-        Raises:
-            AdapterError: the files of what is published instead are missing.
-            UpstreamAway: no model server answers; the version stays `written`.
-            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         lost = await self._versions.reject_orphan(version)
         if lost is not None:
@@ -226,17 +215,12 @@ class Recovery:
         why = await publisher.try_to_publish(version, serving.served_name, probe)
         # What is due was imported: what waits to be published is of another line.
         if why is not None and not is_due and is_too_far(version, publisher.gate):
-            await self._publish_what_is_left(publisher)
+            # Whatever number of updates made the newest that is left: it is as far as the bound
+            # lets a candidate come, and each update from it may go too far again.
+            written = await self._versions.written()
+            if written:
+                await self.publish_one(publisher, written[-1], is_due=True)
         return why
-
-    async def _publish_what_is_left(self, publisher: Publisher) -> None:
-        """Publish the newest version that is `written` still, whatever number of updates made it.
-
-        It is as far as the bound lets a candidate come: each update from it may go too far again.
-        """
-        written = await self._versions.written()
-        if written:
-            await self.publish_one(publisher, written[-1], is_due=True)
 
     async def _is_due(self, version: PolicyVersion, gate: GateOptions) -> bool:
         """Return whether enough updates made a version; without a gate one is enough."""

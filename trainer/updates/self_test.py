@@ -33,7 +33,10 @@ SAMPLED: Final = 12
 
 
 class ServerSelfTest:
-    """Test the learner and the model servers of one policy."""
+    """Test the learner and the model servers of one policy.
+
+    A server that is away is passed over; where none answers, that is an `UpstreamAway`.
+    """
 
     def __init__(
         self,
@@ -51,11 +54,7 @@ class ServerSelfTest:
         self._recipe = recipe
 
     async def why_not(self) -> str | None:
-        """Return why an update would fail, or None; a step is rehearsed as well.
-
-        Raises:
-            UpstreamAway: no model server answers.
-        """
+        """Return why an update would fail, or None; a step is rehearsed as well."""
         try:
             await in_thread(self._learner, self._learner.rehearse)
         except LearnerError as error:
@@ -65,10 +64,7 @@ class ServerSelfTest:
     async def why_unserved(self) -> str | None:
         """Return why a version would not be served as meant, and what to do; None if it would be.
 
-        The learner must be restored before it trains. A server that is away is passed over.
-
-        Raises:
-            UpstreamAway: no model server answers.
+        The learner must be restored before it trains.
         """
         try:
             return await self._result()
@@ -81,7 +77,6 @@ class ServerSelfTest:
         Raises:
             PublishError: a version would not be served as meant, as long as nobody changes that.
             ShortOfMemory: there is too little memory at the moment to find out.
-            UpstreamAway: no model server answers.
         """
         try:
             why = await self._result()

@@ -170,9 +170,6 @@ class Training:
         That is the effective sample size of each, under version `parent`, as a share of its tokens;
         ratios are truncated at `cap`. Log-probabilities that the server did not give are computed
         first.
-
-        Raises:
-            Unusable: some of the rows cannot be computed with.
         """
         folder = self._versions.folder(parent)
 
@@ -198,12 +195,7 @@ class Training:
         return with_logprobs(rows, values)
 
     async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
-        """Train version `parent` on `rows` by a share of a whole step, and return the metrics.
-
-        Raises:
-            Unusable: some of the rows cannot be computed with.
-            LearnerError: the update failed.
-        """
+        """Train version `parent` on `rows` by a share of a whole step, and return the metrics."""
 
         def work() -> dict[str, Any]:
             self._learner.restore(self._versions.folder(parent))

@@ -10,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pawl_cpu_lora import ops
-from pawl_cpu_lora.grouping import SMALL_BATCH_ROWS, group_rows
-from pawl_cpu_lora.patch import (
-    OF_EXPERTS,
-    REPLACEMENTS,
-    UnsupportedVLLMError,
-    replace_operations,
-)
+from pawl_cpu_lora.ops import SMALL_BATCH_ROWS, group_rows
+from pawl_cpu_lora.patch import OF_EXPERTS, REPLACEMENTS, UnsupportedVLLMError, replace_operations
 
 SLOTS, RANK, WIDTH, OUT, OFFSET = 3, 4, 11, 6, 2
 COLUMNS = OFFSET + OUT + 3
@@ -35,7 +30,6 @@ BATCHES = {
     "large and mixed": [(7 * i) % (SLOTS + 1) - 1 for i in range(3 * SMALL_BATCH_ROWS)],
 }
 batches = pytest.mark.parametrize("slots", BATCHES.values(), ids=BATCHES.keys())
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def _case(
 
 
 def expected(
-    case: Case, *, offset: int = 0, keep: bool = False, scaling: float = 1.0
+    case: Case, *, offset: int = 0, keep: float = False, scaling: float = 1.0
 ) -> torch.Tensor:
     """One row at a time, in float64 from the values as they are stored."""
     output = case.output.double()
@@ -110,58 +104,65 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def runs(slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots and lengths of runs, as vLLM's compute_meta makes them."""
-    indices = torch.tensor(slots, dtype=torch.int64)
-    run_slots, lengths = torch.unique_consecutive(indices, return_counts=True)
-    return run_slots, lengths
-
-
 def run_arguments(
     slots: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
     """What vLLM's `prefill_metadata` holds: starts, lengths, slots and three sizes."""
-    run_slots, lengths = runs(slots)
+    indices = torch.tensor(slots, dtype=torch.int64)
+    run_slots, lengths = torch.unique_consecutive(indices, return_counts=True)
     starts = torch.cumsum(lengths, 0) - lengths
     longest = max(lengths.tolist(), default=0)
     return starts, lengths, run_slots, len(run_slots), longest, len(slots)
 
 
-@batches
-@dtypes
-@pytest.mark.parametrize("scaling", [1.0, 0.25])
-def test_shrink_matches_the_loop(slots: list[int], dtype: torch.dtype, scaling: float) -> None:
-    case = shrink_case(slots, dtype)
-    before, wanted = case.output.clone(), expected(case, scaling=scaling)
-    ops.bgmv_shrink(case.inputs, case.weights, case.output, case.indices, scaling)
-    assert_result(case, before, wanted)
+def apply(name: str, case: Case, option: float, *, by_runs: bool) -> None:
+    """Run an operation; `option` is the scaling where it shrinks, else whether it adds."""
+    given = run_arguments(case.slots) if by_runs else (case.indices,)
+    columns = (OFFSET, OUT) if name == "expand_slice" else ()
+    operation = getattr(ops, f"{'sgmv' if by_runs else 'bgmv'}_{name}")
+    operation(case.inputs, case.weights, case.output, *given, *columns, option)
 
 
-@batches
-@dtypes
-@pytest.mark.parametrize("add_inputs", [True, False])
-def test_expand_matches_the_loop(slots: list[int], dtype: torch.dtype, add_inputs: bool) -> None:
-    case = expand_case(slots, dtype)
-    before, wanted = case.output.clone(), expected(case, keep=add_inputs)
-    ops.bgmv_expand(case.inputs, case.weights, case.output, case.indices, add_inputs)
-    assert_result(case, before, wanted)
+# By operation: what its last parameter may be.
+OPTIONS = {"shrink": (1.0, 0.25), "expand": (True, False), "expand_slice": (True, False)}
+OPERATIONS = [(name, option) for name, options in OPTIONS.items() for option in options]
 
 
-@batches
-@dtypes
-@pytest.mark.parametrize("add_inputs", [True, False])
-def test_expand_slice_writes_its_columns_only(
-    slots: list[int], dtype: torch.dtype, add_inputs: bool
-) -> None:
-    case = expand_case(slots, dtype)
-    before, wanted = case.output.clone(), expected(case, offset=OFFSET, keep=add_inputs)
-    ops.bgmv_expand_slice(
-        case.inputs, case.weights, case.output, case.indices, OFFSET, OUT, add_inputs
-    )
-    assert_result(case, before, wanted)
+def check_operation(name: str, option: float, slots: list[int], dtype: torch.dtype) -> None:
+    """By rows and by runs the same bits, as the loop has them, and none outside of its columns."""
+    shrinks = name == "shrink"
+    make = shrink_case if shrinks else expand_case
+    by_rows, by_runs = make(slots, dtype), make(slots, dtype)
+    offset = OFFSET if name == "expand_slice" else 0
+    before = by_rows.output.clone()
+    wanted = expected(by_rows, offset=offset, **{"scaling" if shrinks else "keep": option})
+    apply(name, by_rows, option, by_runs=False)
+    apply(name, by_runs, option, by_runs=True)
+    assert_result(by_rows, before, wanted)
+    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
     outside = torch.ones(COLUMNS, dtype=torch.bool)
-    outside[OFFSET : OFFSET + OUT] = False
-    assert torch.equal(_bits(case.output[:, outside]), _bits(before[:, outside]))
+    outside[offset : offset + (RANK if shrinks else OUT)] = False
+    assert torch.equal(_bits(by_rows.output[:, outside]), _bits(before[:, outside]))
+
+
+@batches
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "option"), OPERATIONS)
+def test_operation_matches_the_loop(
+    name: str, option: float, slots: list[int], dtype: torch.dtype
+) -> None:
+    check_operation(name, option, slots, dtype)
+
+
+@given(
+    slots=st.lists(st.integers(-1, SLOTS - 1), max_size=2 * SMALL_BATCH_ROWS),
+    dtype=st.sampled_from(DTYPES),
+    operation=st.sampled_from(OPERATIONS),
+)
+def test_any_batch_matches_the_loop(
+    slots: list[int], dtype: torch.dtype, operation: tuple[str, float]
+) -> None:
+    check_operation(*operation, slots, dtype)
 
 
 def test_expand_stops_at_the_narrower_of_adapter_and_model() -> None:
@@ -170,42 +171,6 @@ def test_expand_stops_at_the_narrower_of_adapter_and_model() -> None:
     before, wanted = narrow.output.clone(), expected(narrow, keep=True)
     ops.bgmv_expand(narrow.inputs, narrow.weights, narrow.output, narrow.indices)
     assert_result(narrow, before, wanted)
-
-
-@batches
-@dtypes
-def test_runs_give_what_rows_give(slots: list[int], dtype: torch.dtype) -> None:
-    by_rows, by_runs = shrink_case(slots, dtype), shrink_case(slots, dtype)
-    ops.bgmv_shrink(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, 0.5)
-    ops.sgmv_shrink(by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), 0.5)
-    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
-
-    by_rows, by_runs = expand_case(slots, dtype), expand_case(slots, dtype)
-    ops.bgmv_expand(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, True)
-    ops.sgmv_expand(by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), True)
-    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
-
-    where = (OFFSET, OUT, True)
-    ops.bgmv_expand_slice(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, *where)
-    ops.sgmv_expand_slice(
-        by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), *where
-    )
-    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
-
-
-@given(
-    slots=st.lists(st.integers(-1, SLOTS - 1), max_size=2 * SMALL_BATCH_ROWS),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_any_batch_matches_the_loop(slots: list[int], dtype: torch.dtype) -> None:
-    shrunk = shrink_case(slots, dtype)
-    before, wanted = shrunk.output.clone(), expected(shrunk, scaling=0.5)
-    ops.bgmv_shrink(shrunk.inputs, shrunk.weights, shrunk.output, shrunk.indices, 0.5)
-    assert_result(shrunk, before, wanted)
-    expanded = expand_case(slots, dtype)
-    before, wanted = expanded.output.clone(), expected(expanded, keep=True)
-    ops.bgmv_expand(expanded.inputs, expanded.weights, expanded.output, expanded.indices)
-    assert_result(expanded, before, wanted)
 
 
 @batches

@@ -85,7 +85,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         logits_to_keep: int,
         **_: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        self.scored = self.score(self._rows, entropy=True, hidden=self.needs_hidden)
+        self.scored = self.score(self._rows, hidden=self.needs_hidden)
         lengths = [len(row.sampled_ids) for row in self._rows]
         logprobs, entropies = self.scored.logprobs, self.scored.entropies
         return pad_rows(logprobs, lengths), pad_rows(entropies, lengths), None

@@ -39,7 +39,7 @@ class StoredSftTrainer(StoredRows, SFTTrainer):
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
-        self.scored = self.score(rows, entropy=True)
+        self.scored = self.score(rows)
         # TRL only counts the mask's tokens.
         inputs = {"attention_mask": torch.ones_like(self.scored.entropies)}
         loss: Tensor = self.compute_loss(lambda **_: self._output(rows), inputs, False, 1)

@@ -78,9 +78,9 @@ class StoredRows:
         with torch.no_grad(), self.model.disable_adapter():
             return by_row(rows, self.score(rows).logprobs)
 
-    def score(self, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False) -> Scored:
+    def score(self, rows: Sequence[Row], *, hidden: bool = False) -> Scored:
         """Score a micro-batch's sampled tokens under the model as it stands."""
-        return score_rows(self.model, rows, entropy=entropy, hidden=hidden, merge=self.merge)
+        return score_rows(self.model, rows, hidden=hidden, merge=self.merge)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
         """Return the rows as they are trained, from the view of all of them."""

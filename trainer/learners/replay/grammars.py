@@ -65,7 +65,7 @@ class Grammars:
         same: dict[bytes, bytes] = {}
 
         def masks_of(row: Row) -> tuple[bytes, ...]:
-            made = self._each_mask(row.distribution, row.sampled_ids)
+            made = self.masks(row.distribution, row.sampled_ids)
             return tuple(same.setdefault(mask, mask) for mask in made)
 
         return [
@@ -85,15 +85,12 @@ class Grammars:
             return error.reason
         return None
 
-    def masks(self, distribution: Distribution, sampled_ids: Sequence[int]) -> list[bytes]:
-        """Return the mask of each sampled token.
+    def masks(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[bytes]:
+        """Yield the mask of each sampled token.
 
         Raises:
             Unreplayable: xgrammar is missing or takes no such grammar, or a mask forbids a token.
         """
-        return list(self._each_mask(distribution, sampled_ids))
-
-    def _each_mask(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[bytes]:
         bits = None
         for matcher in self._followed(distribution, sampled_ids):
             if bits is None:

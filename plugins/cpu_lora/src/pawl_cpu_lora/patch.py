@@ -4,10 +4,11 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from types import ModuleType
 from typing import Any
 
-from pawl_cpu_lora import experts, ops
+from pawl_cpu_lora import ops
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -26,11 +27,40 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "sgmv_expand": ops.sgmv_expand,
     "sgmv_expand_slice": ops.sgmv_expand_slice,
 }
+
+# Experts of a mixture are computed as without LoRA on a CPU, not adapted. As soon as LoRA is
+# enabled vLLM wants Triton's kernels for them, whichever layers adapters have; without triton-cpu
+# the engine dies at the first request. Both functions stand where vLLM has imported its own by
+# name.
+
+
+def select_unquantized_moe_backend(moe_config: Any) -> Any:
+    """Return the kernels that vLLM selects where LoRA is not enabled: the CPU's."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    without_lora = copy(moe_config)
+    without_lora.is_lora_enabled = False
+    return unquantized.select_unquantized_moe_backend(without_lora)
+
+
+def get_supported_lora_modules(model: Any) -> list[str]:
+    """Return the layers that adapters may have, without experts: vLLM refuses any other."""
+    from vllm.lora import utils
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    experts = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, MoERunner)
+    }
+    return [name for name in utils.get_supported_lora_modules(model) if name not in experts]
+
+
 # By module that holds a reference.
 OF_EXPERTS: dict[str, dict[str, Callable[..., Any]]] = {
-    "vllm.lora.model_manager": {"get_supported_lora_modules": experts.get_supported_lora_modules},
+    "vllm.lora.model_manager": {"get_supported_lora_modules": get_supported_lora_modules},
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
-        "select_unquantized_moe_backend": experts.select_unquantized_moe_backend
+        "select_unquantized_moe_backend": select_unquantized_moe_backend
     },
 }
 

@@ -61,7 +61,7 @@ def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
     shake(made)
     batch = rows()
     with torch.no_grad():
-        merged, entropy, _ = score_rows(made._model, batch, entropy=True)
+        merged, entropy, _ = score_rows(made._model, batch)
         separate = torch.cat([plain_logprobs(made._model, row) for row in batch])
     assert torch.allclose(merged, separate, atol=1e-5)
     assert float(entropy.min()) > 0

@@ -65,8 +65,8 @@ def plain() -> Any:
 def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, seed: int) -> None:
     batch = mixed(seed)
     with torch.no_grad():
-        ours = score_rows(merging, batch, entropy=True)
-        theirs = score_rows(plain, batch, entropy=True, merge=False)
+        ours = score_rows(merging, batch)
+        theirs = score_rows(plain, batch, merge=False)
     assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
     assert torch.allclose(ours.entropies, theirs.entropies, atol=1e-5)
     train(merging, [batch], merge=True)

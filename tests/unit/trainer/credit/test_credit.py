@@ -1,6 +1,7 @@
-"""Credit by hand: returns, AIR, advantages over episodes, weights that do not count calls."""
+"""Credit with a pencil, in every order of arrival: the defaults, and each option of `[credit]`."""
 
 import itertools
+from math import sqrt
 from typing import Any
 
 import msgspec
@@ -8,142 +9,576 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import Episode, Group, ToolCall, ToolEvent
-from store.values.rewards import newest
-from tests.support.records import tool_event
-from tests.support.stored import episode, said, transition
-from trainer.batches import training_rows
-from trainer.credit.assign import assign_credit
-from trainer.recipes.recipe import CreditOptions
+from store.records import Episode, Group
+from tests.conftest import ROOT
+from tests.support import stored
+from tests.support.docs.documents import split_blocks
+from tests.support.lines import call, calls, credited, episode, event, reward
+from tests.support.stored import transition
+from trainer.credit import baselines
+from trainer.credit.assign import TransitionCredit, assign_credit
+from trainer.credit.baselines import BASELINES, NORMALISATIONS
+from trainer.errors import RecipeError
+from trainer.recipes.recipe import CreditOptions, parse_recipe
 
-RULE = CreditOptions()
+STATUSES = st.sampled_from(["ok", "error", "timeout", "malformed", "denied"])
+LATE_AND_CORRECTED = (reward(0.5, 40), reward(0.2, 10), reward(9.0, 50, "latency"))
 
 
-def credit(*episodes: Episode, oldest: int = 0, rule: CreditOptions = RULE) -> Any:
-    group = Group(task="t", episodes=episodes)
-    return assign_credit([group], rule, policy="m", oldest_version=oldest).transitions
+def table() -> list[dict[str, Any]]:
+    """Episodes of 1, 3 and 20 calls; one failed, one that nobody scored."""
+    tried = [call("1", tool_events=[event("ok")]), call("2", tool_events=[event("error")]), call()]
+    tried[2]["call"] = "3"
+    long = calls(20)
+    long[19]["tool_events"] = [event("malformed")]
+    return [
+        episode("one", 1.0),
+        episode("three", *LATE_AND_CORRECTED, calls=tried),
+        episode("twenty", 0.0, calls=long),
+        episode("failed", state="failed", calls=calls(2)),
+        episode("unscored", reward(1.0, 0, "thumbs"), state="unscored", calls=calls(3)),
+    ]
 
 
-def with_events(made: Episode, *statuses: str) -> Episode:
-    events: tuple[ToolEvent, ...] = tuple(
-        tool_event(status, str(i)) for i, status in enumerate(statuses)
+# r_final, r_air, r_total, advantage of each call, and its weight. The mean of the final rewards 1,
+# 0.5 and 0 is 0.5, their sample standard deviation 0.5; the mean of AIR is -0.05.
+BY_HAND = {
+    "one": (1.0, 0.0, 1.0, 1.1, 1 / 3, None),
+    "three": (0.5, 0.05, 0.55, 0.2, 1 / 9, None),
+    "twenty": (0.0, -0.2, -0.2, -1.3, 1 / 60, None),
+    "failed": (None, 0.0, None, None, 0.0, "failed"),
+    "unscored": (None, 0.0, None, None, 0.0, "unscored"),
+}
+# The same where the recipe gives a failed episode -1: the means are 0.125 and -0.0375, and the
+# standard deviation of the final rewards is sqrt((0.875² + 0.375² + 0.125² + 1.125²) / 3).
+WITH_FAILED = {
+    "one": (1.0, 0.0, 1.0, 1.06861057987864383139, 1 / 4, None),
+    "three": (0.5, 0.05, 0.55, 0.541624540486435914542, 1 / 12, None),
+    "twenty": (0.0, -0.2, -0.2, -0.336685525167243946877, 1 / 80, None),
+    "failed": (-1.0, 0.0, -1.0, -1.27354959519783579906, 1 / 8, None),
+    "unscored": (None, 0.0, None, None, 0.0, "unscored"),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [({}, BY_HAND), ({"failed_reward": -1}, WITH_FAILED)]
+)
+def test_every_order_of_arrival_gives_the_table(
+    rule: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    first = credited(table(), **rule)
+    for (name, _), line in first.items():
+        r_final, r_air, r_total, advantage, weight, reason = expected[name]
+        found = (line.r_final, line.r_air, line.r_total, line.advantage, line.weight)
+        wanted = (r_final, r_air, r_total, advantage, weight)
+        assert found == pytest.approx(wanted, abs=1e-12), name
+        assert line.reason == reason
+    for order in itertools.permutations(table()):
+        assert credited(order, **rule) == first
+
+
+def with_tools(*statuses: str) -> list[dict[str, Any]]:
+    """Episodes that all came to nothing, each with a tool call that ended so."""
+    return [
+        episode(f"e{number}", 0.0, calls=[call(tool_events=[event(status)])])
+        for number, status in enumerate(statuses)
+    ]
+
+
+def test_eight_failures_whose_tools_differ_are_no_four_successes() -> None:
+    """The AIR of ok is 0.2 and of error -0.1, their mean 0.05: ±0.15 / 0.5."""
+    found = credited(with_tools(*["ok"] * 4, *["error"] * 4))
+    assert [line.advantage for line in found.values()] == pytest.approx(
+        [0.3] * 4 + [-0.3] * 4, abs=1e-12
     )
-    asked = tuple(
-        ToolCall(id=str(i), name="tool", arguments=f'{{"n": {i}}}') for i in range(len(statuses))
+    assert {line.reason for line in found.values()} == {None}
+
+
+@given(
+    st.lists(st.lists(STATUSES, max_size=4), min_size=2, max_size=12),
+    st.sampled_from(["group", "leave_one_out"]),
+    st.sampled_from(sorted(NORMALISATIONS)),
+)
+def test_air_alone_never_weighs_more_than_its_bound(
+    tools: list[list[str]], baseline: str, normalisation: str
+) -> None:
+    """Two ends of AIR's range, 0.4 apart, and 0.5 for a spread: 0.8."""
+    lines = [
+        episode(
+            f"e{number}",
+            1.0,
+            calls=[call(str(n), tool_events=[event(s, id=str(n))]) for n, s in enumerate(own)]
+            or [call()],
+        )
+        for number, own in enumerate(tools)
+    ]
+    found = credited(lines, baseline=baseline, normalisation=normalisation)
+    for line in found.values():
+        assert line.advantage is not None
+        assert abs(line.advantage) <= 0.8 + 1e-12
+
+
+def test_beside_a_success_air_is_divided_by_the_spread_of_the_final_rewards() -> None:
+    lines = [*with_tools("ok", "error", "error"), episode("won", 4.0)]
+    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. AIR: mean 0.
+    assert [line.advantage for line in credited(lines).values()] == pytest.approx(
+        [-0.5 + 0.1, -0.5 - 0.05, -0.5 - 0.05, 1.5], abs=1e-12
     )
-    first = msgspec.structs.replace(made.calls[0], tool_events=events, tool_calls=asked)
-    return msgspec.structs.replace(made, calls=(first, *made.calls[1:]))
 
 
-def test_hand_computed_group() -> None:
-    found = credit(episode(1.0), episode(0.0), episode(0.0), episode(0.0))
-    # mean 0.25, s = sqrt((0.75² + 3·0.25²) / 3) = 0.5
-    assert [c.advantage for c in found] == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-12)
-    assert [c.weight for c in found] == [0.25] * 4
+def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
+    assert {line.reason for line in credited(with_tools("ok", "ok")).values()} == {"no_spread"}
+    # 0.2 for a tool or as a reward: the sums are equal, the parts are not.
+    lines = [*with_tools("ok"), episode("other", 0.2)]
+    assert {line.reason for line in credited(lines).values()} == {None}
+
+
+def test_late_corrected_and_repeated_statements_in_any_order() -> None:
+    other = episode("other", 1.0)
+    first = credited([episode("e", *LATE_AND_CORRECTED), other])
+    for order in itertools.permutations(LATE_AND_CORRECTED):
+        assert credited([episode("e", *order, *order), other]) == first
+
+
+def test_of_rewards_said_at_once_the_lowest_counts() -> None:
+    for said in itertools.permutations([reward(0.5), reward(0.25), reward(1.0)]):
+        assert credited([episode("e", *said)])["e", "1"].r_final == 0.25
 
 
 def test_the_number_of_calls_changes_neither_advantage_nor_total_weight() -> None:
-    few = credit(episode(1.0, 1), episode(0.0, 1))
-    many = credit(episode(1.0, 20), episode(0.0, 3))
-    assert {c.advantage for c in few} == {c.advantage for c in many}
-    assert sum(c.weight for c in many[:20]) == pytest.approx(0.5, abs=1e-12)
-    assert sum(c.weight for c in many[20:]) == pytest.approx(0.5, abs=1e-12)
+    """The bias of dividing by rows: a win in 20 calls is worth what one in 1 call is."""
+    scores = (1.0, 0.0, 0.25, 0.1, 0.7)
+
+    def group(task: str, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+        return [
+            episode(f"{task}{place}", score, task=task, calls=calls(count))
+            for place, (score, count) in enumerate(zip(scores, counts, strict=True))
+        ]
+
+    found = credited([*group("few", (1, 1, 1, 1, 1)), *group("many", (20, 3, 1, 7, 40))])
+    for place in range(len(scores)):
+        few, many = ([line for line in found.values() if line.episode == f"{task}{place}"]
+                     for task in ("few", "many"))  # fmt: skip
+        assert {line.advantage for line in few} == {line.advantage for line in many}
+        total = [sum(line.weight for line in lines) for lines in (few, many)]
+        assert total == pytest.approx([0.1, 0.1], abs=1e-12)
 
 
-def test_a_small_spread_is_not_blown_up() -> None:
-    found = credit(episode(0.0), episode(0.01))
-    assert [c.advantage for c in found] == pytest.approx([-0.05, 0.05], abs=1e-12)
-
-
-def test_unscored_is_not_zero_and_failed_is_not_unscored() -> None:
-    broken = episode(None, calls=1)
-    broken = msgspec.structs.replace(
-        broken, calls=(transition(http_status=400, trainable=False, reason="incomplete"),)
+def test_groups_that_tell_nothing_are_not_trained() -> None:
+    found = credited(
+        [
+            episode("same1", 0.1, task="same", calls=calls(3)),
+            episode("same2", 0.1, task="same"),
+            episode("alone", 1.0, task="alone"),
+            episode("none1", 1.0, task=None),
+            episode("none2", 0.0, task=None),
+            episode("good", 1.0),
+            episode("bad", 0.0),
+        ]
     )
-    found = credit(episode(1.0), episode(0.0), episode(None), broken)
-    assert [c.reason for c in found] == [None, None, "unscored", "failed"]
-    assert found[0].advantage == pytest.approx(2**-0.5, abs=1e-12)
-    punished = credit(
-        episode(1.0), episode(0.0), broken, rule=RULE.model_copy(update={"failed_reward": -1.0})
+    reasons = {name: line.reason for (name, _), line in found.items()}
+    assert reasons == {
+        "same1": "no_spread", "same2": "no_spread", "alone": "alone",
+        "none1": "alone", "none2": "alone", "good": None, "bad": None,
+    }  # fmt: skip
+    assert {line.advantage for line in found.values() if line.reason is not None} == {0.0}
+    assert found["good", "1"].weight == 0.5
+
+
+def test_advantages_are_computed_before_any_drop() -> None:
+    untrainable = [call(trainable=False, reason="greedy")]
+    found = credited([episode("a", 1.0), episode("b", 0.5), episode("c", 0.0, calls=untrainable)])
+    assert found["c", "1"].reason == "no_trainable_call"
+    assert [found[name, "1"].advantage for name in "abc"] == pytest.approx([1, 0, -1], abs=1e-12)
+    assert [found[name, "1"].weight for name in "abc"] == [0.5, 0.5, 0.0]
+
+
+def test_what_is_quarantined_counts_nowhere() -> None:
+    found = credited([episode("a", 1.0), episode("b", 0.0), episode("q", 5.0, quarantined="doubt")])
+    assert found["q", "1"].reason == "quarantined"
+    assert found["a", "1"].advantage == pytest.approx(2**-0.5, abs=1e-12)
+
+
+def test_a_reward_that_no_sum_of_squares_could_hold() -> None:
+    found = credited([episode("a", 1e300), episode("b", -1e300), episode("c", 0.0)])
+    assert [found[name, "1"].advantage for name in "abc"] == pytest.approx([1, -1, 0], abs=1e-12)
+
+
+SCORES = st.sampled_from([0.0, 0.1, 0.3, 1.0, -1.0]) | st.floats(-10, 10)
+EVENTS = st.lists(STATUSES, max_size=3)
+CALLS = st.lists(st.tuples(st.booleans(), EVENTS), min_size=1, max_size=4)
+EPISODES = st.lists(
+    st.tuples(
+        st.sampled_from(["t", "u", None]),
+        st.lists(st.tuples(SCORES, st.integers(0, 3)), max_size=3),
+        st.booleans(),
+        CALLS,
+    ),
+    max_size=8,
+)
+RULES = st.fixed_dictionaries(
+    {
+        "assignment": st.sampled_from(["identical", "per_agent", "call"]),
+        "baseline": st.sampled_from(sorted(BASELINES)),
+        "normalisation": st.sampled_from(sorted(NORMALISATIONS)),
+        "equal_weight": st.sampled_from(["episode", "call", "token"]),
+        "failed_reward": st.sampled_from([None, -1.0]),
+    }
+)
+
+
+def lines_of(drawn: Any) -> list[dict[str, Any]]:
+    return [
+        episode(
+            f"e{number}",
+            *[reward(value, at) for value, at in said],
+            task=task,
+            state="failed" if failed else "unscored",
+            calls=[
+                call(
+                    str(place),
+                    trainable=trainable,
+                    agent="ab"[place % 2],
+                    tool_events=[event(status, id=str(n)) for n, status in enumerate(events)],
+                    feedback=[reward(0.25)] if place == 1 else [],
+                )
+                for place, (trainable, events) in enumerate(made)
+            ],
+        )
+        for number, (task, said, failed, made) in enumerate(drawn)
+    ]
+
+
+@given(EPISODES, RULES, st.randoms(use_true_random=False))
+def test_no_order_changes_a_bit_and_weights_sum_to_one(drawn: Any, rule: Any, random: Any) -> None:
+    lines = lines_of(drawn)
+    found = credited(lines, **rule)
+    random.shuffle(lines)
+    for line in lines:
+        random.shuffle(line["feedback"])
+    assert credited(lines, **rule) == found
+
+    trained = [line for line in found.values() if line.reason is None]
+    assert all(line.weight > 0 for line in trained)
+    assert sum(line.weight for line in found.values()) == pytest.approx(
+        1.0 if trained else 0.0, abs=1e-12
     )
-    assert [c.r_final for c in punished] == [1.0, 0.0, -1.0]
-    assert punished[2].reason == "no_trainable_call"
+    for line in found.values():
+        assert (line.r_total is None) == (line.r_final is None) == (line.advantage is None)
 
 
-def test_groups_without_signal_are_not_trained() -> None:
-    assert {c.reason for c in credit(episode(1.0), episode(1.0))} == {"no_spread"}
-    assert {c.reason for c in credit(episode(1.0))} == {"alone"}
+@given(st.lists(st.tuples(SCORES, st.integers(1, 5)), min_size=2, max_size=12))
+def test_over_episodes_the_advantages_of_a_group_sum_to_nothing(drawn: Any) -> None:
+    lines = [
+        episode(f"e{place}", score, calls=calls(count))
+        for place, (score, count) in enumerate(drawn)
+    ]
+    found = credited(lines).values()
+    assert sum(line.weight * (line.advantage or 0.0) for line in found) == pytest.approx(
+        0, abs=1e-12
+    )
 
 
-def test_stale_and_untrainable_episodes_still_count_in_the_baseline() -> None:
-    old = episode(0.0)
-    fresh = msgspec.structs.replace(episode(1.0), calls=(transition(policy_version=5),))
-    found = credit(old, fresh, oldest=3)
+@given(
+    st.lists(st.integers(-100, 100), min_size=2, max_size=8),
+    st.sampled_from([0.5, 2.0, 8.0]),
+    st.integers(-50, 50),
+)
+def test_neither_scale_nor_shift_of_the_rewards_changes_an_advantage(
+    scores: list[int], scale: float, shift: int
+) -> None:
+    """Where the spread is above its lower limit, as that of different integers' halves is."""
+
+    def found(values: list[float]) -> list[float | None]:
+        lines = [episode(f"e{place}", value) for place, value in enumerate(values)]
+        return [line.advantage for line in credited(lines).values()]
+
+    plain = found([float(score) for score in scores])
+    moved = found([scale * (score + shift) for score in scores])
+    assert moved == pytest.approx(plain, abs=1e-12)
+
+
+# Options of [credit]
+
+HALF = sqrt(0.5)
+
+
+def advantages(found: Any, *keys: tuple[str, str]) -> list[float]:
+    return [found[key].advantage for key in keys]
+
+
+def near(*values: float) -> Any:
+    return pytest.approx(list(values), abs=1e-12)
+
+
+# Assignments
+
+
+def two_agents() -> list[dict[str, Any]]:
+    """The writer did well in `a` and badly in `b`; the episodes went the other way."""
+    return [
+        episode(
+            "a",
+            0.0,
+            calls=[
+                call("w", agent="writer", feedback=[reward(1.0)], tool_events=[event("ok")]),
+                call("c", agent="checker"),
+            ],
+        ),
+        episode(
+            "b",
+            1.0,
+            calls=[
+                call("w", agent="writer", feedback=[reward(0.4), reward(-0.2, 5)]),
+                call("c", agent="checker"),
+            ],
+        ),
+    ]
+
+
+def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
+    found = credited(two_agents(), air_lambda=0.0)
+    assert found == credited(two_agents(), air_lambda=0.0, assignment="identical")
+    assert {(line.episode, line.r_final) for line in found.values()} == {("a", 0.0), ("b", 1.0)}
+
+
+def test_per_agent() -> None:
+    found = credited(two_agents(), assignment="per_agent")
+    # writer: 1 + 0.2 against -0.2, means 0.4 and 0.1, s = 1.2·√½; checker: 0 against 1.
+    assert [found[key].r_final for key in (("a", "w"), ("b", "w"))] == [1.0, -0.2]
+    assert [found[key].r_air for key in (("a", "w"), ("a", "c"))] == [0.2, 0.0]
+    assert advantages(found, ("a", "w"), ("b", "w")) == near(7 / 6 * HALF, -7 / 6 * HALF)
+    assert advantages(found, ("a", "c"), ("b", "c")) == near(-HALF, HALF)
+    assert {line.weight for line in found.values()} == {0.25}
+
+
+def test_per_agent_takes_the_mean_of_what_an_agents_calls_were_given() -> None:
+    own = [call("1", feedback=[reward(1.0)]), call("2", feedback=[reward(0.5)]), call("3")]
+    found = credited([episode("a", calls=own)], assignment="per_agent")
+    assert [line.r_final for line in found.values()] == [0.75] * 3
+
+
+def test_any_reward_of_a_single_call() -> None:
+    own = [call("1", feedback=[reward(0.0, 1), reward(1.0, 2)]), call("2")]
+    found = credited([episode("a", 0.0, calls=own), episode("b", 0.0)], assignment="call")
+    # Values 1 and 0 in a, 0 in b; means 0.5 and 0; s² = (0.75² + 0.25²)/2 + 0.25².
+    s = sqrt(0.375)
+    assert [found["a", name].r_final for name in "12"] == [1.0, 0.0]
+    assert advantages(found, ("a", "1"), ("a", "2"), ("b", "1")) == near(
+        0.75 / s, -0.25 / s, -0.25 / s
+    )
+
+
+def test_a_call_without_any_reward_is_not_trained() -> None:
+    own = [call("1", feedback=[reward(1.0)]), call("2")]
+    found = credited([episode("a", calls=own), episode("b", 0.0)], assignment="call")
+    assert (found["a", "2"].reason, found["a", "2"].r_total) == ("unscored", None)
+    assert [found[key].weight for key in (("a", "1"), ("b", "1"))] == [0.5, 0.5]
+
+
+# Baselines and normalisations
+
+
+def three() -> list[dict[str, Any]]:
+    return [episode("a", 1.0, calls=calls(4)), episode("b", 0.0), episode("c", 0.0)]
+
+
+KEYS = (("a", "1"), ("b", "1"), ("c", "1"))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalisation", "expected"),
+    [
+        # GRPO: mean ⅓, s = √⅓.
+        ("group", "group", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+        # Dr. GRPO leaves the division out.
+        ("group", "none", (2 / 3, -1 / 3, -1 / 3)),
+        # RLOO: against 0, ½ and ½.
+        ("leave_one_out", "none", (1.0, -0.5, -0.5)),
+        ("leave_one_out", "group", (sqrt(3), -sqrt(3) / 2, -sqrt(3) / 2)),
+        ("none", "group", (1.0, 0.0, 0.0)),
+        ("none", "none", (1.0, 0.0, 0.0)),
+        # REINFORCE++ takes mean and spread over the update.
+        ("none", "batch", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+    ],
+)
+def test_baselines_and_normalisations(
+    baseline: str, normalisation: str, expected: tuple[float, ...]
+) -> None:
+    found = credited(three(), baseline=baseline, normalisation=normalisation)
+    assert advantages(found, *KEYS) == near(*expected)
+    assert {line.reason for line in found.values()} == {None}
+
+
+def test_without_a_baseline_what_is_alone_or_alike_is_trained() -> None:
+    lines = [episode("a", 1.0, task="t"), episode("b", 1.0, task="t"), episode("c", 0.5, task=None)]
+    found = credited(lines, baseline="none")
+    assert [(line.advantage, line.reason) for line in found.values()] == [
+        (1.0, None), (1.0, None), (0.5, None),
+    ]  # fmt: skip
+
+
+def test_batch_divides_by_the_updates_spread() -> None:
+    lines = [*three(), episode("d", 0.5, task="u"), episode("e", 0.5, task="u")]
+    lines += [episode("f", 0.0, task="v"), episode("g", 4.0, task="v"), episode("h", 9.0, task="w")]
+    found = credited(lines, normalisation="batch")
+    # Differences from the groups' means: ⅔, -⅓, -⅓, 0, 0, -2, 2; h has nobody.
+    s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 6)
+    assert advantages(found, *KEYS) == near(2 / 3 / s, -1 / 3 / s, -1 / 3 / s)
+    assert advantages(found, ("f", "1"), ("g", "1")) == near(-2 / s, 2 / s)
+    reasons = [found[name, "1"].reason for name in "deh"]
+    assert reasons == ["no_spread", "no_spread", "alone"]
+
+
+def test_without_a_baseline_nothing_is_without_signal() -> None:
+    """A learner with a value head learns from returns that are all alike, too."""
+    rule = {"baseline": "none", "normalisation": "batch"}
+    [only] = credited([episode("a", 1.0)], **rule).values()
+    assert (only.advantage, only.reason, only.weight) == (0.0, None, 1.0)
+    found = credited([episode("a", 1.0), episode("b", 1.0, task="u")], **rule)
+    assert {(line.advantage, line.reason) for line in found.values()} == {(0.0, None)}
+
+
+def test_no_small_spread_is_blown_up() -> None:
+    lines = [episode("a", 0.0), episode("b", 0.01)]
+    assert advantages(credited(lines), ("a", "1"), ("b", "1")) == near(-0.05, 0.05)
+
+
+# Weights
+
+
+def test_equal_weight_of_calls_and_of_tokens() -> None:
+    own = [call("1", sampled_ids=[1] * 6), call("2", sampled_ids=[1] * 2)]
+    lines = [episode("a", 1.0, calls=own), episode("b", 0.0, calls=[call(sampled_ids=[1] * 4)])]
+
+    def shares(equal: str) -> list[float]:
+        return [line.weight for line in credited(lines, equal_weight=equal).values()]
+
+    assert shares("episode") == near(1 / 4, 1 / 4, 1 / 2)
+    assert shares("call") == near(1 / 3, 1 / 3, 1 / 3)
+    assert shares("token") == near(6 / 12, 2 / 12, 4 / 12)
+
+
+# AIR
+
+
+def paid_and_tooled() -> list[dict[str, Any]]:
+    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1."""
+    tools = [("a", 1.0, "ok"), ("b", 0.0, "error"), ("c", 0.0, "error")]
+    return [
+        episode(name, reward, calls=[call(tool_events=[event(status)])])
+        for name, reward, status in tools
+    ]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalisation", "expected"),
+    [
+        # Differences ⅔, -⅓, -⅓ and 0.2, -0.1, -0.1; s = √⅓ is above AIR_SPREAD.
+        ("group", "group", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
+        ("group", "none", (2 / 3 + 0.2, -1 / 3 - 0.1)),
+        # Against 0 and -0.1; ½ and 0.05.
+        ("leave_one_out", "none", (1.0 + 0.3, -0.5 - 0.15)),
+        ("leave_one_out", "group", (1.3 * sqrt(3), -0.65 * sqrt(3))),
+        # A baseline that is 0 has no spread: the return as it is.
+        ("none", "group", (1.2, -0.1)),
+        ("none", "none", (1.2, -0.1)),
+        # Each part minus its mean over the update, by the spread of the final rewards.
+        ("none", "batch", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
+    ],
+)
+def test_baselines_and_normalisations_with_air(
+    baseline: str, normalisation: str, expected: tuple[float, float]
+) -> None:
+    found = credited(paid_and_tooled(), baseline=baseline, normalisation=normalisation)
+    assert advantages(found, *KEYS) == near(expected[0], expected[1], expected[1])
+    assert {line.reason for line in found.values()} == {None}
+
+
+def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
+    lines = [*paid_and_tooled(), episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
+    found = credited(lines, normalisation="batch")
+    s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 4)
+    assert advantages(found, *KEYS) == near(
+        (2 / 3 + 0.2) / s, (-1 / 3 - 0.1) / s, (-1 / 3 - 0.1) / s
+    )
+
+
+def test_air_scores_by_status() -> None:
+    line = episode("a", 0.0, calls=[call(tool_events=[event("ok"), event("error", "search")])])
+    scores = {"ok": 0.8, "error": -0.1, "timeout": 0.0, "denied": 0.0, "malformed": -1.0}
+    found = credited([line], air_lambda=0.1, air_scores=scores)
+    assert found["a", "1"].r_air == pytest.approx(0.1 * (0.8 - 0.1) / 2, abs=1e-12)
+
+
+# Groups of the store
+
+
+def in_group(
+    *episodes: Episode, earlier: tuple[Episode, ...] = (), task: str = "t", oldest: int = 0
+) -> tuple[TransitionCredit, ...]:
+    group = Group(task=task, episodes=episodes, earlier=earlier)
+    return assign_credit([group], CreditOptions(), policy="m", oldest_version=oldest).transitions
+
+
+def test_stale_episode_counts_in_the_baseline_and_is_not_trained() -> None:
+    fresh = msgspec.structs.replace(stored.episode(1.0), calls=(transition(policy_version=5),))
+    found = in_group(stored.episode(0.0), fresh, oldest=3)
     assert [c.reason for c in found] == ["stale", None]
     assert found[1].weight == 1.0
     assert found[1].advantage == pytest.approx(2**-0.5, abs=1e-12)
 
 
-def test_an_untrainable_call_of_a_trained_episode_keeps_its_reason() -> None:
-    mixed = msgspec.structs.replace(
-        episode(1.0), calls=(transition(), transition(trainable=False, reason="greedy"))
-    )
-    found = credit(mixed, episode(0.0))
-    assert [c.reason for c in found] == [None, "greedy", None]
-    assert [c.weight for c in found] == [0.5, 0.0, 0.5]
-
-
-def air(*statuses: str) -> float:
-    return credit(with_events(episode(0.0), *statuses))[0].r_air  # type: ignore[no-any-return]
-
-
-def test_air_is_bounded_and_malformed_scores_below_a_clean_failure() -> None:
-    assert (air("ok"), air("error"), air("malformed")) == (0.2, -0.1, -0.2)
-    assert air(*["ok"] * 100) == 0.2
-    assert air() == 0.0
-
-
-def test_air_and_final_reward_are_kept_apart_and_added() -> None:
-    found = credit(with_events(episode(0.0), "ok"), with_events(episode(0.0), "malformed"))
-    assert [(c.r_final, c.r_air, c.r_total) for c in found] == [(0.0, 0.2, 0.2), (0.0, -0.2, -0.2)]
-    assert found[0].advantage == -found[1].advantage
-
-
-def test_the_newest_reward_stands_in_any_order() -> None:
-    statements = [said(0.1, 1), said(0.9, 3), said(0.5, 2), said(7, 9, "other")]
-    for order in itertools.permutations(statements):
-        counts = newest(order, "reward")
-        assert counts is not None
-        assert counts.value == 0.9
-
-
-@given(
-    st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.lists(st.integers(1, 5), min_size=12)
-)
-def test_weights_of_an_update_sum_to_one(rewards: list[float], calls: list[int]) -> None:
-    made = [episode(r, calls[i]) for i, r in enumerate(rewards)]
-    found = credit(*made)
-    rows = training_rows(found)
-    if len(set(rewards)) == 1:
-        assert rows == []
-    else:
-        assert sum(c.weight for c in found) == pytest.approx(1.0, abs=1e-9)
-        assert sum(row.advantage * row.weight * calls[0] for row in rows[: calls[0]]) is not None
-        shares = {c.episode: 0.0 for c in found}
-        for c in found:
-            shares[c.episode] += c.weight * (c.advantage or 0)
-        assert sum(shares.values()) == pytest.approx(0.0, abs=1e-6)
-
-
 def test_late_members_are_compared_with_what_was_spent_before() -> None:
-    late = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
-    [found] = assign_credit([late], RULE, policy="m", oldest_version=0).transitions
+    [found] = in_group(stored.episode(1.0), earlier=(stored.episode(0.0), stored.episode(0.0)))
     # mean ⅓, s = √⅓
     assert found.advantage == pytest.approx(2 * 3**-0.5, abs=1e-12)
     assert (found.weight, found.reason) == (1.0, None)
 
 
 def test_episodes_without_a_task_are_compared_with_nobody() -> None:
-    group = Group(task="", episodes=(episode(1.0), episode(0.0)))
-    found = assign_credit([group], RULE, policy="m", oldest_version=0).transitions
+    found = in_group(stored.episode(1.0), stored.episode(0.0), task="")
     assert {c.reason for c in found} == {"alone"}
+
+
+# A baseline of one's own: a class, and its name in a table
+
+
+RECIPE = '[credit]\nbaseline = "best"\nnormalisation = "none"'
+
+
+@pytest.fixture
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline of the guide, beside those that come with Pawl."""
+    page = ROOT / "docs/howto/add-a-baseline.md"
+    [code] = [one for one in split_blocks(page, page.read_text())[1] if one.language == "python"]
+    defined: dict[str, Any] = dict(vars(baselines))
+    exec(code.text, defined)
+    monkeypatch.setitem(BASELINES, "best", defined["BestOfGroup"]())
+
+
+def test_a_name_that_is_not_in_the_table_is_refused_with_those_that_are() -> None:
+    with pytest.raises(RecipeError, match=r"credit\.baseline: .*'best' is not known: use one of"):
+        parse_recipe(RECIPE, "r.toml")
+
+
+@pytest.mark.usefixtures("_toy")
+def test_a_recipe_names_the_toy_and_credit_is_computed_with_it() -> None:
+    rule = parse_recipe(RECIPE, "r.toml").credit
+    found = credited([episode("a", 1.0), episode("b", 0.25), episode("c", 0.0)], **dict(rule))
+    assert [line.advantage for line in found.values()] == [0.0, -0.75, -1.0]
+    assert {line.reason for line in found.values()} == {None}
+
+
+@pytest.mark.usefixtures("_toy")
+def test_its_traits_are_checked_as_those_of_the_others() -> None:
+    with pytest.raises(RecipeError, match=r"credit\.baseline = 'best'.* or \"none\""):
+        parse_recipe(f"[claim]\ngroup_size = 1\n{RECIPE}", "r.toml")
+    with pytest.raises(RecipeError, match='learner "ppo" has its critic as the baseline'):
+        parse_recipe(f'learner = "ppo"\n{RECIPE}', "r.toml")
+
+
+@pytest.mark.usefixtures("_toy")
+def test_the_reference_lists_it() -> None:
+    schema = CreditOptions.model_json_schema()
+    assert "best" in schema["properties"]["baseline"]["enum"]

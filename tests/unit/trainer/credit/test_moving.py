@@ -16,6 +16,7 @@ from trainer.credit.assign import Credited, assign_credit
 from trainer.credit.moving import (
     MAX_FAMILIES,
     NO_MOVING_BASELINES,
+    RATE,
     MovingAverage,
     MovingBaselines,
 )
@@ -152,9 +153,9 @@ def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
     for order in itertools.permutations(values):
         mean = 0.5
         for value in order:
-            mean += 0.1 * (value - mean)
+            mean += RATE * (value - mean)
         one_by_one.append(mean)
-    found = KNOWN.updated({("t", "default"): values}, {}, 0.1)
+    found = KNOWN.updated({("t", "default"): values}, {})
     assert found.mean("t", "default") == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
 
 
@@ -166,10 +167,6 @@ def test_no_order_within_an_update_changes_a_bit(values: list[float], random: ob
         first = before.updated({("t", "default"): values}, {("u", "b"): values})
         again = before.updated({("t", "default"): shuffled}, {("u", "b"): shuffled})
         assert msgspec.json.encode(first.pruned()) == msgspec.json.encode(again.pruned())
-
-
-def test_as_json_and_back() -> None:
-    assert msgspec.convert(msgspec.to_builtins(KNOWN), MovingBaselines) == KNOWN
 
 
 def test_names_that_never_come_again_are_forgotten_first() -> None:

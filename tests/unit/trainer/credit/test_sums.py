@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pawl.commands.credit import table
-from store.values.rewards import REWARD_ALONE, RewardRule
+from store.values.rewards import REWARD_ALONE
 from tests.support.lines import call, credited, episode, reward
 from trainer.credit.lines import credit_lines, read_lines
 from trainer.recipes.recipe import CreditOptions, Recipe, parse_recipe
@@ -119,8 +119,3 @@ def test_the_table_for_people_shows_the_parts() -> None:
     shown = table(list(credited([episode("e", *TABLE["all"][0])], earns=SUM).values()))
     assert [column.header for column in shown.columns][-1] == "parts"
     assert str(next(iter(shown.columns[-1].cells))) == "right +1, cost -0.2, verdict -0.5"
-
-
-def test_the_range_of_a_sum_is_that_of_its_terms() -> None:
-    assert SUM.range == (-1.5, 1.5)
-    assert isinstance(SUM, RewardRule)

@@ -1,45 +1,74 @@
-"""A version's files: whole or not there, and never changed."""
+"""A version's files: whole or not there, never changed, and copied out as they were written."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from store.claims import Outcome
 from store.ids import new_id
-from trainer.errors import AdapterError
+from store.versions import PolicyVersion
+from tests.support.faults.unreadable import unreadable
+from trainer.errors import AdapterError, FilesAltered, FilesUnread
+from trainer.publishing import adapters
 from trainer.publishing.adapters import (
+    MANIFEST,
+    SERVED,
     NewVersion,
+    check_files,
+    export_adapter,
     find_update,
     read_manifest,
     remove,
+    sha256_of,
     sweep,
     version_folder,
+    why_altered,
+    write_base,
     write_version,
 )
 from trainer.publishing.probe import ProbeRow
 
 
 def save(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    for name in SERVED:
+        (folder / name).write_text(f"{name} of {folder}")
     (folder / "trainer").mkdir()
     (folder / "trainer" / "optimizer.pt").write_bytes(b"state")
+    write_base(folder, "hash of the base")
 
 
-def new_version(policy: str = "org/m", version: int = 1, **changes: Any) -> NewVersion:
+def new_version(version: int = 1, **changes: Any) -> NewVersion:
     values = {
+        "policy": "org/m",
         "update_id": new_id(),
         "parent_version": 0,
         "outcomes": (Outcome(episode_id=new_id(), trained=True),),
         "metrics": {"loss": 0.5},
         "probe": (ProbeRow(ids=(1, 2), logprobs=(-0.5,)),),
     } | changes
-    return NewVersion(policy=policy, version=version, **values)
+    return NewVersion(version=version, **values)
 
 
 def write(root: Path, version: int = 1, **changes: Any) -> Path:
-    return write_version(root, new_version(version=version, **changes), save)
+    return write_version(root, new_version(version, **changes), save)
+
+
+def recorded(root: Path, number: int) -> PolicyVersion:
+    """A version as training and its record leave it."""
+    new = new_version(number, policy="m")
+    folder = write_version(root, new, save)
+    return PolicyVersion(
+        name="m",
+        version=number,
+        state="serving",
+        served_name=f"m@{number}",
+        adapter_path=str(folder),
+        update_id=new.update_id,
+        manifest_sha256=sha256_of(folder / MANIFEST),
+    )
 
 
 def test_what_is_written_is_found_by_its_update(tmp_path: Path) -> None:
@@ -59,20 +88,13 @@ def test_a_version_is_never_written_twice(tmp_path: Path) -> None:
         write(tmp_path)
 
 
-def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
-    folder = write(tmp_path)
-    (folder / "adapter_model.safetensors").write_bytes(b"other")
-    with pytest.raises(AdapterError, match="not the file"):
-        read_manifest(folder)
-
-
 def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
     def broken(folder: Path) -> None:
         save(folder)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_version(tmp_path, new_version("m"), broken)
+        write_version(tmp_path, new_version(policy="m"), broken)
     assert read_manifest(version_folder(tmp_path, "m", 1)) is None
     sweep(tmp_path, "m")
     assert list((tmp_path / "m").iterdir()) == []
@@ -97,3 +119,124 @@ def test_a_removed_version_is_not_seen_half_removed(tmp_path: Path) -> None:
     assert list(parent.iterdir()) == []
     # A second one does nothing.
     remove(folder)
+
+
+# Files that are not those that the update wrote
+
+
+def test_files_as_they_were_written_are_not_altered(tmp_path: Path) -> None:
+    version = recorded(tmp_path, 1)
+    assert why_altered(version) is None
+    # Of earlier versions of Pawl the database has no hash.
+    assert why_altered(msgspec.structs.replace(version, manifest_sha256=None)) is None
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_one_other_byte_is_found(tmp_path: Path, name: str) -> None:
+    version = recorded(tmp_path, 1)
+    file = Path(version.adapter_path or "") / name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "its SHA-256 is not the one in" in (why_altered(version) or "")
+
+
+def test_another_versions_files_are_found(tmp_path: Path) -> None:
+    version, other = recorded(tmp_path, 1), recorded(tmp_path, 2)
+    folder = Path(version.adapter_path or "")
+    shutil.rmtree(folder)
+    shutil.copytree(other.adapter_path or "", folder)
+    assert "is not the one that its update wrote" in (why_altered(version) or "")
+    unhashed = msgspec.structs.replace(version, manifest_sha256=None)
+    assert "has the files of m@2" in (why_altered(unhashed) or "")
+
+
+def test_files_with_a_manifest_that_fits_them_are_found(tmp_path: Path) -> None:
+    version = recorded(tmp_path, 1)
+    folder = Path(version.adapter_path or "")
+    (folder / SERVED[1]).write_text("mine")
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes())
+    manifest["sha256"][SERVED[1]] = sha256_of(folder / SERVED[1])
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    assert "is not the one that its update wrote" in (why_altered(version) or "")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SERVED[0]])
+async def test_missing_files_are_told_with_the_version(tmp_path: Path, name: str) -> None:
+    version = recorded(tmp_path, 1)
+    (Path(version.adapter_path or "") / name).unlink()
+    with pytest.raises(FilesAltered, match=r"m@1 is not loaded: .*restore it from a backup"):
+        await check_files(version)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, *SERVED])
+async def test_files_that_cannot_be_read_for_now_are_not_altered(tmp_path: Path, name: str) -> None:
+    version = recorded(tmp_path, 1)
+    file = Path(version.adapter_path or "") / name
+    with unreadable(file), pytest.raises(FilesUnread, match=rf"{name} cannot be read \(Input/out"):
+        await check_files(version)
+    await check_files(version)
+
+
+async def test_a_folder_in_place_of_a_file_is_no_error_that_passes(tmp_path: Path) -> None:
+    version = recorded(tmp_path, 1)
+    file = Path(version.adapter_path or "") / SERVED[1]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(FilesAltered, match="is no file"):
+        await check_files(version)
+
+
+# Export
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    return write(tmp_path / "adapters")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_adapter_is_copied_and_the_trainers_own_files_are_not(
+    version: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "out"
+    export_adapter(version, out)
+    assert names(out) == ["adapter_config.json", "adapter_model.safetensors", "base.json"]
+    assert all((out / name).read_bytes() == (version / name).read_bytes() for name in names(out))
+    assert names(out.parent) == ["out"]
+
+
+def test_an_empty_folder_is_filled_and_a_full_one_refused(version: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    export_adapter(version, out)
+    assert len(names(out)) == 3
+    with pytest.raises(AdapterError, match="there already and not empty: name a new folder"):
+        export_adapter(version, out)
+    with pytest.raises(AdapterError, match="not empty"):
+        export_adapter(version, out / "base.json")
+
+
+def test_files_that_changed_or_are_gone_are_not_exported(version: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="no version any more: restore it"):
+        export_adapter(tmp_path / "gone", tmp_path / "out")
+    (version / "adapter_model.safetensors").write_bytes(b"other")
+    with pytest.raises(AdapterError, match="not the file that was written"):
+        export_adapter(version, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(
+    version: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(adapters, "copyfile", full)
+    with pytest.raises(AdapterError, match=r"cannot be written: No space left .*make room"):
+        export_adapter(version, tmp_path / "out")
+    assert names(tmp_path) == ["adapters"]

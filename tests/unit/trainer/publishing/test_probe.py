@@ -1,6 +1,12 @@
-"""The delivery probe: right, off, or the old version under a new name."""
+"""What a server says, compared with the trainer: a version's probe, and the test of the server."""
 
-from trainer.publishing.probe import compare, rejection_reason
+import math
+
+import msgspec
+import pytest
+
+from trainer.publishing.pacing import slots_named_in
+from trainer.publishing.probe import Compared, compare, rejection_reason, why_misfit
 
 TRAINED = [[-1.0, -2.0], [-3.0]]
 BEFORE = [[-1.5, -2.5], [-3.5]]
@@ -20,3 +26,53 @@ def test_the_old_version_under_the_new_name_is_found() -> None:
 def test_nan_is_wrong() -> None:
     nan = [[float("nan"), -2.0], [-3.0]]
     assert rejection_reason(compare(nan, TRAINED, BEFORE), 0.01) is not None
+
+
+FITS = Compared(
+    served_base=(-1.0, -2.0),
+    own_base=(-1.01, -2.0),
+    served_adapter=(-1.8, -2.9),
+    own_adapter=(-1.8, -2.91),
+    served_sampled=(-3.0, -4.0),
+    own_sampled=(-3.01, -4.0),
+    own_raw=(-5.0, -7.0),
+)
+CASES = {
+    "another base": ({"served_base": (-4.0, -2.0)}, "PAWL_MODEL"),
+    "a base that computes no number": ({"served_base": (math.nan, -2.0)}, "PAWL_MODEL"),
+    "an adapter that is not applied": ({"served_adapter": (-1.0, -2.0)}, "does not apply"),
+    "half an adapter": ({"served_adapter": (-1.7, -2.7)}, "otherwise than the trainer"),
+    "raw log-probabilities": ({"served_sampled": (-5.0, -7.0)}, "as they were before temperature"),
+    "some others": ({"served_sampled": (-9.0, -7.0)}, "options that change what is sampled"),
+}
+
+
+def test_what_fits_fits() -> None:
+    assert why_misfit(FITS, 0.05) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_named(case: str) -> None:
+    changes, said = CASES[case]
+    why = why_misfit(msgspec.structs.replace(FITS, **changes), 0.05)
+    assert why is not None
+    assert said in why
+
+
+METRICS = (
+    "# HELP vllm:lora_requests_info Running stats on lora requests.\n"
+    "# TYPE vllm:lora_requests_info gauge\n"
+    'vllm:lora_requests_info{max_lora="4",running_lora_adapters="m@1",waiting_lora_adapters=""}'
+    " 1.7e+09\n"
+)
+
+
+def test_vllm_names_them_with_its_lora_requests() -> None:
+    assert slots_named_in(METRICS) == 4
+    assert slots_named_in('vllm:lora_requests_info{a="",max_lora="12",b=""} 1.0') == 12
+
+
+def test_before_the_first_request_nothing_is_known() -> None:
+    assert slots_named_in("") is None
+    assert slots_named_in(METRICS.splitlines()[0]) is None
+    assert slots_named_in('vllm:cache_config_info{max_lora="4"} 1.0\n') is None

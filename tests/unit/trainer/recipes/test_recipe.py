@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.recipes.recipe import GateOptions, load_recipe, parse_recipe
+from trainer.recipes.recipe import GateOptions, Recipe, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = [
@@ -13,6 +13,7 @@ EXAMPLES = [
     for path in sorted(ROOT.glob("examples/*/*.toml"))
     if path.read_text().startswith("learner") or "\nlearner" in path.read_text()
 ]
+SUM = '[reward.right]\nrange = [0, 2]\n[reward."cost in €"]\nweight = -0.5\nrange = [0, 4]\n'
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
@@ -48,10 +49,6 @@ def test_of_models_that_think_each_token_weighs_the_same_and_bounds_are_by_lengt
 @pytest.mark.parametrize("name", ["default", "ppo", "sft", "single"])
 def test_for_live_traffic_the_precision_is_the_machines(name: str) -> None:
     assert load_recipe(name).dtype == "auto"
-
-
-def test_a_recipe_that_names_no_precision_has_float32() -> None:
-    assert parse_recipe("", "r.toml").dtype == "float32"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +112,16 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ("[gate]\nmost_kl_to_base = 0.0", "gate.most_kl_to_base"),
         ("[gate]\nmost_kl_to_base = inf", "gate.most_kl_to_base"),
         ("[claim", "not TOML"),
+        ("[reward.right]\n", "reward.right.range"),
+        ("[reward.right]\nrange = [1, 1]\n", "lowest below highest"),
+        ("[reward.right]\nrange = [0, 1]\nweight = 0\n", "weight must not be 0"),
+        ("[reward.right]\nrange = [0, 1]\ndefault = 2\n", "default is 2.0, outside"),
+        ("[reward.right]\nrange = [0, 1]\nvalues = {good = 3}\n", "values.good is 3.0, outside"),
+        ('[reward.right]\nrange = [0, 1]\nvalues = {"" = 1}\n', "1 to 256 characters"),
+        ("[reward.right]\nrange = [0, 1]\nwieght = 1\n", "did you mean weight"),
+        (SUM + "[gate]\nreward_range = [0, 5]\n", "gate.reward_range follows from"),
+        ("[reward.right]\nrange = [0, 0.01]\n", "gate.margin must be smaller"),
+        ("[reward]\nrange = [0, 1]\n", "reward.range"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, named: str) -> None:
@@ -136,10 +143,6 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(str(tmp_path / "nope.toml"))
-
-
-def test_without_a_table_of_the_gate_a_version_serves_at_once() -> None:
-    assert not parse_recipe("", "r.toml").gate.is_gated
 
 
 def test_the_base_model_gets_episodes_without_a_gate_only_if_the_recipe_says_so() -> None:
@@ -183,6 +186,23 @@ def test_a_gate_has_its_options() -> None:
     assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
 
 
-def test_a_version_may_go_as_far_from_its_base_model_as_it_likes_unless_a_bound_is_set() -> None:
-    assert parse_recipe("", "r.toml").gate.most_kl_to_base is None
-    assert parse_recipe("[gate]\nmost_kl_to_base = 0.5", "r.toml").gate.most_kl_to_base == 0.5
+def test_what_an_empty_recipe_says() -> None:
+    empty = parse_recipe("", "r.toml")
+    assert empty.dtype == "float32"
+    assert not empty.gate.is_gated
+    assert empty.gate.most_kl_to_base is None
+
+
+def test_gate_has_the_range_of_the_sum() -> None:
+    recipe = parse_recipe(SUM, "test")
+    assert recipe.judged_by.reward_range == (-2.0, 2.0)
+    assert recipe.gate.reward_range == (0.0, 1.0)
+    assert Recipe().judged_by == Recipe().gate
+
+
+def test_sum_is_recorded_and_read_back_and_no_sum_leaves_no_trace() -> None:
+    recipe = parse_recipe(SUM, "test")
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+    assert list(recipe.reward) == ["right", "cost in €"]
+    assert "reward" not in Recipe().model_dump(mode="json")
+    assert Recipe.model_validate(Recipe().model_dump(mode="json")) == Recipe()

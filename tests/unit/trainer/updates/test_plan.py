@@ -1,35 +1,66 @@
-"""An update's plan: rows, what becomes of each episode, and the figures told of it."""
+"""An update's plan: its rows, what becomes of each episode, what is left out, and its figures."""
 
+import math
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from store.claims import Claim
 from store.ids import new_id
-from store.records import Episode, Group, ToolCall, ToolEvent, ToolStatus
+from store.records import Episode, Group, Tokens, ToolCall, ToolEvent, ToolStatus, TransitionRow
+from tests.support.records import tokens
 from tests.support.stored import episode, transition
+from trainer.batches import PLAIN, Row, bare_row
 from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.claiming import claim_rule
-from trainer.updates.plan import Plan, plan_update
+from trainer.updates.plan import (
+    LeftOut,
+    Plan,
+    calls_with_grammar,
+    effective_share,
+    plan_update,
+    rows_to_compute,
+    shares_by_episode,
+    smallest_in,
+    too_far,
+    versions_to_ask,
+    with_logprobs,
+)
+
+DEFAULT = Recipe()
 
 
-def plan(*episodes: Episode, **credit: Any) -> Plan:
-    group = Group(task="t", episodes=episodes)
-    claim = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
-    return plan_update(claim, Recipe(credit=CreditOptions(**credit)))
+def claimed(*groups: tuple[Episode, ...], **changes: Any) -> Claim:
+    """A claim of policy `m` with these groups, each of a task of its own."""
+    made = tuple(Group(task=f"t{number}", episodes=own) for number, own in enumerate(groups))
+    claim = Claim(update_id=new_id(), policy="m", parent_version=0, groups=made)
+    return msgspec.structs.replace(claim, **changes)
 
 
-def failed() -> Episode:
-    broken = transition(http_status=400, trainable=False, reason="incomplete")
-    return msgspec.structs.replace(episode(None), calls=(transition(), broken))
+def of_calls(reward: float | None, *calls: TransitionRow) -> Episode:
+    return msgspec.structs.replace(episode(reward), calls=calls)
+
+
+def rewarded(*rewards: float | None) -> tuple[Episode, ...]:
+    return tuple(map(episode, rewards))
+
+
+def recipe(**tables: Any) -> Recipe:
+    return Recipe.model_validate(tables)
 
 
 def test_each_episode_is_accounted_for_once() -> None:
     greedy = transition(trainable=False, reason="greedy")
-    mixed = msgspec.structs.replace(episode(None), calls=(transition(), greedy))
-    untrainable = msgspec.structs.replace(episode(0.5), calls=(greedy,))
-    found = plan(episode(1.0), episode(0.0, 3), mixed, failed(), untrainable)
+    broken = transition(http_status=400, trainable=False, reason="incomplete")
+    group = (
+        *(episode(1.0), episode(0.0, 3), of_calls(None, transition(), greedy)),
+        *(of_calls(None, transition(), broken), of_calls(0.5, greedy)),
+    )
+    found = plan_update(claimed(group), DEFAULT)
     assert [(one.trained, one.reason) for one in found.outcomes] == [
         (True, None),
         (True, None),
@@ -42,28 +73,26 @@ def test_each_episode_is_accounted_for_once() -> None:
 
 
 def test_means_are_over_episodes() -> None:
-    found = plan(episode(1.0, 5), episode(0.0, 1)).metrics
+    found = plan_update(claimed((episode(1.0, 5), episode(0.0, 1))), DEFAULT).metrics
     assert (found["reward_mean"], found["total_mean"], found["air_mean"]) == (0.5, 0.5, 0.0)
     assert found["trained_episodes"] == 2
 
 
-def of_groups(*groups: tuple[float, ...], **claim: int) -> Plan:
-    made = tuple(
-        Group(task=f"t{number}", episodes=tuple(map(episode, rewards)))
-        for number, rewards in enumerate(groups)
-    )
-    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=made)
-    return plan_update(held, Recipe.model_validate({"claim": claim}))
+def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:
+    """A checker that stays on the base model, beside a writer that is trained."""
+    checker = transition(policy="base", policy_version=0, agent="checker")
+    made = of_calls(1.0, transition(policy_version=5), checker)
+    other = of_calls(0.0, transition(policy_version=5))
+    found = plan_update(claimed((made, other), parent_version=5, oldest_version=3), DEFAULT)
+    assert [(one.reason, one.weight) for one in found.credited] == [
+        (None, 0.5),
+        ("other_policy", 0.0),
+        (None, 0.5),
+    ]
+    assert [row.version for row in found.rows] == [5, 5]
 
 
-def test_an_update_of_less_signal_takes_a_step_that_is_smaller_by_as_much() -> None:
-    found = of_groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.5), groups=8)
-    assert (found.metrics["groups"], found.metrics["signal_groups"]) == (3, 2)
-    assert found.step_share == found.metrics["step_share"] == 0.25
-
-
-def test_no_update_takes_more_than_a_whole_step() -> None:
-    assert of_groups((1.0, 0.0), (1.0, 0.5), (0.0, 0.5), groups=2).step_share == 1.0
+# The step
 
 
 def with_tool(reward: float, status: ToolStatus) -> Episode:
@@ -71,26 +100,64 @@ def with_tool(reward: float, status: ToolStatus) -> Episode:
         tool_calls=(ToolCall(id="c1", name="search", arguments="{}"),),
         tool_events=(ToolEvent(id=new_id(), tool_id="c1", name="search", status=status),),
     )
-    return msgspec.structs.replace(episode(reward), calls=(call,))
+    return of_calls(reward, call)
 
 
-def test_a_group_whose_tools_alone_differ_counts_for_what_air_weighs() -> None:
-    """What is left once a policy has learned its tasks: the noise of tools."""
-    noisy = Group(task="t", episodes=(with_tool(1.0, "ok"), with_tool(1.0, "error")))
-    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(noisy,) * 8)
-    found = plan_update(held, Recipe.model_validate({"claim": {"groups": 8}}))
-    assert found.metrics["trained_episodes"] > 0
-    # λ 0.2 against a spread of 0.5.
-    assert found.step_share == pytest.approx(0.4)
+IMITATES = {"learner": "sft", "credit": {"baseline": "none", "normalisation": "none"}}
+OF_ONE = {"group_size": 1, "groups": 8}
 
 
-def test_of_groups_of_one_each_episode_counts() -> None:
-    group = Group(task="t", episodes=(episode(1.0), episode(0.0), episode(None)))
-    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
-    recipe = Recipe.model_validate(
-        {"claim": {"group_size": 1, "groups": 8}, "credit": {"baseline": "moving"}}
-    )
-    assert plan_update(held, recipe).step_share == 0.25
+@pytest.mark.parametrize(
+    ("groups", "tables", "share"),
+    [
+        pytest.param(
+            [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.5)],
+            {"claim": {"groups": 8}},
+            2 / 8,
+            id="groups without spread give no signal",
+        ),
+        pytest.param(
+            [rewarded(1.0, 0.0), rewarded(1.0, 0.5), rewarded(0.0, 0.5)],
+            {"claim": {"groups": 2}},
+            1.0,
+            id="no more than a whole step",
+        ),
+        pytest.param(
+            # What is left once a policy has learned its tasks: λ 0.2 against a spread of 0.5.
+            [(with_tool(1.0, "ok"), with_tool(1.0, "error"))] * 8,
+            {"claim": {"groups": 8}},
+            0.4,
+            id="groups whose tools alone differ count for what AIR weighs",
+        ),
+        pytest.param(
+            [rewarded(1.0, 0.0, None)],
+            {"claim": OF_ONE, "credit": {"baseline": "moving"}},
+            2 / 8,
+            id="of groups of one each episode counts",
+        ),
+        pytest.param(
+            [rewarded(1.0, 0.0), rewarded(0.0), rewarded(1.0)],
+            IMITATES | {"claim": {"groups": 8}},
+            2 / 8,
+            id="of imitation each group with a success counts",
+        ),
+        pytest.param(
+            [rewarded(1.0, 0.0, 1.0)],
+            IMITATES | {"claim": OF_ONE},
+            2 / 8,
+            id="of imitation of groups of one each success counts",
+        ),
+    ],
+)
+def test_step_is_as_large_as_the_signal(
+    groups: list[tuple[Episode, ...]], tables: dict[str, Any], share: float
+) -> None:
+    found = plan_update(claimed(*groups), recipe(**tables))
+    assert found.step_share == found.metrics["step_share"] == pytest.approx(share)
+    assert found.rows
+
+
+# The rule of claims
 
 
 @pytest.mark.parametrize(
@@ -110,22 +177,238 @@ def test_groups_must_differ_where_they_are_compared_by_what_the_store_knows(
     assert rule.needs_spread is needed
 
 
-def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:
-    """A checker that stays on the base model, beside a writer that is trained."""
-    calls = (
+def test_an_update_that_imitates_waits_for_successes_and_not_for_spread() -> None:
+    rule = claim_rule(recipe(**IMITATES, sft={"min_reward": 0.5}), "m")
+    assert (rule.needs_spread, rule.least_reward) == (False, 0.5)
+    assert claim_rule(DEFAULT, "m").least_reward is None
+    # What single calls were given is not known in the store.
+    credit = IMITATES["credit"] | {"assignment": "call"}  # type: ignore[operator]
+    assert claim_rule(recipe(learner="sft", credit=credit), "m").least_reward is None
+
+
+# Imitation
+
+
+def imitated(*groups: tuple[Episode, ...], **sft: Any) -> Plan:
+    return plan_update(claimed(*groups), recipe(**IMITATES, sft=sft))
+
+
+def untrainable(reason: str, **changes: Any) -> TransitionRow:
+    return transition(trainable=False, reason=reason, sampling={"temperature": 0.0}, **changes)
+
+
+def test_each_episode_is_imitated_or_says_why_not() -> None:
+    found = imitated(rewarded(1.0, 0.0, 2.0, None), most_per_task=1)
+    assert [one.reason for one in found.outcomes] == ["not_best", "low_reward", None, "unscored"]
+    assert found.metrics["dropped"] == {"not_best": 1, "low_reward": 1, "unscored": 1}
+    assert (found.metrics["episodes"], found.metrics["trained_episodes"]) == (4, 1)
+    assert [row.weight for row in found.rows] == [1.0]
+
+
+def test_a_group_of_successes_alone_is_imitated() -> None:
+    """No episode is compared with another: there is no spread to wait for."""
+    found = imitated(rewarded(1.0, 1.0), rewarded(1.0))
+    assert [one.trained for one in found.outcomes] == [True] * 3
+    assert sum(row.weight for row in found.rows) == pytest.approx(1.0)
+
+
+def test_an_update_without_a_success_makes_no_version() -> None:
+    found = imitated(rewarded(0.0, 0.9))
+    assert found.rows == ()
+    assert found.metrics["dropped"] == {"low_reward": 2}
+
+
+def test_what_imitated_rows_were_sampled_from_makes_no_difference() -> None:
+    cold = transition(sampling={"temperature": 0.3, "top_p": 0.5})
+    found = imitated((of_calls(1.0, cold, silent(0)),))
+    assert [(row.distribution, row.sampled_logprobs) for row in found.rows] == [(PLAIN, ())] * 2
+    assert not any(row.recomputed for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (untrainable("greedy"), None),
+        (untrainable("constrained_sampling"), None),
+        (untrainable("reshaped_distribution"), "reshaped_distribution"),
+        (untrainable("unreadable_sampling"), "unreadable_sampling"),
+        (untrainable("not_text"), "not_text"),
+        # A checker's, an outside model's, and a fixed policy's are nobody's of this policy.
+        (untrainable("greedy", policy="checker"), "greedy"),
+        (untrainable("greedy", policy=None, policy_version=None), "greedy"),
+        (untrainable("greedy", policy_version=None), "greedy"),
+        (untrainable("greedy", tokens=Tokens()), "greedy"),
+    ],
+)
+def test_calls_are_imitated_whose_ratio_alone_is_unknown(
+    call: TransitionRow, reason: str | None
+) -> None:
+    found = imitated((of_calls(1.0, call, transition()),))
+    assert [credit.reason for credit in found.credited] == [reason, None]
+    assert len(found.rows) == (2 if reason is None else 1)
+    compared = claimed((of_calls(1.0, call), episode(0.0)))
+    assert len(plan_update(compared, DEFAULT).rows) == 1
+
+
+def test_a_greedy_call_of_a_version_that_is_too_old_is_stale() -> None:
+    made = of_calls(1.0, untrainable("greedy", policy_version=2))
+    claim = claimed((made,), parent_version=9, oldest_version=3)
+    assert [one.reason for one in plan_update(claim, recipe(**IMITATES)).outcomes] == ["stale"]
+
+
+# Calls that cannot be computed
+
+
+def silent(version: int | None, **changes: Any) -> TransitionRow:
+    """A call without log-probabilities."""
+    none = msgspec.structs.replace(tokens([1, 2], [3, 4]), sampled_logprobs=b"")
+    return transition(policy_version=version, tokens=none, **changes)
+
+
+def held(**changes: Any) -> TransitionRow:
+    """A call that a grammar held."""
+    sampling = {"temperature": 1.0, "grammar": {"kind": "regex", "text": "a+"}}
+    return transition(sampling=sampling, **changes)
+
+
+def beside_a_failure(*calls: TransitionRow) -> Claim:
+    first = of_calls(1.0, *calls)
+    group = Group(task="t", episodes=(first, episode(0.0)), earlier=(first,))
+    return claimed(parent_version=3, groups=(group,))
+
+
+def test_only_calls_that_would_be_trained_are_computed_or_replayed_before() -> None:
+    unread: dict[str, Any] = {"trainable": False, "reason": "greedy"}
+    asked = beside_a_failure(
+        silent(1), silent(None), silent(2, **unread), silent(4, policy="other"),
         transition(policy_version=5),
-        transition(policy="base", policy_version=0, agent="checker"),
-    )
-    made = msgspec.structs.replace(episode(1.0), calls=calls)
-    other = msgspec.structs.replace(episode(0.0), calls=(transition(policy_version=5),))
-    group = Group(task="t", episodes=(made, other))
-    claim = Claim(
-        update_id=new_id(), policy="m", parent_version=5, oldest_version=3, groups=(group,)
-    )
-    found = plan_update(claim, Recipe())
-    assert [(one.reason, one.weight) for one in found.credited] == [
-        (None, 0.5),
-        ("other_policy", 0.0),
-        (None, 0.5),
-    ]
-    assert [row.version for row in found.rows] == [5, 5]
+    )  # fmt: skip
+    assert versions_to_ask(asked) == {0, 1}
+    asked = beside_a_failure(held(), transition(), held(**unread), held(policy="other"))
+    assert calls_with_grammar(asked) == [asked.groups[0].episodes[0].calls[0]]
+
+
+def test_calls_of_a_lost_version_are_not_trained_and_all_others_are() -> None:
+    asked = beside_a_failure(silent(1), silent(2), transition(policy_version=1))
+    left_out = LeftOut(lost_versions={1: "version_gone"})
+    found = plan_update(asked, DEFAULT, left_out)
+    assert [credit.reason for credit in found.credited] == ["version_gone", None, None, None]
+    assert sum(credit.weight for credit in found.credited) == 1.0
+    assert [row.recomputed for row in found.rows] == [True, False, False]
+    assert found.metrics["lost_versions"] == {"1": "version_gone"}
+    assert LeftOut.recorded(found.metrics) == left_out
+
+
+def test_calls_outside_their_grammar_are_not_trained_and_all_others_are() -> None:
+    asked = beside_a_failure(held(), held(), transition())
+    odd = {str(asked.groups[0].episodes[0].calls[0].id): "outside_grammar"}
+    found = plan_update(asked, DEFAULT, LeftOut(unreplayed_calls=odd))
+    assert [credit.reason for credit in found.credited] == ["outside_grammar", None, None, None]
+    assert sum(credit.weight for credit in found.credited) == 1.0
+    assert found.metrics["unreplayed_calls"] == odd
+    assert [row.distribution.grammar is None for row in found.rows] == [False, True, True]
+
+
+@pytest.mark.parametrize("call", [silent(1), held()])
+def test_plan_records_nothing_where_nothing_is_left_out(call: TransitionRow) -> None:
+    asked = beside_a_failure(call)
+    found = plan_update(asked, DEFAULT)
+    assert not found.metrics.keys() & set(LeftOut.__struct_fields__)
+    assert LeftOut.recorded(found.metrics) == LeftOut()
+    other = LeftOut(lost_versions={7: "version_gone"}, unreplayed_calls={"other": "outside"})
+    assert plan_update(asked, DEFAULT, other).rows == found.rows
+
+
+def test_rows_are_computed_by_version_the_newest_first_and_get_their_own_values() -> None:
+    rows = plan_update(beside_a_failure(silent(1), silent(2), silent(1)), DEFAULT).rows
+    waiting = rows_to_compute(rows)
+    assert [(version, len(own)) for version, own in waiting.items()] == [(2, 1), (1, 2)]
+    values = {row.key: [-float(row.position)] * 2 for own in waiting.values() for row in own}
+    made = with_logprobs(rows, values)
+    assert [row.sampled_logprobs for row in made[:3]] == [(0.0, 0.0), (-1.0, -1.0), (-2.0, -2.0)]
+    assert made[3:] == list(rows[3:])
+    assert rows_to_compute(made) == {}
+
+
+# Staleness is measured: what an episode's tokens are worth under the policy
+
+CAP = 2.0
+LOG_RATIOS = st.lists(st.floats(min_value=-500.0, max_value=1e6), min_size=1, max_size=50)
+
+
+@given(LOG_RATIOS)
+def test_it_is_a_share_and_does_not_depend_on_order_or_length(log_ratios: list[float]) -> None:
+    share = effective_share(log_ratios, CAP)
+    assert 0.0 <= share <= 1.0 + 1e-9
+    assert effective_share(log_ratios[::-1], CAP) == share
+    assert effective_share(log_ratios * 7, CAP) == pytest.approx(share)
+
+
+@given(st.lists(st.floats(min_value=-5.0, max_value=5.0), min_size=1, max_size=50))
+def test_it_is_kishs_of_the_ratios_that_the_loss_takes(log_ratios: list[float]) -> None:
+    weights = [min(CAP, math.exp(one)) for one in log_ratios]
+    wanted = sum(weights) ** 2 / (len(weights) * sum(one**2 for one in weights))
+    assert effective_share(log_ratios, CAP) == pytest.approx(wanted)
+
+
+@given(st.integers(min_value=1, max_value=200), st.floats(min_value=-5.0, max_value=5.0))
+def test_where_all_ratios_are_alike_nothing_is_lost(tokens: int, log_ratio: float) -> None:
+    assert effective_share([log_ratio] * tokens, CAP) == pytest.approx(1.0)
+
+
+def test_one_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
+    assert effective_share([0.0] * 999 + [50.0], CAP) > 0.99
+    assert effective_share([0.0, -50.0, -50.0], CAP) == pytest.approx(1 / 3)
+
+
+@given(LOG_RATIOS)
+def test_however_large_the_cap_it_is_a_share(log_ratios: list[float]) -> None:
+    assert 0.0 <= effective_share(log_ratios, 1e308) <= 1.0 + 1e-9
+
+
+def test_what_the_policy_never_gives_is_worth_nothing() -> None:
+    assert effective_share([-math.inf, -2000.0], CAP) == 0.0
+
+
+def test_what_is_no_number_is_left_to_the_learner() -> None:
+    share = effective_share([0.0, math.nan], CAP)
+    assert math.isnan(share)
+    assert too_far({UUID(int=1): share}, 0.5) == {}
+    assert smallest_in({UUID(int=1): share}) == {}
+
+
+def row(number: int, version: int, *logprobs: float) -> Row:
+    made = bare_row(number, [1, 2], range(len(logprobs)))
+    return msgspec.structs.replace(made, version=version, sampled_logprobs=logprobs)
+
+
+def test_an_episode_is_measured_as_one() -> None:
+    rows = [row(2, 2, -1.0, -1.0), row(2, 1, -1.0), row(3, 4, -2.0)]
+    found = shares_by_episode(rows, [[-1.0, -60.0], [-60.0], [-2.0]], CAP)
+    assert found == {UUID(int=2): pytest.approx(1 / 3), UUID(int=3): 1.0}
+    assert set(too_far(found, 0.5)) == {UUID(int=2)}
+    assert too_far(found, 0.0) == {}
+    assert smallest_in(found) == {"smallest_effective_sample": pytest.approx(1 / 3)}
+
+
+def test_an_episode_that_is_too_far_counts_in_the_mean_and_is_not_trained() -> None:
+    gone = of_calls(1.0, transition(), transition(trainable=False, reason="greedy"))
+    held = claimed((gone, episode(1.0), episode(0.0)), parent_version=3)
+    found = plan_update(held, DEFAULT, LeftOut(off_policy_episodes={gone.id: 0.25}))
+    whole = plan_update(held, DEFAULT)
+    assert [one.reason for one in found.outcomes] == ["off_policy", None, None]
+    assert [one.reason for one in found.credited] == ["off_policy", "off_policy", None, None]
+    kept = [one for one in whole.rows if one.episode_id != gone.id]
+    assert [one.advantage for one in found.rows] == [one.advantage for one in kept]
+    assert sum(one.weight for one in found.rows) == pytest.approx(1.0)
+    assert found.metrics["dropped"] == {"off_policy": 1}
+    assert LeftOut.recorded(found.metrics).off_policy_episodes == {gone.id: 0.25}
+    assert "off_policy_episodes" not in whole.metrics
+
+
+def test_what_is_dropped_is_no_signal() -> None:
+    first, second = rewarded(1.0, 0.0)
+    far = LeftOut(off_policy_episodes={first.id: 0.1, second.id: 0.2})
+    held = claimed((first, second), rewarded(1.0, 0.0))
+    found = plan_update(held, recipe(claim={"groups": 2}), far)
+    assert (found.step_share, len(found.rows)) == (0.5, 2)

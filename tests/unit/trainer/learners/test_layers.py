@@ -1,0 +1,264 @@
+"""Which layers get an adapter, of any model and of real architectures."""
+
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+
+from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
+from trainer.errors import LearnerError
+from trainer.learners.adapter import (
+    ModelModule,
+    attach_adapter,
+    choose,
+    detach,
+    parts_of,
+    save_adapter,
+)
+from trainer.recipes.recipe import LoraOptions
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+GATED = {"gate_proj", "up_proj", "down_proj"}
+
+
+def module(name: str, kind: str = "Module") -> ModelModule:
+    return ModelModule(name=name, kind=kind)
+
+
+def linear(name: str, kind: str = "Linear") -> ModelModule:
+    return ModelModule(name=name, kind=kind, linear=True)
+
+
+def attention(layer: int) -> list[ModelModule]:
+    return [linear(f"model.layers.{layer}.self_attn.{name}") for name in ATTENTION]
+
+
+def gated(name: str) -> list[ModelModule]:
+    return [module(name, "MLP"), *(linear(f"{name}.{own}") for own in GATED)]
+
+
+def model(*parts: ModelModule) -> list[ModelModule]:
+    head = ModelModule(name="lm_head", kind="Linear", linear=True, head=True)
+    return [module("", "ForCausalLM"), module("model", "Model"), *parts, head]
+
+
+def in_layer(layer: int, *names: str) -> set[str]:
+    return {f"model.layers.{layer}.{name}" for name in names}
+
+
+def chosen(parts: list[ModelModule]) -> set[str]:
+    layers = choose(parts)
+    assert layers is not None
+    return set(layers)
+
+
+def test_a_dense_model_has_adapters_on_all_linear_layers() -> None:
+    assert choose(model(*attention(0), *gated("model.layers.0.mlp"))) is None
+
+
+STACKED = model(
+    *attention(0),
+    module("model.layers.0.mlp", "SparseMoeBlock"),
+    module("model.layers.0.mlp.gate", "TopKRouter"),
+    module("model.layers.0.mlp.experts", "SomeExperts"),
+    *gated("model.layers.0.mlp.shared_expert"),
+    linear("model.layers.0.mlp.shared_expert_gate"),
+)
+SHARED = [f"mlp.shared_expert.{name}" for name in GATED]
+OF_ATTENTION = [f"self_attn.{name}" for name in ATTENTION]
+
+
+def test_stacked_experts_have_no_adapters_and_shared_ones_have() -> None:
+    assert chosen(STACKED) == in_layer(0, *OF_ATTENTION, *SHARED)
+
+
+def test_experts_that_are_modules_have_no_adapters() -> None:
+    parts = model(
+        *attention(0),
+        # As models' own code has them, and transformers before version 5.
+        module("model.layers.0.block_sparse_moe", "SparseMoeBlock"),
+        linear("model.layers.0.block_sparse_moe.gate"),
+        module("model.layers.0.block_sparse_moe.experts", "ModuleList"),
+        *gated("model.layers.0.block_sparse_moe.experts.0"),
+        *gated("model.layers.0.block_sparse_moe.experts.1"),
+    )
+    assert chosen(parts) == in_layer(0, *OF_ATTENTION)
+
+
+def test_dense_layers_among_mixtures_have_adapters_and_what_servers_fold_has_none() -> None:
+    latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    parts = model(
+        *(linear(f"model.layers.0.self_attn.{name}") for name in latent),
+        *gated("model.layers.0.mlp"),
+        module("model.layers.1.mlp.gate", "TopkRouter"),
+        module("model.layers.1.mlp.experts", "Experts"),
+        *gated("model.layers.1.mlp.shared_experts"),
+    )
+    of_latent = [f"self_attn.{name}" for name in latent if name != "kv_b_proj"]
+    first = in_layer(0, *of_latent, *(f"mlp.{name}" for name in GATED))
+    assert chosen(parts) == first | in_layer(1, *(f"mlp.shared_experts.{name}" for name in GATED))
+
+
+def test_routers_are_known_by_their_class_wherever_they_are() -> None:
+    parts = model(
+        *attention(0),
+        # Linear itself (Llama 4), beside other names, and with a linear layer inside (DBRX).
+        linear("model.layers.0.ffn.router", "Llama4Router"),
+        module("model.layers.1.router", "TextRouter"),
+        linear("model.layers.1.router.proj"),
+        module("model.layers.2.moe.chooser", "TopKGating"),
+        linear("model.layers.2.moe.chooser.layer"),
+        module("model.layers.0.ffn.experts", "Experts"),
+    )
+    assert chosen(parts) == in_layer(0, *OF_ATTENTION)
+
+
+def test_a_gate_of_attention_is_no_router() -> None:
+    parts = model(
+        linear("model.layers.0.self_attn.output_gate"),
+        module("model.layers.0.self_attn.forget", "ForgetGate"),
+        linear("model.layers.0.self_attn.forget.proj"),
+        module("model.layers.0.mlp.experts", "Experts"),
+    )
+    assert chosen(parts) == in_layer(0, "self_attn.output_gate", "self_attn.forget.proj")
+
+
+LEAVES = ("gate", "router", "shared_expert_gate", "experts", "q_proj", "down_proj", "mlp", "0")
+KINDS = ("Linear", "MoeRouter", "MyExperts", "SharedExpertsMLP", "Module")
+PATHS = st.lists(st.sampled_from(LEAVES), min_size=1, max_size=4).map(".".join)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ModelModule]:
+    names = draw(st.lists(PATHS, unique=True, max_size=12))
+    return model(
+        *(
+            ModelModule(
+                name=name,
+                kind=draw(st.sampled_from(KINDS)),
+                linear=draw(st.booleans()),
+            )
+            for name in names
+        )
+    )
+
+
+@given(models())
+def test_of_any_model_routers_experts_and_head_are_left(parts: list[ModelModule]) -> None:
+    every = {part.name for part in parts if part.linear and not part.head}
+    chosen_layers = choose(parts)
+    layers = every if chosen_layers is None else set(chosen_layers)
+    assert layers <= every - {part.name for part in parts if part.kind == "MoeRouter"}
+    holders = [part.name for part in parts if part.kind == "MyExperts"]
+    assert not any(name == one or name.startswith(f"{one}.") for name in layers for one in holders)
+
+
+# Real architectures: what PEFT is told, and what then has an adapter
+
+LATENT = {"kv_a_proj_with_mqa", "o_proj"}
+LINEAR_ATTENTION = {"in_proj_qkvz", "in_proj_ba", "out_proj"}
+MAMBA = {"in_proj", "x_proj", "dt_proj", "out_proj"}
+STACKS = {"experts.gate_up_proj", "experts.down_proj"}
+# By architecture: what the layers with an adapter are called.
+WANTED: dict[str, Set[str]] = {
+    "mixtral": ATTENTION,
+    "qwen2_moe": ATTENTION | GATED,
+    "qwen3_moe": ATTENTION,
+    "qwen3_next": ATTENTION | GATED | LINEAR_ATTENTION,
+    "deepseek_v2": LATENT | GATED | {"q_proj"},
+    "deepseek_v3": LATENT | GATED | {"q_a_proj", "q_b_proj"},
+    "olmoe": ATTENTION,
+    "gpt_oss": ATTENTION,
+    "granitemoe": ATTENTION,
+    "jamba": ATTENTION | GATED | MAMBA,
+    "phimoe": ATTENTION,
+    "dbrx": {"Wqkv", "out_proj"},
+}
+
+
+def leaves(paths: Any, parts: int = 1) -> set[str]:
+    return {".".join(path.split(".")[-parts:]) for path in paths}
+
+
+def adapted(model: Any) -> set[str]:
+    """What has an adapter: the paths of layers and of stacked parameters."""
+    found = set()
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            parameter = getattr(layer, "parameter_name", None)
+            own = name.replace(".base_layer", "")
+            found.add(f"{own}.{parameter}" if parameter else own)
+    return found
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_models_have_adapters_on_all_linear_layers(kind: str) -> None:
+    assert choose(parts_of(outline(kind))) is None
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_adapters_of_dense_models_are_the_bytes_that_peft_makes(kind: str, tmp_path: Path) -> None:
+    """As they were before anything was chosen: an update of a dense model has the same files."""
+    ours = attach_adapter(tiny_model(kind), LoraOptions(rank=4, alpha=8), None, seed=7)
+    base = tiny_model(kind)
+    torch.manual_seed(7)
+    config = LoraConfig(
+        r=4, lora_alpha=8.0, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    theirs = get_peft_model(base, config, autocast_adapter_dtype=True)
+    theirs.peft_config["default"].target_modules = sorted(
+        theirs.peft_config["default"].target_modules
+    )
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        save_adapter(model, tmp_path / name)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> None:
+    assert leaves(choose(parts_of(outline(kind)))) == WANTED[kind]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_peft_adapts_what_was_chosen_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
+    base = tiny_model(kind)
+    wanted = set(choose(parts_of(base)) or ())
+    lora = LoraOptions(rank=2)
+    model = attach_adapter(base, lora, None, seed=0)
+    assert adapted(model) == wanted
+    save_adapter(model, tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["target_modules"] == sorted(written["target_modules"])
+    detach(base)
+    assert not any(isinstance(module, LoraLayer) for module in base.modules())
+    assert adapted(attach_adapter(base, lora, tmp_path, seed=0)) == wanted
+
+
+# PEFT's own, of the rank that it gives experts.
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+def test_named_layers_keep_their_meaning() -> None:
+    """PEFT's own: names as before transformers 5 are the experts of today."""
+    model = attach_adapter(
+        tiny_model("mixtral"), LoraOptions(target_modules=["q_proj", "w1", "w2", "w3"]), None, 0
+    )
+    assert leaves(adapted(model), 2) == STACKS | {"self_attn.q_proj"}
+    everything = attach_adapter(
+        tiny_model("mixtral"), LoraOptions(target_modules="all-linear"), None, 0
+    )
+    attention = {f"self_attn.{name}" for name in ATTENTION}
+    assert leaves(adapted(everything), 2) == STACKS | attention | {"gate.weight"}
+
+
+@pytest.mark.parametrize("names", [["q_proj", "kw_proj"], ["nothing"], "no.*thing"])
+def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(names: Any) -> None:
+    with pytest.raises(LearnerError, match=r"lora\.target_modules.*q_proj, k_proj.*leave it out"):
+        attach_adapter(tiny_model("llama"), LoraOptions(target_modules=names), None, 0)
