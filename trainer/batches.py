@@ -27,8 +27,8 @@ class Row(Record, frozen=True, kw_only=True):
     and `distribution` what the server made of that policy's logits before it sampled.
     `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
     the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
-    are empty until the version that sampled it has computed them. They stay empty where nothing
-    is compared with them (`imitated_rows`). `masks` (S,) are the packed masks
+    are empty until the version that sampled it has computed them. They stay empty where rows are
+    imitated, as nothing is compared with them. `masks` (S,) are the packed masks
     of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
     """
 
@@ -80,51 +80,31 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
     )
 
 
-def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
-    """Return the rows of the transitions that are trained (those without a `reason`)."""
-    return [
-        _row(
-            credit,
-            distribution_of(credit.call.sampling),
-            tuple(unpack_logprobs(credit.call.tokens.sampled_logprobs)),
-            recomputed=not credit.call.tokens.sampled_logprobs,
-        )
-        for credit in credited
-        if credit.reason is None
-    ]
+def training_rows(credited: Iterable[TransitionCredit], *, imitated: bool = False) -> list[Row]:
+    """Return the rows of the transitions that are trained (those without a `reason`).
 
-
-def imitated_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
-    """Return the rows of the transitions that are trained, for a learner that imitates them.
-
-    Its loss is of the plain softmax, whatever they were sampled from.
+    Where they are `imitated`, the loss is of the plain softmax, whatever they were sampled from.
     """
-    return [_row(credit, PLAIN, ()) for credit in credited if credit.reason is None]
+    return [_row(credit, imitated=imitated) for credit in credited if credit.reason is None]
 
 
-def _row(
-    credit: TransitionCredit,
-    distribution: Distribution,
-    logprobs: tuple[float, ...],
-    *,
-    recomputed: bool = False,
-) -> Row:
+def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
     assert credit.advantage is not None
     assert credit.r_total is not None
-    tokens = credit.call.tokens
+    call, tokens = credit.call, credit.call.tokens
     return Row(
         episode_id=credit.episode_id,
-        agent=credit.call.agent,
+        agent=call.agent,
         position=credit.position,
         prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
         sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
-        sampled_logprobs=logprobs,
-        distribution=distribution,
+        sampled_logprobs=() if imitated else tuple(unpack_logprobs(tokens.sampled_logprobs)),
+        distribution=PLAIN if imitated else distribution_of(call.sampling),
         r_total=credit.r_total,
         advantage=credit.advantage,
         weight=credit.weight,
-        version=credit.call.policy_version or 0,
-        recomputed=recomputed,
+        version=call.policy_version or 0,
+        recomputed=not imitated and not tokens.sampled_logprobs,
     )
 
 

@@ -67,14 +67,7 @@ class Loop:
         self._engine, self._recipe, self._policy = engine, recipe, policy
         self._publisher = publisher
         self._rule = claim_rule(recipe, policy)
-        self._pacing = Pacing(
-            servers,
-            policy,
-            settings.adapter_slots,
-            recipe,
-            publisher.together,
-            known=publisher.known,
-        )
+        self._pacing = Pacing(servers, policy, recipe, publisher.together, known=publisher.known)
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
         self._versions = Versions(engine, folder, policy)
         self._training = Training(learner, folder, self._versions)

@@ -127,19 +127,19 @@ def check_gate(chosen: Chosen, recipe: Recipe) -> None:
     Raises:
         TrainerError: it has both.
     """
-    if chosen.together and recipe.gate.is_watched:
-        raise TrainerError(
-            f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
-            f" gate.base_share = {recipe.gate.base_share:g}: a roll-back by rewards moves one"
-            ' policy at a time; leave gate.base_share out (as the packaged recipe "rollout" does),'
-            " or publish_with"
-        )
-    if recipe.gate.is_gated and chosen.together:
-        raise TrainerError(
-            f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
-            ' gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
-            ' "immediate" (as the packaged recipe "rollout" has), or leave publish_with out'
-        )
+    if not chosen.together or not (recipe.gate.is_gated or recipe.gate.is_watched):
+        return
+    why = (
+        'gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
+        ' "immediate" (as the packaged recipe "rollout" has), or leave publish_with out'
+        if recipe.gate.is_gated
+        else f"gate.base_share = {recipe.gate.base_share:g}: a roll-back by rewards moves one"
+        ' policy at a time; leave gate.base_share out (as the packaged recipe "rollout" does),'
+        " or publish_with"
+    )
+    raise TrainerError(
+        f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has {why}"
+    )
 
 
 def importing_policy(

@@ -79,7 +79,8 @@ async def _work(
     once: bool,
 ) -> None:
     async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(Replicas(settings.server_urls))
+        replicas = Replicas(settings.server_urls, settings.adapter_slots)
+        servers = await stack.enter_async_context(replicas)
         policies, model = await _policies_and_model(settings, chosen, servers)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)

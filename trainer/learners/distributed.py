@@ -9,7 +9,7 @@ that share a base model share its processes, too: a command names its policy.
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from store.values.distribution import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
@@ -106,78 +105,52 @@ def has_companions() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-class LeadingLearner:
+class _LeadingLearner:
     """Run each command of the learner in rank 0 in all processes at once.
 
-    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0.
+    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0, which
+    alone answers what depends on no weights.
     """
 
     def __init__(self, policy: str, learner: "Learner", one_at_a_time: threading.Lock) -> None:
         """Lead the other processes of a policy's `learner`; there may be none."""
         self._policy = policy
         self._learner = learner
-        self._processes = learner.processes
         self._lock = one_at_a_time
-
-    def interrupt(self) -> None:
-        """Stop a running update; the other processes notice at the same micro-batch."""
-        self._learner.interrupt()
+        self.interrupt = learner.interrupt
+        self.misfit = learner.misfit
+        self.why_unreplayable = learner.why_unreplayable
+        self.probe_rows = learner.probe_rows
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from `adapter` in all processes."""
-        self._run_everywhere("restore", adapter)
+        self._everywhere(self._learner.restore, adapter)
 
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
-        """Train on `rows` in all processes, and return rank 0's metrics."""
-        metrics: dict[str, Any] = self._run_everywhere("update", rows, step_share)
-        return metrics
-
-    def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model; rank 0 looks."""
-        return self._learner.misfit(adapter)
-
-    def why_unreplayable(
-        self, distribution: Distribution, sampled_ids: Sequence[int]
-    ) -> str | None:
-        """Return why a call's grammar cannot be replayed, or None if it can; rank 0 looks."""
-        return self._learner.why_unreplayable(distribution, sampled_ids)
+        return self._everywhere(self._learner.update, rows, step_share)
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
-        """Return the rows' log-probabilities under a version; each process computes its share."""
-        logprobs: list[list[float]] = self._run_everywhere("version_logprobs", adapter, rows)
-        return logprobs
+        return self._everywhere(self._learner.version_logprobs, adapter, rows)
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return rank 0's log-probabilities; all processes compute, since layers may be sharded."""
-        logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
-        return logprobs
-
-    def probe_rows(self) -> list[Row]:
-        """Return rows to probe a version with; all processes would return the same."""
-        return self._learner.probe_rows()
+        return self._everywhere(self._learner.logprobs, rows)
 
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
-        """Write a trial's adapter; all processes make the same one."""
-        rows: list[Row] = self._run_everywhere("write_trial", folder, effect)
-        return rows
+        return self._everywhere(self._learner.write_trial, folder, effect)
 
     def rehearse(self) -> None:
-        """Rehearse a step; each process computes its share."""
-        self._run_everywhere("rehearse")
+        self._everywhere(self._learner.rehearse)
 
     def save(self, folder: Path) -> None:
-        """Write the files in rank 0; the other processes hold the same weights."""
-        self._run_everywhere("save", folder)
+        self._everywhere(self._learner.save, folder)
 
     def saved_as(self, adapter: Path) -> None:
-        """Note in all processes that the trained state is `adapter` now."""
-        self._run_everywhere("saved_as", adapter)
+        self._everywhere(self._learner.saved_as, adapter)
 
-    def _run_everywhere(self, name: str, *arguments: object) -> Any:
+    def _everywhere(self, command: Callable[..., T], *args: object) -> T:
         with self._lock:
-            self._processes.broadcast((self._policy, name, *arguments))
+            self._learner.processes.broadcast((self._policy, command.__name__, *args))
             try:
-                result = _run(self._learner, name, arguments)
+                result = _run(command, *args)
             except Exception as error:
                 agree(self._learner, error)
                 raise
@@ -185,18 +158,19 @@ class LeadingLearner:
             return result
 
 
-def _run(learner: "Learner", name: str, arguments: Sequence[object]) -> Any:
+def _run(command: Callable[..., T], *args: object) -> T:
     """Run one command in this process.
 
     Raises:
         ShortOfMemory: memory ran out, wherever in the command it did.
     """
     try:
-        return getattr(learner, name)(*arguments)
+        return command(*args)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise ShortOfMemory(f"memory ran out ({name}): {REMEDY}: {error}") from error
+        why = f"memory ran out ({command.__name__}): {REMEDY}: {error}"
+        raise ShortOfMemory(why) from error
 
 
 def agree(learner: "Learner", own: Exception | None) -> None:
@@ -228,7 +202,7 @@ class Leader:
         self._lock = threading.Lock()
         self._processes = next(iter(learners.values())).processes
         self.learners = {
-            policy: LeadingLearner(policy, learner, self._lock)
+            policy: _LeadingLearner(policy, learner, self._lock)
             for policy, learner in learners.items()
         }
 
@@ -254,7 +228,7 @@ def follow(learners: "Mapping[str, Learner]") -> None:
         policy, name, *arguments = command
         failure: TrainerError | None = None
         try:
-            _run(learners[policy], name, arguments)
+            _run(getattr(learners[policy], name), *arguments)
         except TrainerError as error:
             log.debug("follower_failed", policy=policy, method=name, reason=str(error))
             failure = error

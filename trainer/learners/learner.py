@@ -31,7 +31,7 @@ from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.scoring import attend, can_merge, plain_logprobs, score_rows
+from trainer.learners.scoring import attend, plain_logprobs, score_rows, why_separate
 from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
 from trainer.learners.steps import (
     Step,
@@ -99,7 +99,7 @@ class Learner:
     def _start(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         if self._merge is None:
-            self._merge = self._may_merge and can_merge(self._model)
+            self._merge = self._may_merge and why_separate(self._model) is None
             tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
             self._budget = Budget(tokens, merge=self._merge, alone=alone)
         attend(self._model, merge=self._merge)

@@ -167,14 +167,6 @@ def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)
 
 
-def can_merge(model: Any) -> bool:
-    """Prepare `model` for merged prefixes if that is possible; return whether it is."""
-    why = why_separate(model)
-    if why is not None:
-        log.warning("prefixes_not_merged", reason=why)
-    return why is None
-
-
 def why_separate(model: Any) -> str | None:
     """Prepare `model` (a PEFT model) for merged prefixes, or return why that is impossible.
 
@@ -187,6 +179,7 @@ def why_separate(model: Any) -> str | None:
         why = _mismatch_reason(model)
     if why is not None:
         attend(model, merge=False)
+        log.warning("prefixes_not_merged", reason=why)
     return why
 
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import aiohttp
@@ -69,12 +68,7 @@ class ModelServer:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=3.0))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the connection pool."""
         await self._session.close()
 
@@ -308,12 +302,7 @@ class Replicas:
             await self._open.enter_async_context(server)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close all connection pools."""
         await self._open.aclose()
 

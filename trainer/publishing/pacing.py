@@ -66,7 +66,6 @@ class Pacing:
         self,
         servers: Replicas,
         policy: str,
-        configured: int | None,
         recipe: Recipe,
         together: Sequence[str] = (),
         clock: Callable[[], float] = monotonic,
@@ -74,8 +73,6 @@ class Pacing:
     ) -> None:
         """Store the model servers, the policy's name and the recipe, whose bounds are kept.
 
-        `configured` are the slots of each server; None: as it says itself. Where all slots are
-        taken, a version that lost the traffic `LONGEST_PIN_S` ago is retired for the next.
         `together` are the policies that must go live together, this one among them, if any must;
         the first version of theirs waits for room for all, up to `publish.wait_for_others_s`.
         `clock` returns seconds. `known` are the configured policies (None: all are): what serves
@@ -83,7 +80,6 @@ class Pacing:
         """
         self._servers = servers
         self._policy = policy
-        self._configured = configured
         self._rule = recipe.publish
         self._max_staleness = recipe.claim.max_staleness
         self._together = tuple(together)
@@ -113,7 +109,7 @@ class Pacing:
             await self._retire_longest(connection, is_wanted)
         wait_s = due_in(live, known)
         self._warn(live, known)
-        self._tell(live, known, wait_s, is_free=free >= needed)
+        self._show(live, known, wait_s, is_free=free >= needed)
         self.waits = free < needed or wait_s > 0.0
         return not self.waits
 
@@ -162,8 +158,8 @@ class Pacing:
         A server may be started again with another number, so they are asked now and then; at each
         look, until all have named one.
         """
-        if self._configured is not None:
-            return self._configured
+        if self._servers.slots is not None:
+            return self._servers.slots
         now = self._clock()
         if now < self._known_until:
             return self._named
@@ -212,7 +208,7 @@ class Pacing:
             self._warned.add(event)
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
-    def _tell(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
+    def _show(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
         """Show the slots, and log when the trainer begins to wait for one or for its time."""
         LIVE.labels(self._policy).set(live.total)
         SLOTS.labels(self._policy).set(known)

@@ -18,11 +18,7 @@ from store.read.standing import gated, newest_promoted
 from store.schema.trained import KL_TO_BASE, MOST_KL_TO_BASE
 from store.version_states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyVersion
-from trainer.errors import (
-    FailedProbe,
-    PublishError,
-    TooFar,
-)
+from trainer.errors import FailedProbe, PublishError, TooFar
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
 from trainer.publishing.cleaning import Cleaning
@@ -134,7 +130,7 @@ class Publisher:
             log.info("version_is_candidate", version=version.served_name)
         elif not promoted:
             log.info("version_ready", version=version.served_name, goes_with=self.together)
-        self._tell(promoted)
+        self._show_promoted(promoted)
 
     async def _let_watch(self, connection: AsyncConnection, version: PolicyVersion) -> None:
         """Let the steward watch over a version that serves untried, if the recipe says so."""
@@ -142,7 +138,7 @@ class Publisher:
             rule = self.gate.model_dump(mode="json")
             share = self.gate.base_share
             await version_states.watch(connection, self._policy, version.version, rule, share)
-        elif not self.gate.is_gated and not self.gate.is_watched:
+        else:
             await version_states.end_base_share(connection, self._policy)
 
     async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
@@ -165,14 +161,14 @@ class Publisher:
         async with self._engine.begin() as connection:
             promoted = await self._promote(connection)
             newest = await newest_promoted(connection, self._policy)
-        self._tell(promoted)
+        self._show_promoted(promoted)
         VERSION.labels(self._policy).set(newest)
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
         wait_s = self._rule.wait_for_others_s
         return await version_states.promote_together(connection, self.together, wait_s)
 
-    def _tell(self, promoted: Sequence[PolicyVersion]) -> None:
+    def _show_promoted(self, promoted: Sequence[PolicyVersion]) -> None:
         for version in promoted:
             VERSION.labels(version.name).set(version.version)
             log.info("version_promoted", version=version.served_name)

@@ -11,7 +11,7 @@ import msgspec
 from store.claims import Claim, Outcome
 from store.records import Group, Record, TransitionRow
 from store.values.grammars import GRAMMAR
-from trainer.batches import Row, RowKey, imitated_rows, training_rows
+from trainer.batches import Row, RowKey, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES
@@ -101,8 +101,7 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         kept=recipe.kept,
         reward=recipe.reward_rule,
     )
-    make_rows = training_rows if recipe.kept is None else imitated_rows
-    rows = make_rows(credited.transitions)
+    rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_groups(claim, credited, outcomes, recipe)
     step_share = min(1.0, signal / recipe.claim.groups)

@@ -15,13 +15,12 @@ from trainer.settings import TrainerSettings
 
 @asynccontextmanager
 async def working(bench: Bench, slots: int | None, **publish: float) -> AsyncIterator[Loop]:
-    async with Replicas([bench.fake.url]) as servers:
+    async with Replicas([bench.fake.url], slots) as servers:
         recipe = Recipe(
             claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
             publish=PublishOptions.model_validate({"retire_after_s": 1e9, **publish}),
         )
-        given = {"adapter_dir": bench.folder, "adapter_slots": slots}
-        settings = TrainerSettings.model_validate(given)
+        settings = TrainerSettings(adapter_dir=bench.folder)
         publisher = Publisher(bench.engine, servers, "m", recipe.publish)
         yield Loop(settings, recipe, bench.engine, publisher, bench.learner, "m")
 

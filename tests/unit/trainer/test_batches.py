@@ -11,7 +11,6 @@ from trainer.batches import (
     build_tree,
     plan_micro_batches,
     share_out,
-    shared_prefix,
     split_steps,
 )
 
@@ -74,11 +73,6 @@ def test_steps_deal_out_all_rows(rows: list[list[int]], steps: int) -> None:
     assert sorted(r.ids for step in dealt for r in step) == sorted(r.ids for r in made)
     sizes = [len(step) for step in dealt]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_shared_prefix() -> None:
-    assert shared_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert shared_prefix([], [1]) == 0
 
 
 @given(ROWS, st.integers(1, 5))

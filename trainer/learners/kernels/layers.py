@@ -13,7 +13,7 @@ to it.
 """
 
 from functools import cache
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -126,12 +126,7 @@ class OneDnnProducts:
             self._before = _MATMUL.fp32_precision
             _MATMUL.fp32_precision = "bf16"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the setting from before."""
         if _onednn_is_exact():
             _MATMUL.fp32_precision = self._before

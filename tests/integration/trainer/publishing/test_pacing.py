@@ -170,10 +170,10 @@ async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
     await add(bench.engine, "m", ("published", 5.0), ("serving", 5.0), base="m")
     await add(bench.engine, "n", ("serving", 5.0), base="m")
     clock = Clock()
-    async with Replicas([bench.fake.url]) as servers:
+    async with Replicas([bench.fake.url], 4) as servers:
 
         def pacing(policy: str, *together: str) -> Pacing:
-            return Pacing(servers, policy, 4, Recipe(), together, clock)
+            return Pacing(servers, policy, Recipe(), together, clock)
 
         first, alone = pacing("m", "m", "n"), pacing("m")
         assert not await allowed(bench, first)
@@ -203,8 +203,8 @@ async def test_a_wait_for_its_time_is_logged(bench: Bench) -> None:
     await add(bench.engine, "m", ("retired", 0.0), ("published", 5.0), ("serving", 5.0), base="m")
     await change(bench, "UPDATE policies SET created_at = now() - interval '1 day'")
     await change(bench, "UPDATE policies SET changed_at = now() - interval '60 s'")
-    async with Replicas([bench.fake.url]) as servers:
-        pacing = Pacing(servers, "m", 4, Recipe())
+    async with Replicas([bench.fake.url], 4) as servers:
+        pacing = Pacing(servers, "m", Recipe())
         assert await allowed(bench, pacing)
         await add_ready(bench, "m", 4)
         with capture_logs() as logs:
@@ -220,7 +220,7 @@ async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
 ) -> None:
     clock = Clock()
     async with Replicas([bench.fake.url]) as servers:
-        pacing = Pacing(servers, "m", None, Recipe(), (), clock)
+        pacing = Pacing(servers, "m", Recipe(), (), clock)
         seen = []
         for told, passed_s in ((None, 0.0), (3, 1.0), (5, 1.0), (5, KNOWN_S)):
             bench.fake.adapter_slots = told
@@ -233,11 +233,11 @@ async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
 async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy(
     bench: Bench,
 ) -> None:
-    async with Replicas([bench.fake.url]) as servers:
+    async with Replicas([bench.fake.url], 8) as servers:
         with capture_logs() as logs:
             for staleness in (15, 16):
                 recipe = Recipe(claim=ClaimOptions(max_staleness=staleness))
-                pacing = Pacing(servers, "m", 8, recipe)
+                pacing = Pacing(servers, "m", recipe)
                 for _ in range(2):
                     await allowed(bench, pacing)
     [warning] = logs

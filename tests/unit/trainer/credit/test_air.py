@@ -76,8 +76,3 @@ def test_a_malformed_call_scores_below_one_that_failed_cleanly(status: str) -> N
 def test_no_scores_make_it_otherwise(scores: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="malformed must score below"):
         CreditOptions(air_scores=dict(RULE.air_scores) | scores)
-
-
-def test_scores_are_finite() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        CreditOptions(air_scores=dict(RULE.air_scores) | {"ok": float("nan")})

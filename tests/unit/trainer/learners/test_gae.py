@@ -63,11 +63,6 @@ def test_what_each_call_pays(totals: list[float], paid: list[float]) -> None:
     assert call_rewards(totals) == pytest.approx(paid, abs=1e-12)
 
 
-def test_a_cost_on_a_token_is_paid_by_it_and_by_those_before_it() -> None:
-    costly = ValuedCall(r_total=1.0, values=(0.0, 0.0, 0.0), rewards=(0.0, -0.25, 0.0))
-    assert episode_advantages([costly], 1.0) == [[0.75, 0.75, 1.0]]
-
-
 @given(calls())
 def test_with_lambda_one_the_advantage_is_return_less_value(chain: list[ValuedCall]) -> None:
     got = episode_advantages(chain, 1.0)
@@ -104,12 +99,6 @@ def test_the_recursion_is_the_sum_it_stands_for(
         for step in range(size)
     ]
     assert estimate(rewards, values, trace) == pytest.approx(wanted, abs=1e-9)
-
-
-def test_a_perfect_critic_leaves_no_advantage() -> None:
-    first, second = episode_advantages([call(1.0, 1.0, 1.0), call(1.0, 1.0)], 0.3)
-    assert first == [0.0, 0.0]
-    assert second == [0.0]
 
 
 def test_an_episode_weighs_the_same_however_many_tokens_it_has() -> None:

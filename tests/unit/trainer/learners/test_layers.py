@@ -59,24 +59,7 @@ def chosen(parts: list[ModelModule]) -> set[str]:
     return set(layers)
 
 
-def test_a_dense_model_has_adapters_on_all_linear_layers() -> None:
-    assert choose(model(*attention(0), *gated("model.layers.0.mlp"))) is None
-
-
-STACKED = model(
-    *attention(0),
-    module("model.layers.0.mlp", "SparseMoeBlock"),
-    module("model.layers.0.mlp.gate", "TopKRouter"),
-    module("model.layers.0.mlp.experts", "SomeExperts"),
-    *gated("model.layers.0.mlp.shared_expert"),
-    linear("model.layers.0.mlp.shared_expert_gate"),
-)
-SHARED = [f"mlp.shared_expert.{name}" for name in GATED]
 OF_ATTENTION = [f"self_attn.{name}" for name in ATTENTION]
-
-
-def test_stacked_experts_have_no_adapters_and_shared_ones_have() -> None:
-    assert chosen(STACKED) == in_layer(0, *OF_ATTENTION, *SHARED)
 
 
 def test_experts_that_are_modules_have_no_adapters() -> None:
@@ -90,20 +73,6 @@ def test_experts_that_are_modules_have_no_adapters() -> None:
         *gated("model.layers.0.block_sparse_moe.experts.1"),
     )
     assert chosen(parts) == in_layer(0, *OF_ATTENTION)
-
-
-def test_dense_layers_among_mixtures_have_adapters_and_what_servers_fold_has_none() -> None:
-    latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    parts = model(
-        *(linear(f"model.layers.0.self_attn.{name}") for name in latent),
-        *gated("model.layers.0.mlp"),
-        module("model.layers.1.mlp.gate", "TopkRouter"),
-        module("model.layers.1.mlp.experts", "Experts"),
-        *gated("model.layers.1.mlp.shared_experts"),
-    )
-    of_latent = [f"self_attn.{name}" for name in latent if name != "kv_b_proj"]
-    first = in_layer(0, *of_latent, *(f"mlp.{name}" for name in GATED))
-    assert chosen(parts) == first | in_layer(1, *(f"mlp.shared_experts.{name}" for name in GATED))
 
 
 def test_routers_are_known_by_their_class_wherever_they_are() -> None:

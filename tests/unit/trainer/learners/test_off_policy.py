@@ -117,13 +117,6 @@ def test_the_effective_sample_is_all_of_it_only_on_policy(rows: list[list[float]
     assert same["drift_kl"] == same["masked_share"] == 0.0
 
 
-def test_the_divergence_is_estimated_without_bias() -> None:
-    """k3 over samples of q is KL(q ‖ p): two distributions over three tokens."""
-    q, p = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
-    k3 = sum(a * (b / a - 1 - math.log(b / a)) for a, b in zip(q, p, strict=True))
-    assert k3 == pytest.approx(sum(a * math.log(a / b) for a, b in zip(q, p, strict=True)))
-
-
 @given(LOG_RATIOS, st.data())
 def test_recomputed_rows_count_in_all_but_what_tells_of_the_server(
     rows: list[list[float]], data: st.DataObject

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,40 +37,6 @@ def back(before: int, *served: int) -> RollbackTargets:
         before=before,
         served=[OnceServed(version=one, place=at) for at, one in enumerate(served, 2)],
     )
-
-
-def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
-    versions = [
-        version(0, "published"),
-        version(1, "retired"),
-        version(2, "retired"),
-        version(3, "published"),
-        version(4, "serving"),
-        *(version(number, "rejected") for number in range(5, 15)),
-    ]
-    to = back(3, 3, 2, 1)
-    assert kept_states(versions, to) == {3, 4}
-    assert kept_files(versions, to) == {0, 3, 4}
-    assert old_states(versions, to, range(1, 15)) == [1, 2, *range(5, 15)]
-
-
-def test_what_a_roll_back_would_go_to_stays_whatever_its_number() -> None:
-    # An operator gave 1 the traffic again after 3 had it, and 4 followed.
-    versions = [version(0, "published"), *(version(one, "retired") for one in (1, 2, 3))]
-    versions.append(version(4, "serving"))
-    to = back(1, 1, 3, 2)
-    assert kept_files(versions, to) == {0, 1, 4}
-    assert kept_states(versions, to) == {1, 4}
-
-
-def test_where_the_base_has_a_share_others_stay_for_a_fall_of_long_ago() -> None:
-    base = msgspec.structs.replace(version(0, "published"), share=0.02)
-    retired = [version(number, "retired") for number in range(1, 100)]
-    versions = [base, *retired, version(100, "serving")]
-    to = back(99, *range(99, 0, -1))
-    far = {100 - one for one in kept_files(versions, to)}
-    assert far == {0, 1, 3, 7, 15, 31, 63, 99, 100}
-    assert kept_states(versions, to) == {99, 100}
 
 
 @given(st.lists(st.booleans(), max_size=300))
