@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
-from store.values.tool_tags import OfferedTool, ToolTag, tag_from
+from store.values.tool_tags import ToolTag, tag_from
 from trainer.batches import Row
 from trainer.errors import Unreplayable
 
@@ -111,14 +111,13 @@ class Grammars:
             )
             for place, token in enumerate(sampled_ids):
                 yield matcher
-                if not (matcher.is_terminated() or self._accepts(matcher, token)):
+                if matcher.is_terminated():
+                    continue
+                if token >= self._words or not matcher.accept_token(token):
                     raise Unreplayable(f"its token {place} is outside its grammar", OUTSIDE)
         # xgrammar raises RuntimeError and its subclasses, json ValueError.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise Unreplayable(f"a grammar cannot be built: {error!s:.200}", NO_GRAMMAR) from error
-
-    def _accepts(self, matcher: Any, token: int) -> bool:
-        return token < self._words and bool(matcher.accept_token(token))
 
     def _compile(self, grammar: Grammar) -> Any:
         xgrammar = _library()
@@ -208,7 +207,7 @@ def _is_odd(one: Schema) -> bool:
     return (
         (bool(types & {"integer", "number"}) and "multipleOf" in one)
         or ("array" in types and any(key in one for key in OF_ARRAYS))
-        or ("string" in types and _is_odd_text(one))
+        or ("string" in types and (_has_odd_format(one) or _is_pattern_of_a_length(one)))
         or ("object" in types and _has_odd_names(one))
         or (isinstance(all_of, list) and len(all_of) >= 2)
     )
@@ -221,12 +220,8 @@ def _types(one: Schema) -> set[str]:
     }
 
 
-def _is_odd_text(one: Schema) -> bool:
-    return ("format" in one and not _is_known_format(one["format"])) or _is_pattern_of_a_length(one)
-
-
-def _is_known_format(value: Any) -> bool:
-    return isinstance(value, str) and value in FORMATS
+def _has_odd_format(one: Schema) -> bool:
+    return "format" in one and not (isinstance(one["format"], str) and one["format"] in FORMATS)
 
 
 def _is_pattern_of_a_length(one: Schema) -> bool:
@@ -274,15 +269,16 @@ def _of_library(xgrammar: Any, recorded: ToolTag) -> Any:
     choice: Any = recorded.choice
     if choice == "forced":
         choice = {"type": "function", "function": {"name": recorded.tools[0].name}}
-    tools = [_declared(tool) for tool in recorded.tools]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "parameters": tool.parameters, "strict": True},
+        }
+        for tool in recorded.tools
+    ]
     return xgrammar.get_model_structural_tag(
         model=recorded.model, tools=tools, tool_choice=choice, reasoning="disabled"
     )
-
-
-def _declared(tool: OfferedTool) -> dict[str, Any]:
-    function = {"name": tool.name, "parameters": tool.parameters, "strict": True}
-    return {"type": "function", "function": function}
 
 
 def _of_marks(xgrammar: Any, recorded: ToolTag) -> Any:

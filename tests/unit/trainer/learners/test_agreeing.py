@@ -8,7 +8,7 @@ from trainer.errors import LearnerError, ShortOfMemory
 from trainer.learners.distributed import agree
 
 
-class Told:
+class OtherProcesses:
     """Stands in for a learner and its processes: what others said, and what was done."""
 
     def __init__(self, *others: tuple[str, bool] | None) -> None:
@@ -26,28 +26,28 @@ class Told:
 
 
 def test_where_all_succeed_all_go_on() -> None:
-    learner: Any = Told(None, None)
+    learner: Any = OtherProcesses(None, None)
     agree(learner, None)
     assert (learner.said, learner.has_let_go) == (None, False)
 
 
 @pytest.mark.parametrize(("is_short", "kind"), [(True, ShortOfMemory), (False, LearnerError)])
 def test_what_failed_elsewhere_has_failed_here(is_short: bool, kind: type[LearnerError]) -> None:
-    learner: Any = Told(None, ("no room", is_short))
+    learner: Any = OtherProcesses(None, ("no room", is_short))
     with pytest.raises(LearnerError, match="another process failed: no room") as raised:
         agree(learner, None)
     assert type(raised.value) is kind
     assert learner.has_let_go
 
 
-def test_what_failed_here_is_told_and_raised_by_who_ran_it() -> None:
-    learner: Any = Told(("no room", True))
+def test_own_failure_is_passed_on_to_the_others() -> None:
+    learner: Any = OtherProcesses(("no room", True))
     agree(learner, ShortOfMemory("no room here"))
     assert (learner.said, learner.has_let_go) == (("no room here", True), False)
 
 
 def test_a_disk_that_refuses_takes_nothing_from_the_others() -> None:
     """What was trained is written again, and goes on from there."""
-    learner: Any = Told(None)
+    learner: Any = OtherProcesses(None)
     agree(learner, OSError("No space left on device"))
     assert learner.said is None

@@ -123,7 +123,7 @@ def test_recomputed_rows_count_in_all_but_what_tells_of_the_server(
 ) -> None:
     versions = [data.draw(st.sampled_from([None, 4, 5])) for _ in rows]
     newest = data.draw(st.sampled_from([None, 5]))
-    every, told = (
+    every, served = (
         off_policy_metrics(compared(one, which), newest=newest)
         for one, which in (
             (rows, versions),
@@ -134,7 +134,7 @@ def test_recomputed_rows_count_in_all_but_what_tells_of_the_server(
         )
     )
     for name in ("drift_kl", "drift_logp_mean_abs", "staleness_kl"):
-        assert every[name] == (None if told[name] is None else pytest.approx(told[name]))
+        assert every[name] == (None if served[name] is None else pytest.approx(served[name]))
     whole = off_policy_metrics(compared(rows, [5 for _ in rows]), newest=5)
     for name in ("effective_sample_size", "ratio_cut_share", "masked_share"):
         assert every[name] == pytest.approx(whole[name])

@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_it_holds_after_two_failures_in_a_row_and_tries_within_a_minute() -> None:
+def test_training_pauses_after_two_failures_in_a_row_and_is_tested_within_a_minute() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
     breaker.note_failure("the server is full")
@@ -45,13 +45,13 @@ def test_it_holds_after_two_failures_in_a_row_and_tries_within_a_minute() -> Non
     assert not breaker.is_open
 
 
-def test_a_trial_that_says_too_much_makes_pauses_longer_and_a_success_ends_that() -> None:
+def test_pauses_get_longer_while_tests_pass_and_updates_fail() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
     breaker.note_failure("no")
     pauses = []
     for _ in range(12):
-        # One failure is enough after a trial: what it spends is not spent twice.
+        # One failure is enough after a test: what it spends is not spent twice.
         breaker.note_failure("no")
         assert breaker.is_open
         begun = clock.now
@@ -81,7 +81,7 @@ def test_it_is_open_exactly_if_some_failures_followed_each_other(outcomes: list[
     assert breaker.is_open == (in_a_row >= FAILURES)
 
 
-def test_rows_of_a_past_fault_do_not_hold_until_there_are_many() -> None:
+def test_rows_of_a_past_fault_do_not_pause_until_there_are_many() -> None:
     breaker = CircuitBreaker(Clock())
     for _ in range(PAST_FAULTS - 1):
         breaker.note_past_fault("they drift")
@@ -90,7 +90,7 @@ def test_rows_of_a_past_fault_do_not_hold_until_there_are_many() -> None:
     assert breaker.is_open
 
 
-def test_a_doubt_is_settled_by_a_trial_and_leaves_the_count_as_it_was() -> None:
+def test_doubt_is_settled_by_a_test_and_leaves_the_count_as_it_was() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.doubt("the server was away")
     assert (breaker.is_open, breaker.test_is_due) == (True, True)
@@ -125,7 +125,7 @@ def test_most_of_several_episodes_look_like_a_fault() -> None:
     assert not looks_like_a_fault(0, 0)
 
 
-def test_what_it_holds_for_is_told_in_a_word() -> None:
+def test_reason_of_a_pause_is_shown_in_a_word() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.note_failure("its files differ", "rejected")
     assert breaker.reason is None
