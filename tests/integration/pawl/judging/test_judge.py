@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.export import Selection, export
-from pawl.judging.answers import Away, Statement, idempotency_key
+from pawl.judging.answers import Away, Judge, JudgeError, JudgeFailed, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
+from store.judging import forget_unjudged
 from store.records import SpoolRecord
+from store.tenants import scoped
 from store.write.ingest import ingest
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
@@ -117,6 +120,14 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
         await ingest(connection, records)
 
 
+async def judged(
+    engine: AsyncEngine, judge: Judge, desk: FeedbackClient | None = None, **plan: Any
+) -> Mapping[str, int]:
+    """Let a judge judge what waits now; the number of episodes by outcome."""
+    rules = msgspec.structs.replace(PLAN, **plan)
+    return await Judging(engine, judge, desk or Desk(), rules).run(once=True)
+
+
 async def outcomes(engine: AsyncEngine) -> dict[str, tuple[str, int, str | None]]:
     query = text(
         "SELECT key, outcome, attempts, reason FROM judgements j"
@@ -134,13 +145,13 @@ async def set_due(engine: AsyncEngine) -> None:
 # Through the real proxy
 
 
-async def test_a_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> None:
+async def test_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> None:
     names = ["good-1", "list-1", "unsure-1", "crash-1", "garbage-1", "wrong-1"]
     for name in names:
         await proxy.chat(headers={"x-pawl-episode": name})
     await proxy.episodes(len(names))
     desk = FeedbackClient(proxy.session, f"{proxy.url}/feedback")
-    tally = await Judging(proxy.engine, bench.judge, desk, PLAN).run(once=True)
+    tally = await judged(proxy.engine, bench.judge, desk)
     assert tally == {"judged": 2, "cannot_tell": 1, "failed": 3}
 
     async def scored() -> Any:
@@ -158,11 +169,11 @@ async def test_a_programs_answers_become_feedback(proxy: Proxy, bench: Bench) ->
     assert "/feedback refused" in (kept["wrong-1"][2] or "")
     # Nobody is asked again: the next run has nothing to do.
     assert bench.asked == sorted(names)
-    await Judging(proxy.engine, bench.judge, desk, PLAN).run(once=True)
+    await judged(proxy.engine, bench.judge, desk)
     assert bench.asked == sorted(names)
 
 
-async def test_a_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
+async def test_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
     await proxy.chat(headers={"x-pawl-episode": "e"})
     desk = FeedbackClient(proxy.session, f"{proxy.url}/feedback")
     key = idempotency_key("j", "e")
@@ -259,7 +270,7 @@ async def test_sigterm_ends_it_and_what_it_asked(
         ),
     ],
 )
-async def test_what_cannot_run_says_why(
+async def test_command_that_cannot_run_says_why(
     database_url: str, options: tuple[str, ...], named: str
 ) -> None:
     code, _, err = await pawl_judge(
@@ -284,12 +295,12 @@ async def test_only_finished_episodes_without_a_score_are_judged(engine: AsyncEn
         call("running", started_at=datetime.now(UTC)),
         call("doubtful", started_at=LONG_AGO, confidence="doubtful"),
     )
-    judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
-    await Judging(engine, judge, Desk(), plan).run(once=True)
+    judge = Opinion()
+    await judged(engine, judge, quiet=timedelta(minutes=10))
     assert sorted(judge.asked) == ["failed", "over"]
 
 
-async def test_an_episode_in_parts_is_judged_when_its_last_part_is_over(
+async def test_episode_in_parts_is_judged_when_its_last_part_is_over(
     engine: AsyncEngine,
 ) -> None:
     digest = b"\x01" + b"s" * 15
@@ -298,14 +309,14 @@ async def test_an_episode_in_parts_is_judged_when_its_last_part_is_over(
         call("first", method="own", started_at=LONG_AGO, provides=(digest,)),
         call("second", method="own", started_at=datetime.now(UTC), needs=(digest,)),
     )
-    judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
-    await Judging(engine, judge, Desk(), plan).run(once=True)
+    judge = Opinion()
+    await judged(engine, judge, quiet=timedelta(minutes=10))
     assert judge.asked == []
-    await Judging(engine, judge, Desk(), PLAN).run(once=True)
+    await judged(engine, judge)
     assert judge.asked == ["first"]
 
 
-async def test_a_selection_is_judged(engine: AsyncEngine) -> None:
+async def test_selection_is_judged(engine: AsyncEngine) -> None:
     await store(
         engine,
         call("old", started_at=LONG_AGO),
@@ -317,16 +328,181 @@ async def test_a_selection_is_judged(engine: AsyncEngine) -> None:
         (Selection(policy="n"), ["other"]),
         (Selection(agent="writer"), ["writers"]),
     ):
-        judge, plan = Opinion(), msgspec.structs.replace(PLAN, selection=chosen)
+        judge = Opinion()
         judge.name = str(chosen)
-        await Judging(engine, judge, Desk(), plan).run(once=True)
+        await judged(engine, judge, selection=chosen)
         assert judge.asked == wanted
 
 
-async def test_a_judge_is_shown_what_export_writes(engine: AsyncEngine, bench: Bench) -> None:
+async def test_judge_is_shown_what_export_writes(engine: AsyncEngine, bench: Bench) -> None:
     await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
-    await Judging(engine, bench.judge, Desk(), PLAN).run(once=True)
+    await judged(engine, bench.judge)
     out = io.BytesIO()
     await export(engine, Selection(), out)
     # An episode is over when the judge's quiet time says so.
     assert bench.lines == [json.loads(out.getvalue()) | {"state": "unscored"}]
+
+
+# How often, how many, and for how long
+
+
+async def test_failed_judgement_is_tried_again_a_bounded_number_of_times(
+    engine: AsyncEngine, bench: Bench
+) -> None:
+    await store(engine, call("crash-1"))
+    for attempt in range(1, 6):
+        await judged(engine, bench.judge, attempts=3)
+        [(outcome, attempts, _)] = (await outcomes(engine)).values()
+        assert (outcome, attempts) == ("failed", min(attempt, 3))
+        await set_due(engine)
+    assert len(bench.asked) == 3
+
+
+async def test_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench: Bench) -> None:
+    await store(engine, call("unsure-1", started_at=LONG_AGO), call("good-1", started_at=LONG_AGO))
+    desk = Desk()
+    await judged(engine, bench.judge, desk)
+    await store(engine, call("unsure-1"), call("good-1"))
+    await judged(engine, bench.judge, desk)
+    # What was judged stays judged: its score is on its way.
+    assert bench.asked == ["good-1", "unsure-1", "unsure-1"]
+
+
+async def test_judgement_has_a_time_limit(engine: AsyncEngine, bench: Bench) -> None:
+    await store(engine, call("slow-1"))
+    judge = ProgramJudge(bench.command, timeout_s=0.5, name="hasty")
+    assert await judged(engine, judge) == {"failed": 1}
+    assert (await outcomes(engine))["slow-1"] == ("failed", 1, "no answer within 0.5 s")
+
+
+async def test_process_that_a_judge_leaves_running_does_not_hold_up_its_verdict(
+    engine: AsyncEngine, bench: Bench
+) -> None:
+    await store(engine, call("child-1"))
+    judge = ProgramJudge(bench.command, timeout_s=50, name="parent")
+    async with asyncio.timeout(40):
+        assert await judged(engine, judge) == {"judged": 1}
+    assert (await outcomes(engine))["child-1"][0] == "judged"
+
+
+async def test_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
+    await store(engine, *(call(f"e{number}") for number in range(30)))
+    judge, desk, three = Opinion(), Desk(), asyncio.Event()
+    under_way: list[int] = [0]
+
+    async def together(episode: str, line: bytes) -> list[Statement]:
+        under_way.append(under_way[-1] + 1)
+        if under_way[-1] == 3:
+            three.set()
+        await three.wait()
+        # Those that could begin wrongly beside these have time to.
+        await asyncio.sleep(0.01)
+        under_way.append(under_way[-1] - 1)
+        return [{"value": 1, "episode": episode}]
+
+    judge.judge = together  # type: ignore[method-assign]
+    assert await judged(engine, judge, desk, concurrency=3) == {"judged": 30}
+    assert max(under_way) == 3
+    assert len(desk.posted) == 30
+
+
+async def test_score_given_meanwhile_is_not_contradicted(engine: AsyncEngine) -> None:
+    await store(engine, call("e"))
+    judge, desk = Opinion(), Desk()
+    asked = judge.judge
+
+    async def slowly(episode: str, line: bytes) -> list[Statement]:
+        await store(engine, reward(0.1, episode="e"))
+        return await asked(episode, line)
+
+    judge.judge = slowly  # type: ignore[method-assign]
+    await judged(engine, judge, desk)
+    assert desk.posted == {}
+
+
+async def test_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
+    first = asyncio.create_task(Judging(engine, Opinion(), Desk(), PLAN).run())
+    await eventually(lambda: somebody_judges(engine))
+    with pytest.raises(JudgeError, match="at work already"):
+        await judged(engine, Opinion())
+    await cancelled(first)
+    assert await judged(engine, Opinion()) == {}
+
+
+async def test_tenants_have_judges_of_one_name_at_once(engine: AsyncEngine) -> None:
+    for tenant in ("a", "b"):
+        await store(engine, call(scoped(tenant, "e")), call(scoped(tenant, f"only {tenant}")))
+    judge_of_a, judge_of_b = Opinion(), Opinion()
+    plan = msgspec.structs.replace(PLAN, selection=Selection(tenant="a"))
+    first = asyncio.create_task(Judging(engine, judge_of_a, Desk(), plan).run())
+    await eventually(lambda: somebody_judges(engine))
+    of_b = Selection(tenant="b")
+    assert await judged(engine, judge_of_b, selection=of_b) == {"judged": 2}
+    await cancelled(first)
+    assert sorted(judge_of_b.asked) == ["e", "only b"]
+    assert "only b" not in judge_of_a.asked
+
+
+async def test_again_asks_about_the_tenants_episodes_alone(
+    engine: AsyncEngine, bench: Bench
+) -> None:
+    await store(engine, *(call(scoped(tenant, "unsure-1")) for tenant in ("a", "b")))
+    await judged(engine, bench.judge)
+    assert len(bench.asked) == 2
+    async with engine.begin() as connection:
+        assert await forget_unjudged(connection, bench.judge.name, "a") == 1
+    assert list(await outcomes(engine)) == [scoped("b", "unsure-1")]
+
+
+async def somebody_judges(engine: AsyncEngine) -> bool:
+    """Whether somebody holds the lock of a judge's name."""
+    held = (
+        "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database"
+        " WHERE l.locktype = 'advisory' AND l.granted AND d.datname = current_database()"
+    )
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(held)))
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_feedback_that_is_away_costs_no_episode_and_no_second_judgement(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, call("e"))
+    judge, desk = Opinion(), Desk()
+    desk.away = True
+    with pytest.raises(Away, match="closed"):
+        await judged(engine, judge, desk)
+    assert await outcomes(engine) == {}
+    judging = Judging(engine, judge, desk, PLAN)
+    desk.refused.clear()
+    task = asyncio.create_task(judging.run())
+    await desk.refused.wait()
+    desk.away = False
+
+    async def posted() -> Any:
+        return desk.posted and await outcomes(engine)
+
+    assert (await eventually(posted))["e"] == ("judged", 1, None)
+    await cancelled(task)
+    assert judge.asked == ["e", "e"]
+
+
+async def test_proxy_that_is_away_is_asked_again_for_a_while(
+    session: aiohttp.ClientSession,
+) -> None:
+    desk = FeedbackClient(session, f"http://127.0.0.1:{free_port()}/feedback", patience_s=0.6)
+    with pytest.raises(Away, match="does not answer"):
+        await desk.post([{"value": 1, "episode": "e"}], "k")
+
+
+async def test_program_that_does_not_read_is_heard_all_the_same() -> None:
+    judge = ProgramJudge(["echo", '{"value": 0.5}'], timeout_s=5)
+    assert await judge.judge("e", b"x" * 10**6) == [{"value": 0.5, "episode": "e"}]
+    with pytest.raises(JudgeFailed, match="exit code 1"):
+        await ProgramJudge(["false"], timeout_s=5).judge("e", b"{}")

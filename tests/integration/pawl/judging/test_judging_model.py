@@ -12,8 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.judging.answers import Away
 from pawl.judging.rubric import RubricJudge
-from pawl.judging.run import Judging
-from tests.integration.pawl.judging.test_judge import PLAN, Desk, outcomes, session, store
+from tests.integration.pawl.judging.test_judge import Desk, judged, outcomes, session, store
 from tests.support.records import call
 
 __all__ = ["session"]
@@ -71,13 +70,13 @@ def by_rubric(
     )
 
 
-async def test_a_models_score_is_the_reward(
+async def test_models_score_is_the_reward(
     engine: AsyncEngine, session: aiohttp.ClientSession, model: FakeModel
 ) -> None:
     await store(engine, call("e", request=b'{"messages":[{"role":"user","content":"hello?"}]}'))
     desk = Desk()
     judge = by_rubric(session, model, api_key="secret")
-    assert await Judging(engine, judge, desk, PLAN).run(once=True) == {"judged": 1}
+    assert await judged(engine, judge, desk) == {"judged": 1}
     assert list(desk.posted.values()) == [[{"value": 0.75, "episode": "e"}]]
     [asked] = model.requests
     assert (asked["model"], asked["temperature"]) == ("big", 0.0)
@@ -105,7 +104,7 @@ async def test_another_rubric_is_another_judge(
         ({"wait_s": 3}, "failed", "no answer within"),
     ],
 )
-async def test_a_models_faults_leave_the_episode_unscored(
+async def test_models_faults_leave_the_episode_unscored(
     engine: AsyncEngine,
     session: aiohttp.ClientSession,
     model: FakeModel,
@@ -118,7 +117,7 @@ async def test_a_models_faults_leave_the_episode_unscored(
         setattr(model, name, value)
     desk = Desk()
     judge = by_rubric(session, model, timeout_s=0.5 if model.wait_s else 60)
-    assert await Judging(engine, judge, desk, PLAN).run(once=True) == {outcome: 1}
+    assert await judged(engine, judge, desk) == {outcome: 1}
     kept, _, why = (await outcomes(engine))["e"]
     assert kept == outcome
     assert (why is None) == (reason is None)
@@ -127,13 +126,13 @@ async def test_a_models_faults_leave_the_episode_unscored(
 
 
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
-async def test_a_server_that_cannot_answer_now_is_no_episodes_fault(
+async def test_server_that_cannot_answer_now_is_no_episodes_fault(
     engine: AsyncEngine, session: aiohttp.ClientSession, model: FakeModel, status: int
 ) -> None:
     await store(engine, call("e"))
     model.status = status
     with pytest.raises(Away, match=str(status)):
-        await Judging(engine, by_rubric(session, model), Desk(), PLAN).run(once=True)
+        await judged(engine, by_rubric(session, model))
     assert await outcomes(engine) == {}
 
 

@@ -43,7 +43,7 @@ from tests.support.steward.trials import (
 from trainer.metrics import VERSION
 
 
-async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
+async def test_better_version_is_tried_and_promoted_with_its_evidence(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await candidate(engine, 0)
@@ -78,7 +78,7 @@ async def test_a_better_version_is_tried_and_promoted_with_its_evidence(
 
 
 @pytest.mark.usefixtures("_settings")
-async def test_what_a_steward_promotes_is_shown_and_logged_as_what_a_trainer_does(
+async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     await on_trial(engine, judge)
@@ -100,7 +100,7 @@ async def test_what_a_steward_promotes_is_shown_and_logged_as_what_a_trainer_doe
     assert f"{shown} 1.0" in generate_latest().decode()
 
 
-async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
+async def test_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await candidate(engine, 0, 1)
@@ -115,7 +115,7 @@ async def test_a_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
     assert last.evidence["decision"]["kind"] == "retire"
 
 
-async def test_a_version_whose_episodes_get_no_rewards_is_rolled_back(
+async def test_version_whose_episodes_get_no_rewards_is_rolled_back(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await begin_trial(engine, judge)
@@ -150,7 +150,7 @@ async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
     assert "its rewards suffice, but 50% of the canary's rewards lie outside of" in said
 
 
-async def test_a_version_that_turns_bad_while_it_serves_is_rolled_back(
+async def test_version_that_turns_bad_while_it_serves_is_rolled_back(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     """No trainer runs in any of these tests, and no model server."""
@@ -181,9 +181,7 @@ async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     assert await states(engine) == {0: "published", 1: "serving"}
 
 
-async def test_past_its_deadline_a_version_is_rolled_back(
-    engine: AsyncEngine, judge: Gating
-) -> None:
+async def test_version_past_its_deadline_is_rolled_back(engine: AsyncEngine, judge: Gating) -> None:
     await candidate(engine, 0, rule=RULE.model_copy(update={"deadline_s": HOUR_S}))
     await judge.look(engine)
     await pass_time(engine)
@@ -203,7 +201,7 @@ async def test_the_next_candidate_is_tried_after_the_one_before_it(
     assert await states(engine) == {0: "published", 1: "serving", 2: "canary"}
 
 
-async def test_a_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
+async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
     database_url: str, engine: AsyncEngine
 ) -> None:
     """Nothing is said of an episode that hangs; all others are as good as those of what serves."""
@@ -238,7 +236,7 @@ async def test_a_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
     assert counted["canary"]["failed"] == counted["canary"]["episodes"] // 2
 
 
-async def test_what_was_stored_late_counts_before_long(
+async def test_late_rewards_count_in_a_trial_before_long(
     engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rewards that were given in time waited for the database, with a proxy."""
@@ -253,7 +251,7 @@ async def test_what_was_stored_late_counts_before_long(
     assert (await states(engine))[1] == "serving"
 
 
-async def test_what_is_older_than_the_version_that_serves_is_tried_no_more(
+async def test_version_older_than_what_serves_is_tried_no_more(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await candidate(engine, 0)

@@ -56,7 +56,7 @@ def shows(value: float) -> bool:
     return f'pawl_steward_gate_failed{{policy="a"}} {value}' in generate_latest().decode()
 
 
-async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy(
+async def test_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy(
     engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(_: AsyncConnection) -> None:
@@ -80,7 +80,7 @@ async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_poli
     assert shows(0.0)
 
 
-async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
+async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database gives queries of its role a time, as some do: that is as if it went away."""
@@ -104,7 +104,7 @@ async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_f
     assert await state_of_a(engine) == "candidate"
 
 
-async def test_a_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_wait_for(
+async def test_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_wait_for(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what is tried, and of what serves."""
@@ -146,7 +146,7 @@ async def promotes_another(connection: AsyncConnection) -> None:
 
 @pytest.mark.parametrize("does", [freezes, promotes_another])
 @pytest.mark.parametrize("better", [True, False])
-async def test_what_an_operator_did_during_a_look_is_not_undone_by_what_it_found(
+async def test_look_does_not_undo_what_an_operator_did_meanwhile(
     engine: AsyncEngine,
     judge: Gating,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +173,7 @@ async def test_what_an_operator_did_during_a_look_is_not_undone_by_what_it_found
     assert await states(engine) == after
 
 
-async def test_a_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
+async def test_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
@@ -192,7 +192,7 @@ async def test_a_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
     assert (await states(engine))[1] == "candidate"
 
 
-async def test_what_is_no_outage_is_not_called_one(
+async def test_failure_that_is_no_outage_is_not_called_one(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_: object) -> None:
@@ -233,7 +233,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("when", ["before", "before the commit"])
-async def test_a_steward_killed_while_it_promotes_leaves_nothing_half_done(
+async def test_steward_killed_while_it_promotes_leaves_nothing_half_done(
     database_url: str,
     engine: AsyncEngine,
     judge: Gating,
@@ -251,7 +251,7 @@ async def test_a_steward_killed_while_it_promotes_leaves_nothing_half_done(
     assert len(await changes(engine)) == 3
 
 
-async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
+async def test_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
     engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, judge, better=False)
@@ -286,7 +286,7 @@ async def test_judging_goes_on_once_the_database_is_back(
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_policy_that_cannot_be_judged_hinders_no_other(
+async def test_policy_that_cannot_be_judged_hinders_no_other(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     async with engine.begin() as connection:

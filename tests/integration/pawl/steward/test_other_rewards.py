@@ -75,7 +75,7 @@ async def why(engine: AsyncEngine) -> object:
     return line.unwatched
 
 
-async def test_what_a_trial_promoted_is_not_rolled_back_because_the_reward_is_another(
+async def test_version_is_not_watched_by_another_reward_and_is_again_by_its_own(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     await promoted(engine, judge)
@@ -90,14 +90,6 @@ async def test_what_a_trial_promoted_is_not_rolled_back_because_the_reward_is_an
         assert WATCHED + "0.0" in generate_latest().decode()
     assert "reward is another sum" in str(await why(engine))
     assert "pawl policies rollback" in str(await why(engine))
-
-
-async def test_with_the_reward_that_it_was_promoted_by_a_version_is_watched_again(
-    database_url: str, engine: AsyncEngine, judge: Gating
-) -> None:
-    await promoted(engine, judge)
-    await earns(engine, LESS)
-    await judge.look(engine)
     await earns(engine, ALONE)
     await judge.look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()
@@ -106,7 +98,7 @@ async def test_with_the_reward_that_it_was_promoted_by_a_version_is_watched_agai
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_a_trial_begins_anew_with_the_reward_and_rests_on_what_began_since(
+async def test_trial_begins_anew_with_the_reward_and_rests_on_what_began_since(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     """By the old range all rewards of the new sum would be its highest."""
@@ -133,7 +125,7 @@ async def test_a_trial_begins_anew_with_the_reward_and_rests_on_what_began_since
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_what_is_promoted_by_the_new_reward_is_watched_by_it(
+async def test_version_promoted_by_the_new_reward_is_watched_by_it(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await tried(engine, judge)
@@ -154,7 +146,7 @@ async def test_what_is_promoted_by_the_new_reward_is_watched_by_it(
     assert await states(engine) == {0: "published", 1: "serving"}
 
 
-async def test_of_versions_that_serve_untried_those_are_watched_that_have_one_reward(
+async def test_untried_versions_are_watched_together_only_if_they_have_one_reward(
     database_url: str, engine: AsyncEngine
 ) -> None:
     """What follows the change is what the next version is compared with."""
@@ -186,16 +178,9 @@ async def test_of_versions_that_serve_untried_those_are_watched_that_have_one_re
     await gives(engine, 4, BAD, GOOD)
     await hour_passes(engine)
     await look(database_url, engine)
-    assert await states(engine) == {
-        0: "published",
-        1: "published",
-        2: "published",
-        3: "serving",
-        4: "rolled_back",
-    }
-    assert [one for one in await changes(engine) if one[1] == "rolled_back"] == [
-        ("m@4", "rolled_back", "steward")
-    ]
+    published = dict.fromkeys(range(3), "published")
+    assert await states(engine) == published | {3: "serving", 4: "rolled_back"}
+    assert (await changes(engine))[-2] == ("m@4", "rolled_back", "steward")
 
 
 async def test_rewards_become_no_other_sum_in_the_middle_of_a_look(

@@ -90,6 +90,22 @@ async def killed_before_it_loads(
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
 
 
+@pytest.fixture
+async def _retired(engine: AsyncEngine, tmp_path: Path) -> None:
+    """Version 2 serves, and version 1, which served before, is on no server."""
+    await publish(engine, tmp_path, 1, 2)
+    await retire(engine, 1)
+
+
+@pytest.fixture
+async def _called_back(
+    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A steward called version 1 back, and was killed."""
+    await fallen(engine, tmp_path)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
+
+
 async def test_retired_version_is_on_every_replica_before_it_serves_again(
     database_url: str, engine: AsyncEngine, servers: Servers, tmp_path: Path
 ) -> None:
@@ -178,21 +194,17 @@ async def test_version_serves_again_only_if_the_replicas_have_it(
         assert "m@1, which served before it, could not be loaded: the model server" in last.reason
 
 
+@pytest.mark.usefixtures("_called_back")
 async def test_by_hand_what_was_called_back_before_serves_only_if_a_replica_has_loaded_it(
-    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine,
 ) -> None:
-    await fallen(engine, tmp_path)
-    await killed_before_it_loads(database_url, engine, monkeypatch)
     async with Replicas([AWAY]) as replicas:
         await roll_back_by_hand(engine, replicas, "m", "it swears")
     assert (await states(engine))[0] == "serving"
 
 
-async def test_by_hand_it_is_loaded_first_too(
-    engine: AsyncEngine, servers: Servers, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1, 2)
-    await retire(engine, 1)
+@pytest.mark.usefixtures("_retired")
+async def test_by_hand_it_is_loaded_first_too(engine: AsyncEngine, servers: Servers) -> None:
     async with Replicas([server.url for server in servers]) as replicas:
         chosen, serves, loaded = await roll_back_by_hand(engine, replicas, "m", "it swears")
     assert serves is not None
@@ -203,12 +215,10 @@ async def test_by_hand_it_is_loaded_first_too(
     assert await states(engine) == AGAIN
 
 
-@pytest.mark.usefixtures("_settings")
+@pytest.mark.usefixtures("_settings", "_retired")
 async def test_command_says_what_could_not_be_loaded(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await publish(engine, tmp_path, 1, 2)
-    await retire(engine, 1)
     server.refused = {"m@1"}
     monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
     done = await command("rollback", "m")
@@ -241,16 +251,10 @@ async def test_operator_promotes_what_was_called_back_only_once_the_replicas_hav
     assert await states(engine) == AGAIN
 
 
+@pytest.mark.usefixtures("_called_back")
 async def test_version_retired_while_it_was_loaded_is_not_promoted(
-    database_url: str,
-    engine: AsyncEngine,
-    server: FakeModelServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: AsyncEngine, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fallen(engine, tmp_path)
-    await killed_before_it_loads(database_url, engine, monkeypatch)
-
     async def retired_meanwhile(*words: Any) -> Loaded:
         await retire(engine, 1)
         return await load_again(*words)
@@ -262,11 +266,8 @@ async def test_version_retired_while_it_was_loaded_is_not_promoted(
     assert (await states(engine))[1] == "retired"
 
 
-async def test_store_lets_nothing_serve_that_no_server_has(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1, 2)
-    await retire(engine, 1)
+@pytest.mark.usefixtures("_retired")
+async def test_store_lets_nothing_serve_that_no_server_has(engine: AsyncEngine) -> None:
     async with engine.connect() as connection:
         serving = await numbered_version(connection, "m", 2)
         assert serving is not None

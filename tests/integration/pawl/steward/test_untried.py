@@ -86,7 +86,7 @@ async def gives(
     )
 
 
-async def test_a_version_that_is_worse_than_the_one_before_it_is_rolled_back(
+async def test_version_that_is_worse_than_the_one_before_it_is_rolled_back(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     """No trainer runs in any of these tests, and no model server."""
@@ -127,7 +127,7 @@ async def test_rewards_that_the_range_cuts_are_told_of_what_serves_untried(
     assert shown in generate_latest().decode()
 
 
-async def test_a_version_that_turns_bad_as_it_serves_is_rolled_back(
+async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
     database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     await served(engine, (GOOD, BAD), (GOOD, BAD))
@@ -139,7 +139,7 @@ async def test_a_version_that_turns_bad_as_it_serves_is_rolled_back(
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
 
 
-async def test_a_world_that_gets_worse_for_all_rolls_nothing_back(
+async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, ([1.0, 0.9], [0.6, 0.5]), ([0.5, 0.4], [0.1, 0.0]))
@@ -170,7 +170,7 @@ async def test_without_a_base_share_nothing_is_rolled_back_and_it_is_said_why(
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()
 
 
-async def test_a_version_before_which_the_base_had_no_share_counts_as_unwatched(
+async def test_version_before_which_the_base_had_no_share_counts_as_unwatched(
     database_url: str, engine: AsyncEngine
 ) -> None:
     """The recipe gives a share from the second version on."""
@@ -193,7 +193,7 @@ async def test_a_version_before_which_the_base_had_no_share_counts_as_unwatched(
     assert watched == [False, False, True]
 
 
-async def test_what_was_made_of_a_bad_version_goes_with_it_and_is_not_trained_on(
+async def test_versions_made_of_a_bad_one_go_with_it_and_are_not_trained_on(
     database_url: str, engine: AsyncEngine
 ) -> None:
     """Before any episode of a bad version counts, others have followed it."""
@@ -223,7 +223,7 @@ async def test_what_was_made_of_a_bad_version_goes_with_it_and_is_not_trained_on
     }
 
 
-async def test_what_follows_a_roll_back_is_watched_again(
+async def test_version_after_a_roll_back_is_watched_again(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD))
@@ -242,7 +242,7 @@ async def test_what_follows_a_roll_back_is_watched_again(
 
 
 @pytest.mark.parametrize("after", [False, True])
-async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
+async def test_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
@@ -261,7 +261,7 @@ async def test_a_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
 
 
 @pytest.mark.parametrize("mode", ["immediate", "gated"])
-async def test_what_was_stored_late_counts_in_a_watch_before_long(
+async def test_late_rewards_count_in_a_watch_before_long(
     engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Rewards that were given in time waited for the database, with a proxy."""
