@@ -243,7 +243,13 @@ def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
 def _check_object(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
 ) -> None:
-    owners.check_body(tenant, is_read=request.parsed is not None)
+    if request.parsed is None and tenant != owners.sole:
+        # A server may read what the proxy cannot: another encoding, or an object of any depth.
+        raise BadRequest(
+            "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
+            "known which model it names: send a JSON object",
+            code="invalid_json",
+        )
     _type_of(headers, request.body)
     try:
         repeated = repeated_name(request)

@@ -11,14 +11,13 @@ import structlog
 from proxy.calls.call import CallParts, answer_call
 from proxy.error_replies import explain, refuse, send_internal_error
 from proxy.errors import ProxyError, TooSlow
-from proxy.feedback.endpoint import FeedbackEndpoint, RecentTargets
-from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
+from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.server import ClientDeadlines, Handler, Server
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
-from proxy.keys.gate import Gate, KeyFile
+from proxy.keys import Gate, KeyFile
 from proxy.lookup import Lookup
 from proxy.metrics import (
     IN_FLIGHT,

@@ -5,6 +5,7 @@ come, the record is made durable, and only then does the reply's end leave. What
 client leaves, the reply breaks off), the call ends with exactly one status and one record.
 """
 
+import asyncio
 from collections.abc import Coroutine
 from time import perf_counter, time
 from typing import Any, Final
@@ -14,11 +15,10 @@ import structlog
 
 from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
 from proxy.calls.recording import Recorded, note_call, record
-from proxy.calls.retrying import UNKNOWN_MODEL, past_refusal
 from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
-from proxy.errors import NotServed, ProxyError, ReplyTorn
+from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn
 from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
-from proxy.feedback.endpoint import RecentTargets
+from proxy.feedback import RecentTargets
 from proxy.formats.base import ModelRequest, WireFormat, read_request
 from proxy.formats.conversation import Conversation
 from proxy.http.exchange import ClientGone, Exchange
@@ -26,9 +26,9 @@ from proxy.http.wire import Headers, for_upstream
 from proxy.identity.call_memory import CallMemory
 from proxy.identity.identify import identify, identity_alone
 from proxy.intake import Claim, Intake
-from proxy.keys.limits import Usage
+from proxy.keys import Usage
 from proxy.lookup import Lookup
-from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WARNINGS
+from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WAITED_FOR_ADAPTER, WARNINGS
 from proxy.policies.versions import Serving, Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
@@ -49,6 +49,14 @@ from store.tenants import DEFAULT, scoped
 from store.version_queries import pinned_version
 
 log = structlog.get_logger()
+
+# A steward looks twice a second, and an adapter is loaded in less than a second or two.
+WAIT_S: Final = 10.0
+LOOK_AGAIN_S: Final = 0.25
+# The status by which a model server says that it has no such model.
+UNKNOWN_MODEL: Final = 404
+REFUSED_AS_MALFORMED: Final = (400, 422)
+
 
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
@@ -202,7 +210,7 @@ class Call:
             upstream = await self._route()
             reply = await self.send(upstream)
             if reply.status >= ERRORS:
-                reply = await past_refusal(self, upstream, reply)
+                reply = await self._past_refusal(upstream, reply)
             answer = self._begin_answer(reply)
             status = await answer.receive()
             await self._make_durable(status)
@@ -354,9 +362,76 @@ class Call:
             target = f"{target}?{query}"
         return target, headers, request.body
 
-    def send_as_it_came(self) -> None:
-        """Let the request be sent as the client wrote it, but for the model's name."""
-        self.routed = rewritten(self, False)
+    # Send again, where that can help.
+
+    async def _past_refusal(self, upstream: ModelServer, refusal: Reply) -> Reply:
+        """Send a call that was refused again if that can help, and return the last reply.
+
+        - Its version is being loaded (`pawl steward`), or another replica has it: the store lists
+          it as servable, and a server that does not know a model has not worked on the request. The
+          call waits, for a bounded time.
+        - It was refused as malformed, with fields that the proxy added: it is sent as the client
+          wrote it, but for the model's name.
+
+        Which replica gets a request that could not be sent at all is decided in
+        `proxy.upstreams.server`. Nothing else is ever sent twice: a model must not answer one call
+        two times.
+
+        Raises:
+            ProxyError: it was sent again, and no reply came; or its version cannot be had.
+        """
+        reply = await self._once_loaded(upstream, refusal)
+        if reply.status in REFUSED_AS_MALFORMED and self.routed.request.injected:
+            # Nothing that the proxy adds can fail a call so, and a refusal is about the client's
+            # request. Changed before it is sent: the record of a call that fails now says what was
+            # sent last.
+            self.routed = rewritten(self, False)
+            # A server may close after a refusal without announcing it: use another connection.
+            reply.discard()
+            reply = await self._once_loaded(upstream, await self.send(upstream))
+        return reply
+
+    async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
+        """Return the reply, or that of a replica that has the call's version if this one lacks it.
+
+        What a server that lists the version replies is final, whatever it is. A version that is
+        retired meanwhile is not waited for.
+
+        Raises:
+            NotServed: the request names a version that was retired meanwhile.
+            NotLoaded: no replica has the version within `WAIT_S`.
+            ProxyError: the call was sent, and no reply came.
+        """
+        versions, serving = self.parts.versions, self.routed.serving
+        if reply.status != UNKNOWN_MODEL or not versions.is_servable(serving):
+            return reply
+        reply.discard()
+        name = serving.served_name or ""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while True:
+            served = await upstream.ask_where_served(name, "POST", *self.outgoing())
+            waited_s = clock() - begun
+            is_awaited = versions.is_servable(serving)
+            if served is not None or waited_s >= WAIT_S or not is_awaited:
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+        WAITED_FOR_ADAPTER.labels("served" if served is not None else "given_up").inc()
+        log.info("adapter_waited_for", call=self.name, version=name, s=round(waited_s, 2))
+        if served is not None:
+            return served
+        why = self.why_not_served()
+        if why is not None:
+            raise NotServed(why, param="model", code="model_not_found")
+        after = (
+            f"was not given it within {WAIT_S:.0f} s. It is being loaded again"
+            if is_awaited
+            else "it was retired meanwhile; another version serves"
+        )
+        raise NotLoaded(
+            f"The model server does not have {name} now, and {after}: repeat the request",
+            code="version_not_loaded",
+        )
 
     def why_not_served(self) -> str | None:
         """Return what is known of a version that the request names, unless it is servable.

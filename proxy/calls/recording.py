@@ -15,7 +15,7 @@ import structlog
 from proxy.calls.answer import ERRORS
 from proxy.formats.base import ReplySummary
 from proxy.identity.call_memory import provided_fingerprints
-from proxy.keys.limits import Usage, tokens_of
+from proxy.keys import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.segments import CapturedCall
 from proxy.upstreams.replies import comes_in_events

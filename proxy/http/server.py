@@ -365,14 +365,6 @@ LOOK_S: Final = 0.02
 BREAK_OFF_S: Final = 2.0
 
 
-def _no_words(_target: str, _status: int, _why: str) -> bytes:
-    return b""
-
-
-def _nobody_told(_what: str, _allowed_s: float, _exchange: Exchange | None) -> None:
-    """Count nothing."""
-
-
 class Server:
     """Keep all connections of one listening socket, and the handler of their requests."""
 
@@ -380,9 +372,9 @@ class Server:
         self,
         handle: Handler,
         *,
-        patience: ClientDeadlines | None = None,
-        explain: Explain = _no_words,
-        on_late: OnLate = _nobody_told,
+        patience: ClientDeadlines,
+        explain: Explain,
+        on_late: OnLate,
     ) -> None:
         """Store the handler; `listen` opens the socket.
 
@@ -398,7 +390,7 @@ class Server:
         self.draining = False
         self.turns = Turns()
         self.connections: set[Connection] = set()
-        self._patience = patience or ClientDeadlines()
+        self._patience = patience
         self._break_off_at = inf
         self._listening: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None

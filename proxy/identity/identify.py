@@ -240,26 +240,6 @@ def _conversation(conversation: Any) -> Iterator[Name]:
     yield from _told(source, _IN_CONVERSATION, "response", "conversation ")
 
 
-def split_of(
-    names: Iterable[Name], task: str | None, eval_tasks: str, warnings: list[str]
-) -> Split:
-    """Return the first known split that is named, else the one that the task's name tells.
-
-    Args:
-        names: what the call says, the first to count first.
-        task: the call's task, if it names one.
-        eval_tasks: how the names of tasks begin whose episodes are evaluation.
-        warnings: gets a warning for each unknown split before the one that counts.
-    """
-    for name in names:
-        split = _KNOWN.get(name.value.strip().lower())
-        if split is not None:
-            return split
-        shown, known = ascii(name.value[:SAID_BACK]), " and ".join(SPLITS)
-        warnings.append(f"{name.where} {shown} is no split ({known} are); ignored")
-    return EVAL if task is not None and task.startswith(eval_tasks) else TRAIN
-
-
 HEADER_PREFIX: Final = "x-pawl-"
 _HEADERS: Final = {role: HEADER_PREFIX + role for role in ("episode", "agent", "task", "split")}
 RETRY_COUNT: Final = "x-stainless-retry-count"
@@ -389,9 +369,18 @@ def _split(
     eval_tasks: str,
     warnings: list[str],
 ) -> Split:
-    """Return the split of a call: from our header or URL first, then from `others`."""
-    names = chain(_ours(headers, "split", route.split), others)
-    return split_of(names, task, eval_tasks, warnings)
+    """Return the first known split that is named, else the one that the task's name tells.
+
+    Our header and URL count first, then `others`. `warnings` gets one for each unknown split before
+    the one that counts.
+    """
+    for name in chain(_ours(headers, "split", route.split), others):
+        split = _KNOWN.get(name.value.strip().lower())
+        if split is not None:
+            return split
+        shown, known = ascii(name.value[:SAID_BACK]), " and ".join(SPLITS)
+        warnings.append(f"{name.where} {shown} is no split ({known} are); ignored")
+    return EVAL if task is not None and task.startswith(eval_tasks) else TRAIN
 
 
 def retry_count(headers: Mapping[str, str]) -> int:

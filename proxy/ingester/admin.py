@@ -16,8 +16,7 @@ from proxy.formats.errors import OPENAI
 from proxy.http.server import is_loopback
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.keys.gate import Gate, shown_in
-from proxy.keys.limits import Usage
+from proxy.keys import Gate, Usage, shown_in
 from proxy.metrics import REFUSED, exposed
 from proxy.policies.owners import Owners
 from proxy.shared_memory import ProcessState, is_shared, readiness

@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keys.gate import KeyPublisher
+from proxy.keys import KeyPublisher
 from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.version_file import VersionFile, serving_of

@@ -16,12 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.admin_port import listen_on
 from proxy.errors import SpoolInUse
-from proxy.feedback.idempotency import KeyFiles
+from proxy.feedback import KeyFiles
 from proxy.ingester.admin import OwnersFile, admin_app, unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeletedLetters, remove_outdated
-from proxy.keys.gate import Gate, KeyFile
+from proxy.keys import Gate, KeyFile
 from proxy.metrics import EVAL_EPISODES, EVAL_REWARD
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
@@ -160,6 +160,8 @@ async def repeat(
         pause_s: shortest pause between two times.
         first_s: pause before the first time; None: `pause_s`.
     """
+    task = asyncio.current_task()
+    name = "" if task is None else task.get_name()
     await asyncio.sleep(pause_s if first_s is None else first_s)
     while True:
         began = perf_counter()
@@ -168,13 +170,8 @@ async def repeat(
         except Exception as error:
             # This task must not end.
             note = log.warning if is_unavailable(error) else log.exception
-            note("work_put_off", task=_name_of_task(), reason=type(error).__name__)
+            note("work_put_off", task=name, reason=type(error).__name__)
         await asyncio.sleep(max(pause_s, LOOK_SHARE * (perf_counter() - began)))
-
-
-def _name_of_task() -> str:
-    task = asyncio.current_task()
-    return "" if task is None else task.get_name()
 
 
 async def clean_keys(files: KeyFiles, engine: AsyncEngine | None) -> None:

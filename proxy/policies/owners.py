@@ -8,7 +8,7 @@ upstream by its owner: whoever knows the name could use it otherwise.
 
 from collections.abc import Iterable, Mapping
 
-from proxy.errors import BadRequest, NotServed
+from proxy.errors import NotServed
 from proxy.upstreams.upstreams import shown
 from store.policy_table import PolicyTable
 from store.tenants import DEFAULT
@@ -64,21 +64,6 @@ class Owners:
 
     def _is_known(self, tenant: str, policy: str) -> bool:
         return (policy in self._said or policy in self._began) and self.owns(tenant, policy)
-
-    def check_body(self, tenant: str, *, is_read: bool) -> None:
-        """Check that the body of a request could be read, where it may name what is hidden.
-
-        A server may read what the proxy cannot: another encoding, or an object of any depth.
-
-        Raises:
-            BadRequest: it could not.
-        """
-        if not is_read and tenant != self.sole:
-            raise BadRequest(
-                "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
-                "known which model it names: send a JSON object",
-                code="invalid_json",
-            )
 
     def check(self, tenant: str, model: str | None, param: str = "model") -> None:
         """Check that a tenant may ask for a model of this name, which the field `param` has.

@@ -272,23 +272,6 @@ def _taken(take: Callable[[], Home]) -> Home | None:
         return None
 
 
-def take_folder(
-    root: Path,
-    *,
-    segment_bytes: int = SEGMENT_BYTES,
-    on_commit: OnCommit = _nothing,
-    note: Note = _no_note,
-) -> Spool:
-    """Return a spool in the first numbered folder under `root` that no process holds.
-
-    Raises:
-        OSError: none can be created or written, and that will not change by itself.
-    """
-    return Spool(
-        lambda: take_home(root), segment_bytes=segment_bytes, on_commit=on_commit, note=note
-    )
-
-
 # Most episodes with an unwritten gap that are remembered; beyond them only the outage is on disk.
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
@@ -321,8 +304,11 @@ class Recorder:
         self._losing = False
         self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
-        self._spool = take_folder(
-            root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
+        self._spool = Spool(
+            partial(take_home, root),
+            segment_bytes=segment_bytes,
+            on_commit=self._committed,
+            note=self._gap_of,
         )
 
     def take(self, record: CapturedCall) -> "asyncio.Future[bool]":

@@ -210,9 +210,9 @@ def _checksum(payload: bytes) -> int:
     return checksum
 
 
-def read_frames(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the intact payloads from `offset` on, each after the offset at which its frame ends."""
-    for piece in read_pieces(data, offset, ended=True):
+def read_frames(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the intact payloads, each after the offset at which its frame ends."""
+    for piece in read_pieces(data, ended=True):
         if not piece.damage:
             yield piece.end, piece.data
 

@@ -1,7 +1,7 @@
 """Ask a model server: one or several replicas that serve the same models.
 
 A request that could not be sent to one replica goes to the next. When a call that a server refused
-is sent again is decided in `proxy.calls.retrying`.
+is sent again is decided in `proxy.calls.call`.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import structlog
@@ -16,7 +16,6 @@ from proxy.http.wire import Headers
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
 from proxy.upstreams.litellm import LitellmUpstream
-from proxy.upstreams.replies import Reply
 from proxy.upstreams.server import Key, Upstream
 from store.versions import PolicyVersion
 
@@ -77,50 +76,8 @@ ONE: Final = "upstream"
 TEMPERATURE: Final = "temperature"
 
 
-class ModelServer(Protocol):
-    """Answer requests for some models."""
-
-    async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-        """Send a request with its whole body, and return the reply once its head has come.
-
-        Raises:
-            UpstreamUnreachable: nothing of the request was sent.
-            UpstreamBroke: the request was sent, and no reply came.
-            BadRequest: this upstream cannot express the request.
-        """
-
-    async def ask_where_served(
-        self, model: str, method: str, target: str, headers: Headers, body: bytes
-    ) -> Reply | None:
-        """Do what `ask` does at a server that lists `model` now; return None if none does.
-
-        Raises:
-            UpstreamBroke: the request was sent, and no reply came.
-        """
-
-    async def fetch(self, target: str, headers: Headers) -> Reply:
-        """Send a GET request; it raises what `ask` raises."""
-
-    async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """Return the entries of its list at `/v1/models`, by id.
-
-        Raises:
-            UpstreamUnreachable: it cannot be reached now.
-            UpstreamBroke: no list came, or it could not be read.
-            NoModels: it refuses to list its models.
-        """
-
-    async def gives_ids(self, model: str | None) -> bool:
-        """Return whether it gives the token ids of `model`."""
-
-    def learn(self, served_names: Iterable[str]) -> None:
-        """Remember the names of adapters that our own trainer loaded there."""
-
-    async def sweep(self) -> None:
-        """Close what has been idle or silent for too long, again and again; never return."""
-
-    async def close(self) -> None:
-        """Close every connection."""
+# What answers requests for some models; `Upstream` says what each of the methods does.
+ModelServer = Upstream | LitellmUpstream
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):

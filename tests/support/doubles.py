@@ -9,21 +9,20 @@ import msgspec
 
 from proxy.calls.call import CallParts
 from proxy.errors import UpstreamBroke
-from proxy.feedback.endpoint import FeedbackEndpoint, RecentTargets
-from proxy.feedback.idempotency import IdempotencyStore, KeyFiles
+from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.http.client import Torn
-from proxy.http.server import Connection, Server
+from proxy.http.server import Connection
 from proxy.http.wire import Headers
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
-from proxy.keys.gate import NO_KEYS, Gate
+from proxy.keys import NO_KEYS, Gate
 from proxy.policies.versions import Versions
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.upstreams.upstreams import Member, Upstreams
 from proxy.worker import data_handler
 from store.records import EVAL_TASKS
-from store.versions import PolicyVersion
-from tests.support.http_wires import Wire
+from tests.support.http_wires import Wire, client
+from tests.support.proxy.versions import version
 
 # Longest reply of a data port, in bytes.
 MOST = 2**20
@@ -155,7 +154,7 @@ def data_port(
 ) -> tuple[Connection, Wire]:
     """Connect a client to a worker's whole data port."""
     versions, away = Versions(), NoDatabase()
-    versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
+    versions.replace([version(0, "retired"), version(1, "serving")])
     parts = CallParts(
         Upstreams([Member("one", (), True, server)]),
         versions,
@@ -172,19 +171,4 @@ def data_port(
     gate = Gate("anyone")
     gate.take(NO_KEYS)
     handler = data_handler(parts, feedback, gate, may_delete_models=False)
-    connection, wire = Connection(Server(handler)), Wire()
-    wire.protocol = connection
-    connection.connection_made(wire)
-    return connection, wire
-
-
-def vars_of(served_name: str, version: int) -> dict[str, Any]:
-    """Return the fields of a version of the policy `m`; the newest serves."""
-    return {
-        "name": "m",
-        "version": version,
-        "state": "serving" if version else "retired",
-        "served_name": served_name,
-        "adapter_path": None,
-        "update_id": None,
-    }
+    return client(handler)

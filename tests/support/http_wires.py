@@ -67,8 +67,9 @@ class Wire(asyncio.Transport):
 
 
 def client(handle: Handler, **server: Any) -> tuple[Connection, Wire]:
-    """Connect a client to a server that does `handle`; `server`: what else it is told."""
-    connection, wire = Connection(Server(handle, **server)), Wire()
+    """Connect a client to a server that does `handle`; `server`: what else it is given."""
+    given = {"patience": ClientDeadlines(), "explain": lambda *_: b"", "on_late": lambda *_: None}
+    connection, wire = Connection(Server(handle, **given | server)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)
     return connection, wire

@@ -15,8 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import outages
-from proxy.ingester.drain import Drainer
-from proxy.ingester.outages import RecordingOutages
+from proxy.ingester.drain import Drainer, RecordingOutages
 from proxy.spool import recorder as recording
 from proxy.spool import writer as segment_writer
 from proxy.spool.outages import OUTAGE, OutageFile, read_outage

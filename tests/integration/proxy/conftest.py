@@ -2,13 +2,12 @@
 
 import pytest
 
+from proxy import feedback
 from proxy.calls import call
-from proxy.feedback import endpoint
-from proxy.feedback import idempotency as desk
 
 
 @pytest.fixture
 def _patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The database has the time to answer a call that it takes on a slow machine."""
-    for module, name in ((call, "PIN_S"), (endpoint, "LOOK_UP_S"), (desk, "LOOK_UP_S")):
+    for module, name in ((call, "PIN_S"), (feedback, "LOOK_UP_S")):
         monkeypatch.setattr(module, name, 60.0)

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.feedback.idempotency import KEEP_S, KeyFiles
+from proxy.feedback import KEEP_S, KeyFiles
 from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
@@ -168,7 +168,7 @@ def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(
     assert files.clean() == 0
     later = (tmp_path / "keys").stat().st_mtime + KEEP_S + 60
     assert files.clean(later) == 1
-    monkeypatch.setattr("proxy.feedback.idempotency.MOST", 2)
+    monkeypatch.setattr("proxy.feedback.MOST", 2)
     for key in "abc":
         files.take(key, "x")
     assert files.clean() == 1

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.feedback.statements import parse_feedback
+from proxy.statements import parse_feedback
 from store import claims
 from store.deleting import delete_episode
 from store.ids import new_id

@@ -13,8 +13,8 @@ from typer.core import TyperGroup
 from pawl.cli import app
 from pawl.settings import known_variables
 from proxy.errors import NotAllowed
-from proxy.feedback.statements import parse_feedback
 from proxy.routing import find_route
+from proxy.statements import parse_feedback
 from tests.conftest import ROOT
 
 # Programs of the system, or of the reader, whose options are not ours to check.

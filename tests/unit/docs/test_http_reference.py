@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 from proxy import errors
 from proxy import routing as routes
 from proxy.errors import BadRequest, NotAllowed, ProxyError
-from proxy.feedback.statements import parse_feedback
 from proxy.identity.identify import episode_names, read_hints
 from proxy.ingester.admin import admin_app
 from proxy.ingester.drain import Progress
 from proxy.routing import RULES, Kind, find_route
 from proxy.shared_memory import ProcessState, State, readiness
+from proxy.statements import parse_feedback
 from store.ids import new_id
 from tests.conftest import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.feedback.idempotency import KeyFiles
+from proxy.feedback import KeyFiles
 from proxy.policies.version_file import VersionFile, serving_of
 from store.keys import create_key
 from tests.integration.conftest import Proxy

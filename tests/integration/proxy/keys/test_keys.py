@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from proxy.feedback.endpoint import LONG_BYTES
+from proxy.feedback import LONG_BYTES
 from store.database import make_engine
 from store.keys import id_of, revoke_key
 from tests.integration.conftest import Proxy, StartProxy, running, settings_for, working

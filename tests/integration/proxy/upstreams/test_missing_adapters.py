@@ -116,7 +116,7 @@ async def test_a_call_waits_until_its_version_is_loaded(
 async def test_a_call_that_waited_too_long_may_be_repeated(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.calls.retrying.WAIT_S", 0.3)
+    monkeypatch.setattr("proxy.calls.call.WAIT_S", 0.3)
     reply = await proxy.chat()
     assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
     assert reply.headers["x-pawl-fault"] == "upstream"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
 from proxy.http.server import is_loopback
 from proxy.http.wire import CREDENTIALS
-from proxy.keys.gate import (
+from proxy.keys import (
     NO_KEYS,
     NOTHING,
     Gate,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.keys.limits import WINDOW_S, Usage, share_of, tokens_of
+from proxy.keys import WINDOW_S, Usage, share_of, tokens_of
 from store.keys import Grant
 
 

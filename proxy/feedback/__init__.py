@@ -1,1 +1,0 @@
-"""POST /feedback: statements about calls and episodes."""
