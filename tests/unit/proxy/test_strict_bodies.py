@@ -113,81 +113,65 @@ def test_files_are_passed_over_whatever_is_in_them() -> None:
 
 
 ONE = PART % (b"model", b"m")
-UNCLEAR = {
-    "a model that is a file": (TYPE, FILE.replace(b'"file"', b'"model"') % b"m" + END),
-    "no boundary": ("multipart/form-data", ONE + END),
-    "two boundaries": ("multipart/form-data; boundary=x; boundary=y", ONE + END),
-    "an empty boundary": ('multipart/form-data; boundary=""', ONE + END),
-    "a list as boundary": ("multipart/form-data; boundary=x,y", b"--x,y--"),
-    "another type": ("multipart/mixed; boundary=x", ONE + END),
-    "utf-7": ("multipart/form-data; boundary=x; charset=utf-7", ONE + END),
-    "utf-16": ("multipart/form-data; charset='utf-16'; boundary=x", ONE + END),
-    "an extended charset": ("multipart/form-data; boundary=x; charset*=utf-8''utf-7", ONE + END),
-    "a preamble": (TYPE, b"hello\r\n" + ONE + END),
-    "an epilogue": (TYPE, ONE + END + PART % (b"model", b"n") + END),
-    "no end": (TYPE, ONE),
-    "half an end": (TYPE, ONE + b"--x"),
-    "no head": (TYPE, b"--x\r\n\r\nm\r\n" + END),
-    "no blank line": (TYPE, b'--x\r\nContent-Disposition: form-data; name="model"\r\n' + END),
-    "a line feed alone": (TYPE, ONE.replace(b"\r\n", b"\n") + END),
-    "a head of line feeds": (
-        TYPE,
-        b'--x\r\nA: b\nContent-Disposition: form-data; name="m"\r\n\r\n',
-    ),
-    "a delimiter after a line feed": (TYPE, PART % (b"a", b"\n--x\nA: b\n\nm") + END),
-    "a delimiter that goes on": (TYPE, PART % (b"a", b"\r\n--xy\r\n") + END),
-    "spaces after a delimiter": (TYPE, ONE + ONE.replace(b"--x", b"--x ") + END),
-    "no name": (TYPE, ONE.replace(b'name="model"', b'filename="f"') + END),
-    "two names": (TYPE, ONE.replace(b'"model"', b'"a"; name="model"') + END),
-    "an extended name": (TYPE, ONE.replace(b"name=", b"name*=utf-8''") + END),
-    "both kinds of name": (TYPE, ONE.replace(b"name=", b"name*=utf-8''a; name=") + END),
-    "a name with an escape": (TYPE, PART % (b"mo\\del", b"m") + END),
-    "a name with a percent sign": (TYPE, PART % (b"file%5Fid", b"m") + END),
-    "a quote within a file's name": (
-        TYPE,
-        ONE.replace(b'name="model"', b'filename="a\\"; name=\\"b"; name="c"') + END,
-    ),
+# Forms that name their boundary in an unclear way.
+UNCLEAR_TYPES = {
+    "no boundary": "multipart/form-data",
+    "two boundaries": "multipart/form-data; boundary=x; boundary=y",
+    "an empty boundary": 'multipart/form-data; boundary=""',
+    "a boundary in pieces": "multipart/form-data; boundary=x; boundary*0=y",
+    "another type": "multipart/mixed; boundary=x",
+    "utf-7": "multipart/form-data; boundary=x; charset=utf-7",
+    "utf-16": "multipart/form-data; charset='utf-16'; boundary=x",
+    "an extended charset": "multipart/form-data; boundary=x; charset*=utf-8''utf-7",
+}
+# What is unclear about one part, made of a part that is not.
+UNCLEAR_PARTS = {
+    "no name": (b'name="model"', b'filename="f"'),
+    "two names": (b'"model"', b'"a"; name="model"'),
+    "an extended name": (b"name=", b"name*=utf-8''"),
+    "both kinds of name": (b"name=", b"name*=utf-8''a; name="),
+    "a name in pieces": (b'"model"', b'"a"; name*0=mo; name*1=del'),
+    "a name with an escape": (b"model", b"mo\\del"),
+    "a name with a percent sign": (b"model", b"file%5Fid"),
+    "a quote within a file's name": (b'name="model"', b'filename="a\\"; name=\\"b"; name="c"'),
     "a file's name that ends in a backslash": (
-        TYPE,
-        ONE.replace(b'name="model"', b'filename="a\\\\"; name="b"; x="; name=model; y="') + END,
+        b'name="model"',
+        b'filename="a\\\\"; name="b"; x="; name=model; y="',
     ),
-    "a name in pieces": (TYPE, ONE.replace(b'"model"', b'"a"; name*0=mo; name*1=del') + END),
-    "a boundary in pieces": ("multipart/form-data; boundary=x; boundary*0=y", ONE + END),
-    "two dispositions": (
-        TYPE,
-        ONE.replace(b"\r\n\r\n", b"\r\nContent-Disposition: x\r\n\r\n") + END,
-    ),
-    "a folded header": (TYPE, ONE.replace(b"; name", b";\r\n name") + END),
-    "an attachment": (TYPE, ONE.replace(b"form-data;", b"attachment;") + END),
-    "base64": (
-        TYPE,
-        ONE.replace(b"m\r\n", b"bQ==\r\n").replace(
-            b'"\r\n', b'"\r\nContent-Transfer-Encoding: base64\r\n'
-        )
-        + END,
-    ),
-    "a part in utf-7": (
-        TYPE,
-        ONE.replace(b'"\r\n', b'"\r\nContent-Type: a/b; charset=utf-7\r\n') + END,
-    ),
-    "parts of a part": (
-        TYPE,
-        ONE.replace(b'"\r\n', b'"\r\nContent-Type: multipart/mixed; boundary=y\r\n') + END,
-    ),
-    "a charset for all": (TYPE, PART % (b"_charset_", b"utf-7") + ONE + END),
-    "whole and in parts": (TYPE, PART % (b"voice", b"alloy") + PART % (b"voice[id]", b"v") + END),
-    "in parts and whole": (TYPE, PART % (b"voice[id]", b"v") + PART % (b"voice", b"alloy") + END),
-    "two structures": (TYPE, (PART % (b"voice", b'{"id": "v"}')) * 2 + END),
-    "too deep": (TYPE, PART % (b"a", b"[" * 200 + b"]" * 200) + END),
-    "a number that is too long": (
-        TYPE,
-        PART % (b"a", b'[%s, {"file_id": "f"}]' % (b"9" * 5000)) + END,
-    ),
-    "too many parts": (TYPE, ONE * (MOST_PARTS + 1) + END),
-    "too long a head": (
-        TYPE,
-        ONE.replace(b"\r\n\r\n", b"\r\nA: %s\r\n\r\n" % (b"b" * 20_000)) + END,
-    ),
+    "two dispositions": (b"\r\n\r\n", b"\r\nContent-Disposition: x\r\n\r\n"),
+    "a folded header": (b"; name", b";\r\n name"),
+    "an attachment": (b"form-data;", b"attachment;"),
+    "base64": (b'"\r\n\r\nm', b'"\r\nContent-Transfer-Encoding: base64\r\n\r\nbQ=='),
+    "a part in utf-7": (b'"\r\n', b'"\r\nContent-Type: a/b; charset=utf-7\r\n'),
+    "parts of a part": (b'"\r\n', b'"\r\nContent-Type: multipart/mixed; boundary=y\r\n'),
+    "a line feed alone": (b"\r\n", b"\n"),
+    "too long a head": (b"\r\n\r\n", b"\r\nA: %s\r\n\r\n" % (b"b" * 20_000)),
+}
+UNCLEAR_BODIES = {
+    "a model that is a file": FILE.replace(b'"file"', b'"model"') % b"m" + END,
+    "a preamble": b"hello\r\n" + ONE + END,
+    "an epilogue": ONE + END + PART % (b"model", b"n") + END,
+    "no end": ONE,
+    "half an end": ONE + b"--x",
+    "no head": b"--x\r\n\r\nm\r\n" + END,
+    "no blank line": b'--x\r\nContent-Disposition: form-data; name="model"\r\n' + END,
+    "a head of line feeds": b'--x\r\nA: b\nContent-Disposition: form-data; name="m"\r\n\r\n',
+    "a delimiter after a line feed": PART % (b"a", b"\n--x\nA: b\n\nm") + END,
+    "a delimiter that goes on": PART % (b"a", b"\r\n--xy\r\n") + END,
+    "spaces after a delimiter": ONE + ONE.replace(b"--x", b"--x ") + END,
+    "a charset for all": PART % (b"_charset_", b"utf-7") + ONE + END,
+    "whole and in parts": PART % (b"voice", b"alloy") + PART % (b"voice[id]", b"v") + END,
+    "in parts and whole": PART % (b"voice[id]", b"v") + PART % (b"voice", b"alloy") + END,
+    "two structures": (PART % (b"voice", b'{"id": "v"}')) * 2 + END,
+    "too deep": PART % (b"a", b"[" * 200 + b"]" * 200) + END,
+    "a number that is too long": PART % (b"a", b'[%s, {"file_id": "f"}]' % (b"9" * 5000)) + END,
+    "too many parts": ONE * (MOST_PARTS + 1) + END,
+}
+UNCLEAR = {
+    **{why: (kind, ONE + END) for why, kind in UNCLEAR_TYPES.items()},
+    **{why: (TYPE, ONE.replace(*change) + END) for why, change in UNCLEAR_PARTS.items()},
+    **{why: (TYPE, body) for why, body in UNCLEAR_BODIES.items()},
+    "a list as boundary": ("multipart/form-data; boundary=x,y", b"--x,y--"),
 }
 
 

@@ -245,12 +245,6 @@ def sources(record: CallRecord) -> list[tuple[str | None, str, str]]:
     return [(event.tool_id, event.status, event.source) for event in record.tool_events]
 
 
-@every_format
-def test_the_ingester_reads_them(api: str) -> None:
-    found = recorded(api, WRITERS[api]([FIRST]), "*=json_error+exit_code")
-    assert sources(found) == [("a", "error", "reader"), ("b", "error", "reader")]
-
-
 def test_the_ingester_keeps_what_the_header_said_beside_it() -> None:
     found = recorded("messages", messages([SECOND]), tool_events=(tool_event("denied", "a"),))
     assert sources(found) == [("a", "denied", "header"), ("c", "ok", "assumed")]
