@@ -141,11 +141,6 @@ class IdempotencyStore:
     async def once(self, key: str, body_hash: str, state: State) -> Answer:
         """Return the answer that `state` gives for a body; repeats get the same answer.
 
-        Args:
-            key: the idempotency key that the body was sent under, as it is kept.
-            body_hash: the body's hash.
-            state: takes the body.
-
         Raises:
             KeyReused: the key was used for another body.
             SpoolFull: `state` could not make the body durable; the key is free again.

@@ -241,13 +241,7 @@ class Intake:
         return _admitted(body, size, claim)
 
     async def read_bytes(self, exchange: Exchange, claim: Claim, limit: int, setting: str) -> bytes:
-        """Return a body of at most `limit` bytes, whose content is not checked.
-
-        Args:
-            exchange: the request.
-            claim: charged with the body's memory.
-            limit: in bytes.
-            setting: the `PAWL_*` variable that sets the limit, for the error message.
+        """Return a body of at most `limit` bytes, as `setting` says; its content is not checked.
 
         Raises:
             TooLarge: the body is larger than `limit`.

@@ -164,11 +164,8 @@ def tokens_of(
 ) -> int:
     """Return how many tokens a call took: those of its prompt and of all its choices.
 
-    Args:
-        request: the client's body.
-        reply: the upstream's, as JSON or events; empty if there was none, which costs nothing.
-        deflated: whether `reply` is deflated (`proxy.spool.segments.ReplyBuffer`).
-        refused: whether the reply is an error, which costs only what its usage says.
+    `reply` is JSON or events, deflated (zlib) if `deflated`; an empty one costs nothing. One that
+    is `refused`, an error, costs only what its usage says.
     """
     if not reply:
         return 0
@@ -327,10 +324,7 @@ class Gate:
     def check(self, shown: Shown, scope: Scope, *, local: bool) -> Grant | None:
         """Return the grant by which a request is let in, or None if no key is required.
 
-        Args:
-            shown: what the headers say of the sender.
-            scope: the scope that this endpoint requires.
-            local: the request comes from this machine; counts only where no key was made.
+        That the request is `local`, from this machine, counts only where no key was made.
 
         Raises:
             NoKey: the request has no key, or a wrong or revoked one.

@@ -37,11 +37,7 @@ def parse_feedback(
 ) -> FeedbackRecord:
     """Return the statements in a body: one JSON object, or a list of them.
 
-    Args:
-        body: the request's body.
-        at: when it arrived.
-        idempotency_key: the request's `Idempotency-Key` header.
-        tenant: whose names are meant: targets and key are those of this tenant.
+    Targets and key are names of `tenant`.
 
     Raises:
         BadRequest: the key or a statement is malformed; nothing of the body is taken.

@@ -80,11 +80,7 @@ def is_plain(content_type: str) -> bool:
 
 
 def read_form(content_type: str, body: bytes) -> Form:
-    """Return what a form says.
-
-    Args:
-        content_type: the request's `Content-Type`, which names the boundary.
-        body: the request's body.
+    """Return what a form says, whose boundary `content_type` names.
 
     Raises:
         ValueError: it is no form that every reader reads alike; the message says what is wrong.

@@ -266,13 +266,10 @@ def sampling_settings(
 ) -> dict[str, Any]:
     """Return a request's sampling settings; the temperature is always among them.
 
-    Args:
-        request: the parsed body, or None if it could not be parsed: no setting is known then.
-        default_temperature: what the server uses if the request names none.
-        rules: what the request's format says about its fields.
-        defaults: what the server uses for other settings that the request does not name.
-        tool_grammars: whether the server may hold calls of strict tools to a grammar.
-        tool_tag: the syntax of that grammar, if it is known.
+    No setting is known of a body that could not be parsed (None). `default_temperature` and
+    `defaults` are what the server uses where the request names nothing. `tool_grammars` says
+    whether the server may hold calls of strict tools to a grammar, and `tool_tag` in which syntax,
+    if that is known.
     """
     if request is None:
         return {UNREAD_SETTINGS: ["request"]}

@@ -176,7 +176,7 @@ async def serving(
         "in-flight": _count_in_flight(server, parts),
     }
     beside = [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
-    await server.listen(sock=listener, backlog=BACKLOG)
+    await server.listen(listener, BACKLOG)
     log.info("worker_up", listen=settings.listen)
     try:
         yield server

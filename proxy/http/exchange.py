@@ -229,16 +229,10 @@ class Exchange:
         chunks: bool,
         expects: bool,
     ) -> None:
-        """Begin the exchange for a request whose head has come.
+        """Begin the exchange for a request whose head has come, with its target percent-encoded.
 
-        Args:
-            connection: the client's connection.
-            method: the request's method.
-            target: the request's target, percent-encoded.
-            headers: the request's headers.
-            keep_alive: the connection may be used again after this reply.
-            chunks: the client understands chunked replies.
-            expects: the client waits to be told to send its body.
+        `keep_alive`: the connection may be used again after this reply. `chunks`: the client
+        understands chunked replies. `expects`: it waits to be told to send its body.
         """
         self._connection = connection
         self.method = method

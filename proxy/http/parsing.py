@@ -205,9 +205,7 @@ def wrong_version(version: str) -> Refused:
 def read_head(headers: Headers, *, modern: bool) -> bool:
     """Check a head, and return whether the client waits to be told to send its body.
 
-    Args:
-        headers: the request's headers.
-        modern: the request is HTTP/1.1.
+    `modern`: the request is HTTP/1.1.
 
     Raises:
         Refused: the request does not have exactly one valid host (RFC 9112 §3.2), or its body has a
@@ -276,12 +274,9 @@ class Feeding:
     """Keep the bytes of one connection that its parser has not seen yet."""
 
     def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: Turns) -> None:
-        """Begin with no bytes.
+        """Begin with no bytes; `feed` parses some, and `source` is paused while some wait.
 
-        Args:
-            feed: gives bytes to the parser.
-            source: where the bytes come from; it is paused while some wait.
-            turns: shared with the other connections.
+        `turns` are shared with the other connections.
         """
         self._feed = feed
         self._source = source

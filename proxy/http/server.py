@@ -6,6 +6,7 @@ at most two sweeps.
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -376,14 +377,7 @@ class Server:
         explain: Explain,
         on_late: OnLate,
     ) -> None:
-        """Store the handler; `listen` opens the socket.
-
-        Args:
-            handle: answers one request.
-            patience: the deadlines of clients.
-            explain: returns the body of a refusal.
-            on_late: is called for a client that took too long.
-        """
+        """Store what answers a request, refuses one, and counts clients that took too long."""
         self.handle = handle
         self.explain = explain
         self.on_late = on_late
@@ -395,15 +389,11 @@ class Server:
         self._listening: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def listen(self, **where: object) -> None:
-        """Accept connections; `where` holds arguments of `loop.create_server`.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        loop = asyncio.get_running_loop()
-        create = cast("Callable[..., Awaitable[asyncio.Server]]", loop.create_server)
-        self._listening = await create(partial(Connection, self), **where)
+    async def listen(self, sock: socket.socket, backlog: int) -> None:
+        """Accept connections at a bound socket."""
+        self._listening = await asyncio.get_running_loop().create_server(
+            partial(Connection, self), sock=sock, backlog=backlog
+        )
         self._sweeping = asyncio.create_task(self._sweep(), name="pawl-http-sweep")
 
     def stop_accepting(self) -> None:

@@ -292,15 +292,10 @@ def identify(
 ) -> CallIdentity:
     """Return the identity of a call: its episode, agent, task and split.
 
-    Args:
-        headers: the request's, by lower-case name.
-        route: names from the URL's prefix.
-        request: the request; its body is read only if it may repeat an earlier attempt.
-        own: the name, as it is kept, of the episode that the call has if nothing else names one:
-            it tells the call's tenant, whose are all names of the call.
-        stitches: what this proxy remembers of earlier calls.
-        conversation: the request's, if it was read already.
-        eval_tasks: how the names of tasks begin whose episodes are evaluation.
+    `headers` are by lower-case name. The body is read only if it may repeat an earlier attempt.
+    `own` is the name, as it is kept, of the episode that the call has if nothing else names one: it
+    tells the call's tenant, whose are all names of the call. `conversation` is the request's, if it
+    was read already.
     """
     warnings: list[str] = []
     hints = read_hints(headers, request.fields)
@@ -344,12 +339,8 @@ def identity_alone(
 ) -> CallIdentity:
     """Return the identity of a call whose body was not read: an episode of its own.
 
-    Args:
-        own: the episode's name, as it is kept.
-        name: the same, as the client knows it.
-        route: names from the URL's prefix.
-        headers: the request's, by lower-case name, where they are to tell the split.
-        eval_tasks: how the names of tasks begin whose episodes are evaluation.
+    `own` is the episode's name as it is kept, and `name` as the client knows it. `headers`, by
+    lower-case name, are given where they are to tell the split.
     """
     task = None if route.task is None else same_tenant(own, route.task)
     split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)

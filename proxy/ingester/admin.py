@@ -91,14 +91,8 @@ def admin_app(
     `/healthz` is 200 while the process answers. `/readyz` is 200 while a worker takes calls and
     503 otherwise; it asks for no key, and so tells of no tenant's policies but the default one's.
     `/metrics` is in Prometheus's text format: all of it for the default tenant, whose the proxy is,
-    and for any other the series of its own policies.
-
-    Args:
-        database: reported by `/readyz`.
-        drainer: reported by `/readyz`; it counts the spool before each `/metrics`.
-        gate: checks keys where anything but health is asked for.
-        owners: tells whose the policies are.
-        processes: returns the workers' states; None if no supervisor runs them.
+    and for any other the series of its own policies. `processes` returns the workers' states; it is
+    None if no supervisor runs them.
     """
 
     async def healthz(_: web.Request) -> web.Response:

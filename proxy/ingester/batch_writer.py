@@ -54,16 +54,12 @@ TOLD: Final[dict[Why, str]] = {
 
 
 def is_due(held: Held, stored: dict[type, int], now: float) -> bool:
-    """Return whether a held piece is to be tried again.
+    """Return whether a held piece is to be tried again, at `now` by the monotonic clock.
 
-    A suspect is due once another record of its kind was stored: an error that it raises then is
-    its own fault. Before that, the error may be a bug that hits every record, and a bug must not
-    turn all records into dead letters.
-
-    Args:
-        held: the piece.
-        stored: the turn in which a record of each type was last stored.
-        now: seconds of the monotonic clock.
+    A suspect is due once another record of its kind was stored (`stored`: the turn in which a
+    record of each type was last stored): an error that it raises then is its own fault. Before
+    that, the error may be a bug that hits every record, and a bug must not turn all records into
+    dead letters.
     """
     if held.why == "suspect":
         return held.kind is not None and stored.get(held.kind, -1) >= held.turn

@@ -253,16 +253,11 @@ class Drainer:
         most_reply: int = MOST_INFLATED,
         redactor: Redactor | None = None,
     ) -> None:
-        """Store where records come from and go to; `run` does the work.
+        """Store where records come from, one folder of `root` for each worker, and go to.
 
-        Args:
-            root: the spool directory; it holds one folder for each worker.
-            connect: returns the engine, or None while there is no connection.
-            batch: most records stored in one transaction.
-            readers: how the results of tools are read.
-            counted_before: how many of the records on disk an earlier ingester counted already.
-            most_reply: longest reply that is read into memory, in bytes.
-            redactor: applied to each record before it is stored.
+        `connect` returns the engine, or None while there is no connection. `counted_before` says
+        how many of the records on disk an earlier ingester counted already. Replies longer than
+        `most_reply` bytes are not read.
         """
         self._root = root
         self._connect = connect

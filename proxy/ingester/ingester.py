@@ -56,10 +56,8 @@ async def ingesting(
 ) -> AsyncIterator[None]:
     """Run an ingester: it works when the context is entered, and drains what it can when left.
 
-    Args:
-        settings: the proxy's settings.
-        patience_s: how long to wait for another ingester to release the spool directory.
-        processes: returns the workers' states; None if no supervisor runs them.
+    It waits `patience_s` seconds for another ingester to release the spool directory. `processes`
+    returns the workers' states; it is None if no supervisor runs them.
 
     Raises:
         SpoolInUse: another ingester holds the spool directory.
@@ -154,11 +152,8 @@ async def repeat(
 ) -> None:
     """Do work again and again, until cancelled; one that fails is logged and tried again.
 
-    Args:
-        work: takes the database's engine, or None before the first connection.
-        connect: returns that.
-        pause_s: shortest pause between two times.
-        first_s: pause before the first time; None: `pause_s`.
+    `connect` returns the engine that `work` gets, None before the first connection. `first_s` is
+    the pause before the first time, if it is not `pause_s`.
     """
     task = asyncio.current_task()
     name = "" if task is None else task.get_name()

@@ -154,11 +154,6 @@ def transcribe(
 ) -> CallRecord:
     """Return the ledger's record of a captured call; the request in it is the client's own.
 
-    Args:
-        captured: what the worker wrote down.
-        readers: how the results of tools in the request are read.
-        most_reply: longest reply that is read, in bytes.
-
     Raises:
         zlib.error: the reply was deflated and is damaged.
         ReplyTooLong: the reply is longer than `most_reply` bytes.

@@ -68,11 +68,7 @@ class SharedPins:
     ) -> int:
         """Return the version that an episode keeps: the first that any worker proposed.
 
-        Args:
-            policy: the policy.
-            episode: the episode's name.
-            version: this worker's proposal.
-            is_servable: whether a version can still be served; one that cannot is replaced.
+        `version` is this worker's proposal. A version that is not servable any more is replaced.
         """
         digest, number = _place(policy, episode)
         try:

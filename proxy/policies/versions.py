@@ -176,12 +176,10 @@ class Versions:
     ) -> None:
         """Begin with the store's `versions` and no episode pinned.
 
-        Args:
-            versions: those of the store.
-            table: names the policies there are; None: each model name that the store knows is one.
-            shared: what the workers agreed on; None: this is the only one.
-            catch_up: called where another worker chose a version that is not served here; it is to
-                call `replace` with what is known by now.
+        `table` names the policies there are; without it each model name that the store knows is
+        one. `shared` is what the workers agreed on, None if this is the only one. `catch_up` is
+        called where another worker chose a version that is not served here; it is to call `replace`
+        with what is known by now.
         """
         self._table = table
         self._shared = shared

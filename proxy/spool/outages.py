@@ -143,10 +143,8 @@ class OutageFile:
     def end(self, now: float, *, named: bool) -> RecordingOutage | None:
         """End the outage that lasts; return it, or None if there is none or it need not be stored.
 
-        Args:
-            now: Unix time.
-            named: whether all episodes that lost a record since it began are marked by name. Then
-                there was no outage, unless it holds an earlier one.
+        `named` says whether all episodes that lost a record since it began are marked by name. Then
+        there was no outage, unless it holds an earlier one.
 
         Raises:
             OSError: the disk refuses it: the outage lasts.

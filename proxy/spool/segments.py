@@ -152,15 +152,10 @@ LONG_ARRAYS: Final = (0xDC, 0xDD)
 class Piece(NamedTuple):
     """Hold one frame of a segment, or a damaged stretch of it; offsets are within the segment.
 
-    Attributes:
-        start: where the piece begins, with its header.
-        begin: where `data` begins.
-        end: where the piece ends.
-        data: the payload, or the damaged bytes.
-        records: number of records in the piece. For a damaged stretch it is 0 if that is known to
-            be junk between frames, and 1 if the number cannot be known.
-        number: number of the next frame; None if that is not known.
-        damage: description of the damage; empty if there is none.
+    It begins at `start`, with its header, and its `data`, the payload or the damaged bytes, at
+    `begin`. `records` is the number of records in it: for a damaged stretch 0 if that is known to
+    be junk between frames, and 1 if the number cannot be known. `number` is that of the next frame,
+    None if it is not known. `damage` describes the damage, and is empty if there is none.
     """
 
     start: int
@@ -219,27 +214,22 @@ def read_frames(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def read_pieces(
     data: bytes,
-    at: int = 0,
     *,
     base: int = 0,
     mark: bytes | None = None,
     number: int | None = None,
     ended: bool = False,
 ) -> Iterator[Piece]:
-    """Yield the pieces of `data`.
+    """Yield the pieces of `data`, which stands at the offset `base` of its segment.
 
     Reading ends before the first piece whose end cannot be determined yet, so that a piece is the
     same however much of what follows it could be read.
 
-    Args:
-        data: bytes of a segment.
-        at: offset in `data` at which a piece begins.
-        base: offset of `data` in its segment.
-        mark: the mark of the segment's frames, if it is known.
-        number: the number of the frame at `at`, if it is known.
-        ended: whether nothing will ever follow `data`. An incomplete frame is then damaged;
-            otherwise it may still be being written.
+    `mark` is the mark of the segment's frames, and `number` that of the first frame, if they are
+    known. If the segment has `ended`, an incomplete frame is damaged; otherwise it may still be
+    being written.
     """
+    at = 0
     while at < len(data):
         head = _head(data, at, mark)
         if head is not None:

@@ -325,9 +325,7 @@ class SegmentWriter:
     def _end(self, segment: SegmentFile, *, cut: bool = False) -> None:
         """Close a segment, and delete it if it is empty: a full disk must not fill with these.
 
-        Args:
-            segment: it will not grow any more.
-            cut: whether the last append failed, so that its bytes are to be cut off.
+        `cut`: the last append failed, so its bytes are cut off.
         """
         kept = segment.size > 0
         try:

@@ -166,13 +166,10 @@ class Upstream:
         key: Key | None = None,
         named_in: str = "PAWL_UPSTREAM_URL",
     ) -> None:
-        """Prepare the replicas at `urls`.
+        """Prepare the replicas at the base URLs `urls`, which the setting `named_in` names.
 
-        Args:
-            urls: base URLs, one for each replica.
-            silence_s: seconds of silence after which a reply is given up.
-            key: the key to send in place of the client's credentials.
-            named_in: the setting that names `urls`, for messages.
+        A reply is given up after `silence_s` seconds of silence. `key` is sent in place of the
+        client's credentials.
         """
         tls = ssl.create_default_context() if any(u.startswith("https") for u in urls) else None
         self.replicas = [Replica(url, tls) for url in urls]

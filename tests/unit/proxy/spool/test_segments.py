@@ -180,7 +180,7 @@ def test_what_is_read_while_it_grows_is_what_is_read_at_its_end(
     early = pieces(bytes(data[:cut]), ended=False)
     assert early == at_its_end[: len(early)]
     place, number = (early[-1].end, early[-1].number) if early else (0, FIRST)
-    rest = list(read_pieces(bytes(data), place, mark=MARK, number=number, ended=True))
+    rest = list(read_pieces(bytes(data[place:]), base=place, mark=MARK, number=number, ended=True))
     assert early + rest == at_its_end
 
 
