@@ -15,7 +15,7 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls import retrying
+from proxy.calls import call as steps
 from proxy.policies.version_file import VersionFile
 from proxy.upstreams.server import Upstream
 from store.version_queries import mark_deleted
@@ -140,7 +140,7 @@ async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
     said: str,
 ) -> None:
     # Longer than the test waits, however slow the machine is.
-    monkeypatch.setattr(retrying, "WAIT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(steps, "WAIT_S", 10 * PATIENCE_S)
     waiting = asyncio.create_task(proxy.chat("/episode/e", model=asked))
 
     async def is_asked() -> bool:
