@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester import drain
+from proxy.ingester import drain as draining
 from proxy.ingester.drain import Drainer, RecordingOutages
 from proxy.spool import recorder as recording
 from proxy.spool import writer as segment_writer
@@ -256,7 +256,7 @@ async def test_a_outage_that_cannot_be_noted_is_told_again(
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(drain, "note_stored", refuse)
+    monkeypatch.setattr(draining, "note_stored", refuse)
     await telling.store(engine)
     assert telling.trouble
     assert await stored_outages(engine) == 1
