@@ -114,8 +114,8 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     if body is not None:
         exchange.send_continue()
     headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
-    return await upstream.pass_on(
-        exchange.method, _target(exchange, route), headers, None if chunked else length, body
+    return await upstream.ask(
+        exchange.method, _target(exchange, route), headers, body, None if chunked else length
     )
 
 

@@ -1,7 +1,4 @@
-"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come.
-
-A request is sent with its whole body, without one, or with one that comes in pieces.
-"""
+"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come."""
 
 import asyncio
 import ssl
@@ -337,47 +334,39 @@ class Pool:
             connection.transport.abort()
 
 
-def ask_whole(
-    pool: Pool, method: str, target: str, headers: Headers, body: bytes
-) -> Coroutine[Any, Any, Reply]:
-    """Send a request with its whole body, and return the reply once its head has come.
+async def ask(
+    pool: Pool,
+    method: str,
+    target: str,
+    headers: Headers,
+    body: bytes | BodyStream | None,
+    length: int | None = None,
+) -> Reply:
+    """Send a request, and return the reply once its head has come.
+
+    A body comes whole or in pieces: then it has `length` bytes, or is sent in chunks if that is
+    None. A server may answer before it has all of them: the rest is sent while its answer is
+    received, for as long as that lasts.
 
     Raises:
         NotSent: no connection could be made.
         NoReply: the connection broke, or was silent for too long, before the reply.
     """
-    head = wire.request_head(method, target, pool.authority, headers, len(body))
-    return _ask(pool, method, head + body)
-
-
-def ask_bodyless(
-    pool: Pool, method: str, target: str, headers: Headers
-) -> Coroutine[Any, Any, Reply]:
-    """Send a request without a body; it raises what `ask_whole` raises."""
-    return _ask(pool, method, wire.bodyless_head(method, target, pool.authority, headers))
-
-
-def ask_streaming(
-    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: BodyStream
-) -> Coroutine[Any, Any, Reply]:
-    """Send a request whose body comes in pieces; it raises what `ask_whole` raises.
-
-    A server may answer before it has the whole body: the rest is sent while its answer is received,
-    for as long as that lasts.
-    """
-    head = wire.request_head(method, target, pool.authority, headers, length)
-    return _ask(pool, method, head, body, chunked=length is None)
-
-
-async def _ask(
-    pool: Pool, method: str, data: bytes, body: BodyStream | None = None, *, chunked: bool = False
-) -> Reply:
-    """Send `data`, and then the pieces of `body` as they come; return the reply."""
+    if isinstance(body, bytes):
+        pieces = None
+        data = wire.request_head(method, target, pool.authority, headers, len(body)) + body
+    elif body is not None:
+        pieces = body
+        data = wire.request_head(method, target, pool.authority, headers, length)
+    else:
+        pieces = None
+        data = wire.bodyless_head(method, target, pool.authority, headers)
     connection = pool.kept() or await pool.connect()
-    connection.sending = body is not None
+    connection.sending = pieces is not None
     answer = connection.ask(data, to_head=method == "HEAD")
-    if body is not None:
-        connection.pushing = asyncio.create_task(_push(connection, body, chunked=chunked))
+    if pieces is not None:
+        push = _push(connection, pieces, chunked=length is None)
+        connection.pushing = asyncio.create_task(push)
     try:
         return await answer
     except asyncio.CancelledError:

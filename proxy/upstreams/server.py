@@ -6,8 +6,8 @@ is sent again is decided in `proxy.calls.call`.
 
 import asyncio
 import ssl
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,9 +22,7 @@ from proxy.http.client import (
     Reply,
     Silent,
     Torn,
-    ask_bodyless,
-    ask_streaming,
-    ask_whole,
+    ask,
 )
 from proxy.http.exchange import BodyStream
 from proxy.http.wire import CREDENTIALS, Headers
@@ -100,7 +98,7 @@ class Listing:
         shown = [pair for pair in headers if pair[0].lower() in CREDENTIALS]
         try:
             async with asyncio.timeout(LIST_S):
-                reply = await ask_bodyless(self._pool, "GET", self._target, shown)
+                reply = await ask(self._pool, "GET", self._target, shown, None)
                 try:
                     body = await reply.read() or b""
                 finally:
@@ -184,19 +182,37 @@ class Upstream:
         self._look_from = 0.0
         self._looking = asyncio.Lock()
 
-    async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-        """Send a request with its whole body, and return the reply once its head has come.
+    async def ask(
+        self,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes | BodyStream | None,
+        length: int | None = None,
+    ) -> Reply:
+        """Send a request, and return the reply once its head has come; see `client.ask`.
 
         Raises:
-            UpstreamUnreachable: no replica could be reached.
+            UpstreamUnreachable: no replica could be reached; nothing was sent.
             UpstreamBroke: the request was sent, and no reply came.
         """
         headers = self._with_key(headers, target)
-
-        def send(replica: Replica) -> Coroutine[Any, Any, Reply]:
-            return ask_whole(replica.pool, method, replica.prefix + target, headers, body)
-
-        return await self._first_reached(send)
+        unreached: NotSent | None = None
+        for replica in self._in_order():
+            try:
+                return await ask(
+                    replica.pool, method, replica.prefix + target, headers, body, length
+                )
+            except NotSent as error:
+                unreached = self._unreached(replica, error)
+            except NoReply as error:
+                raise self._without_reply(replica, error) from error
+        where = " and ".join(replica.root for replica in self.replicas)
+        raise UpstreamUnreachable(
+            f"The model server at {where} could not be reached. "
+            f"Is it running, and is {self._named_in} right?",
+            code="upstream_unreachable",
+        ) from unreached
 
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
@@ -219,51 +235,16 @@ class Upstream:
                 replica.avoid_until = until
                 continue
             try:
-                return await ask_whole(replica.pool, method, replica.prefix + target, headers, body)
+                return await ask(replica.pool, method, replica.prefix + target, headers, body)
             except NotSent as error:
                 self._unreached(replica, error)
             except NoReply as error:
                 raise self._without_reply(replica, error) from error
         return None
 
-    async def pass_on(
-        self,
-        method: str,
-        target: str,
-        headers: Headers,
-        length: int | None,
-        body: BodyStream | None,
-    ) -> Reply:
-        """Send a request with its body as it comes; it raises what `ask` raises."""
-        headers = self._with_key(headers, target)
-
-        def send(replica: Replica) -> Coroutine[Any, Any, Reply]:
-            where = replica.prefix + target
-            if body is None:
-                return ask_bodyless(replica.pool, method, where, headers)
-            return ask_streaming(replica.pool, method, where, headers, length, body)
-
-        return await self._first_reached(send)
-
     async def fetch(self, target: str, headers: Headers) -> Reply:
         """Send a GET request; it raises what `ask` raises."""
-        return await self.pass_on("GET", target, headers, None, None)
-
-    async def _first_reached(self, send: Callable[[Replica], Coroutine[Any, Any, Reply]]) -> Reply:
-        unreached: NotSent | None = None
-        for replica in self._in_order():
-            try:
-                return await send(replica)
-            except NotSent as error:
-                unreached = self._unreached(replica, error)
-            except NoReply as error:
-                raise self._without_reply(replica, error) from error
-        where = " and ".join(replica.root for replica in self.replicas)
-        raise UpstreamUnreachable(
-            f"The model server at {where} could not be reached. "
-            f"Is it running, and is {self._named_in} right?",
-            code="upstream_unreachable",
-        ) from unreached
+        return await self.ask("GET", target, headers, None)
 
     def _with_key(self, headers: Headers, target: str) -> Headers:
         return headers if self._key is None else self._key.shown(headers, target)
