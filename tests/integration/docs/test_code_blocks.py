@@ -17,12 +17,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import read_verdict
-<<<<<<< HEAD
-from proxy.feedback.statements import parse_feedback
-from store.keys import list_keys
-=======
 from proxy.statements import parse_feedback
->>>>>>> b44c8131 (The proxy has fewer rooms: keys, feedback and the drain are a file each, a call sends itself again)
+from store.keys import list_keys
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks

@@ -77,7 +77,7 @@ async def test_plain_call_does_not_enter_optional_code(
     places: tuple[tuple[object, str], ...] = (
         (steps, "check_continued"),
         (recording, "own_digests"),
-        *((Owners, name) for name in ("owns", "hides", "check", "check_body")),
+        *((Owners, name) for name in ("owns", "hides", "check")),
         *((Arms, name) for name in ("of_new", "of_version", "version_of")),
     )
     for place, name in places:
