@@ -191,9 +191,13 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) 
     all input tokens, and rows of equal length come together. A row larger than `budget` gets a
     micro-batch of its own.
     """
+
+    def order(row: Row) -> tuple[int, ...]:
+        return (*row.inputs, -1, row.ids[-1]) if merge else (len(row.inputs), *row.ids)
+
     cut: list[list[Row]] = []
     tokens = 0
-    for row in sorted(rows, key=_by_prefix if merge else _by_length):
+    for row in sorted(rows, key=order):
         added = len(row.inputs)
         if cut and merge:
             added -= shared_prefix(cut[-1][-1].inputs, row.inputs)
@@ -204,16 +208,6 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) 
             cut[-1].append(row)
             tokens += added
     return cut
-
-
-def _by_prefix(row: Row) -> tuple[int, ...]:
-    """Return a sort key: the row's inputs, then its last id."""
-    return (*row.inputs, -1, row.ids[-1])
-
-
-def _by_length(row: Row) -> tuple[int, ...]:
-    """Return a sort key: the row's number of inputs, then its ids."""
-    return (len(row.inputs), *row.ids)
 
 
 def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:

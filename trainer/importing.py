@@ -9,7 +9,6 @@ kill leaves what the next trainer ends (`trainer.updates.recording`).
 
 import asyncio
 from pathlib import Path
-from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,12 +23,7 @@ from trainer.learners.protocol import LearnerProtocol
 from trainer.policies import base_model, check_gate, importing_policy, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
-from trainer.publishing.foreign import (
-    WEIGHTS,
-    read_config,
-    why_another_base,
-    why_not_plain,
-)
+from trainer.publishing.foreign import WEIGHTS, read_config, why_another_base, why_not_plain
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -116,10 +110,15 @@ class Import:
         adapters.sweep(self._folder, self._policy)
         await self._refuse_what_serves(directory)
         probe = await self._training.probe()
+        number = await self._versions.next_number()
+        recipe = self._recipe.model_dump(mode="json")
+        async with self._engine.begin() as connection:
+            # Of an adapter of the base model; it holds no episodes.
+            update_id = await claims.begin_update(connection, self._policy, 0, recipe)
         new = NewVersion(
             policy=self._policy,
-            version=await self._versions.next_number(),
-            update_id=await self._begin(),
+            version=number,
+            update_id=update_id,
             parent_version=0,
             outcomes=(),
             metrics={IMPORTED_FROM: str(directory.resolve())},
@@ -132,12 +131,6 @@ class Import:
             await self._recovery.finish_if_possible("the import was stopped")
             raise
         return new.version
-
-    async def _begin(self) -> UUID:
-        """Begin the update of an adapter of the base model; it holds no episodes."""
-        recipe = self._recipe.model_dump(mode="json")
-        async with self._engine.begin() as connection:
-            return await claims.begin_update(connection, self._policy, 0, recipe)
 
     async def _refuse_what_serves(self, directory: Path) -> None:
         """Refuse weights that serve already: the probe could not tell that they were loaded."""

@@ -52,7 +52,9 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
             f"{settings.policies} has no policy with trained = true, and so nothing to train: add"
             " one, or start no trainer"
         )
-    names = list(trained) if settings.policy is None else _names(settings.policy)
+    names = list(trained)
+    if settings.policy is not None:
+        names = list(dict.fromkeys(name.strip() for name in settings.policy.split(",")))
     for name in names:
         if name not in trained:
             raise TrainerError(
@@ -72,10 +74,6 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
         )
         for name in names
     )
-
-
-def _names(listed: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in listed.split(",")))
 
 
 def _check_bases(settings: TrainerSettings, specs: Sequence[PolicySpec]) -> None:

@@ -196,8 +196,12 @@ class Learner:
 
         def check_drift() -> None:
             # Only before the first step is the policy the newest version, and drift measurable.
-            if not off_policy:
-                off_policy.update(self._check_drift(newest))
+            if off_policy:
+                return
+            seen = self.processes.gather(self._trainer.take_compared())
+            compared = [row for rows in seen for row in rows]
+            most = self._recipe.off_policy.max_drift
+            off_policy.update(checked_metrics(compared, newest, most))
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:
@@ -263,11 +267,6 @@ class Learner:
         if isinstance(self._stands_at, Path):
             return int(self._stands_at.name)
         return 0 if self._stands_at is None else None
-
-    def _check_drift(self, newest: int | None) -> dict[str, Any]:
-        seen = self.processes.gather(self._trainer.take_compared())
-        compared = [row for rows in seen for row in rows]
-        return checked_metrics(compared, newest, self._recipe.off_policy.max_drift)
 
     def _take_metrics(self) -> dict[str, float]:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""

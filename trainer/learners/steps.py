@@ -200,8 +200,9 @@ def to_blame(
         stop_if_asked()
         if not _is_finite(trainer, row):
             odd.append(row)
-    if not any(_is_computed(trainer, row) for row in rows):
-        return {}
+    with torch.no_grad():
+        if not any(bool(torch.isfinite(trainer.score([row]).logprobs).all()) for row in rows):
+            return {}
     extreme = [row for row in odd if abs(row.r_total) > LARGEST_RETURN]
     return {row.episode_id: NOT_FINITE for row in extreme or odd}
 
@@ -230,8 +231,3 @@ def fits(trainer: Any, row: Row) -> bool:
         trainer.optimizer.zero_grad()
         trainer.take_compared()
     return True
-
-
-def _is_computed(trainer: Any, row: Row) -> bool:
-    with torch.no_grad():
-        return bool(torch.isfinite(trainer.score([row]).logprobs).all())

@@ -97,16 +97,10 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
     partial = place.with_name(f".{new.version}-{new.update_id}")
     with whole_folder(place, partial):
         save(partial)
-        _write_manifest(partial, new)
+        hashes = {name: sha256_of(partial / name) for name in SERVED}
+        manifest = Manifest(sha256=hashes, **msgspec.structs.asdict(new))
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     return place
-
-
-def _write_manifest(folder: Path, new: NewVersion) -> None:
-    """Write the manifest beside the served files, with their hashes."""
-    manifest = Manifest(
-        sha256={name: sha256_of(folder / name) for name in SERVED}, **msgspec.structs.asdict(new)
-    )
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

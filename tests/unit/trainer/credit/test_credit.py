@@ -386,28 +386,52 @@ def three() -> list[dict[str, Any]]:
 KEYS = (("a", "1"), ("b", "1"), ("c", "1"))
 
 
+def paid_and_tooled() -> list[dict[str, Any]]:
+    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1."""
+    tools = [("a", 1.0, "ok"), ("b", 0.0, "error"), ("c", 0.0, "error")]
+    return [
+        episode(name, reward, calls=[call(tool_events=[event(status)])])
+        for name, reward, status in tools
+    ]
+
+
+# The advantages of a and of b, which c shares: of the final rewards alone, and with AIR.
 @pytest.mark.parametrize(
-    ("baseline", "normalisation", "expected"),
+    ("baseline", "normalisation", "finals", "with_air"),
     [
-        # GRPO: mean ⅓, s = √⅓.
-        ("group", "group", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+        # GRPO: differences ⅔, -⅓, -⅓ and 0.2, -0.1, -0.1; s = √⅓ is above AIR_SPREAD.
+        (
+            *("group", "group", (2 / sqrt(3), -1 / sqrt(3))),
+            (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3)),
+        ),
         # Dr. GRPO leaves the division out.
-        ("group", "none", (2 / 3, -1 / 3, -1 / 3)),
-        # RLOO: against 0, ½ and ½.
-        ("leave_one_out", "none", (1.0, -0.5, -0.5)),
-        ("leave_one_out", "group", (sqrt(3), -sqrt(3) / 2, -sqrt(3) / 2)),
-        ("none", "group", (1.0, 0.0, 0.0)),
-        ("none", "none", (1.0, 0.0, 0.0)),
-        # REINFORCE++ takes mean and spread over the update.
-        ("none", "batch", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+        ("group", "none", (2 / 3, -1 / 3), (2 / 3 + 0.2, -1 / 3 - 0.1)),
+        # RLOO: against 0, ½ and ½; AIR against -0.1, 0.05 and 0.05.
+        ("leave_one_out", "none", (1.0, -0.5), (1.0 + 0.3, -0.5 - 0.15)),
+        (
+            *("leave_one_out", "group", (sqrt(3), -sqrt(3) / 2)),
+            (1.3 * sqrt(3), -0.65 * sqrt(3)),
+        ),
+        # A baseline that is 0 has no spread: the return as it is.
+        ("none", "group", (1.0, 0.0), (1.2, -0.1)),
+        ("none", "none", (1.0, 0.0), (1.2, -0.1)),
+        # REINFORCE++: each part minus its mean over the update, by the spread of final rewards.
+        (
+            *("none", "batch", (2 / sqrt(3), -1 / sqrt(3))),
+            (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3)),
+        ),
     ],
 )
 def test_baselines_and_normalisations(
-    baseline: str, normalisation: str, expected: tuple[float, ...]
+    baseline: str,
+    normalisation: str,
+    finals: tuple[float, float],
+    with_air: tuple[float, float],
 ) -> None:
-    found = credited(three(), baseline=baseline, normalisation=normalisation)
-    assert advantages(found, *KEYS) == near(*expected)
-    assert {line.reason for line in found.values()} == {None}
+    for lines, (first, other) in ((three(), finals), (paid_and_tooled(), with_air)):
+        found = credited(lines, baseline=baseline, normalisation=normalisation)
+        assert advantages(found, *KEYS) == near(first, other, other)
+        assert {line.reason for line in found.values()} == {None}
 
 
 def test_without_a_baseline_what_is_alone_or_alike_is_trained() -> None:
@@ -460,39 +484,6 @@ def test_equal_weight_of_calls_and_of_tokens() -> None:
 
 
 # AIR
-
-
-def paid_and_tooled() -> list[dict[str, Any]]:
-    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1."""
-    tools = [("a", 1.0, "ok"), ("b", 0.0, "error"), ("c", 0.0, "error")]
-    return [
-        episode(name, reward, calls=[call(tool_events=[event(status)])])
-        for name, reward, status in tools
-    ]
-
-
-@pytest.mark.parametrize(
-    ("baseline", "normalisation", "expected"),
-    [
-        # Differences ⅔, -⅓, -⅓ and 0.2, -0.1, -0.1; s = √⅓ is above AIR_SPREAD.
-        ("group", "group", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
-        ("group", "none", (2 / 3 + 0.2, -1 / 3 - 0.1)),
-        # Against 0 and -0.1; ½ and 0.05.
-        ("leave_one_out", "none", (1.0 + 0.3, -0.5 - 0.15)),
-        ("leave_one_out", "group", (1.3 * sqrt(3), -0.65 * sqrt(3))),
-        # A baseline that is 0 has no spread: the return as it is.
-        ("none", "group", (1.2, -0.1)),
-        ("none", "none", (1.2, -0.1)),
-        # Each part minus its mean over the update, by the spread of the final rewards.
-        ("none", "batch", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
-    ],
-)
-def test_baselines_and_normalisations_with_air(
-    baseline: str, normalisation: str, expected: tuple[float, float]
-) -> None:
-    found = credited(paid_and_tooled(), baseline=baseline, normalisation=normalisation)
-    assert advantages(found, *KEYS) == near(expected[0], expected[1], expected[1])
-    assert {line.reason for line in found.values()} == {None}
 
 
 def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:

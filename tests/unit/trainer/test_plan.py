@@ -336,34 +336,28 @@ CAP = 2.0
 LOG_RATIOS = st.lists(st.floats(min_value=-500.0, max_value=1e6), min_size=1, max_size=50)
 
 
-@given(LOG_RATIOS)
-def test_it_is_a_share_and_does_not_depend_on_order_or_length(log_ratios: list[float]) -> None:
-    share = effective_share(log_ratios, CAP)
+@given(LOG_RATIOS, st.sampled_from([CAP, 1e308]))
+def test_effective_sample_is_a_share_in_any_order_and_length(
+    log_ratios: list[float], cap: float
+) -> None:
+    share = effective_share(log_ratios, cap)
     assert 0.0 <= share <= 1.0 + 1e-9
-    assert effective_share(log_ratios[::-1], CAP) == share
-    assert effective_share(log_ratios * 7, CAP) == pytest.approx(share)
+    assert effective_share(log_ratios[::-1], cap) == share
+    assert effective_share(log_ratios * 7, cap) == pytest.approx(share)
 
 
 @given(st.lists(st.floats(min_value=-5.0, max_value=5.0), min_size=1, max_size=50))
-def test_it_is_kishs_of_the_ratios_that_the_loss_takes(log_ratios: list[float]) -> None:
+def test_effective_sample_is_kishs_of_the_ratios_that_the_loss_takes(
+    log_ratios: list[float],
+) -> None:
     weights = [min(CAP, math.exp(one)) for one in log_ratios]
     wanted = sum(weights) ** 2 / (len(weights) * sum(one**2 for one in weights))
     assert effective_share(log_ratios, CAP) == pytest.approx(wanted)
 
 
-@given(st.integers(min_value=1, max_value=200), st.floats(min_value=-5.0, max_value=5.0))
-def test_where_all_ratios_are_alike_nothing_is_lost(tokens: int, log_ratio: float) -> None:
-    assert effective_share([log_ratio] * tokens, CAP) == pytest.approx(1.0)
-
-
 def test_one_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
     assert effective_share([0.0] * 999 + [50.0], CAP) > 0.99
     assert effective_share([0.0, -50.0, -50.0], CAP) == pytest.approx(1 / 3)
-
-
-@given(LOG_RATIOS)
-def test_however_large_the_cap_it_is_a_share(log_ratios: list[float]) -> None:
-    assert 0.0 <= effective_share(log_ratios, 1e308) <= 1.0 + 1e-9
 
 
 def test_what_the_policy_never_gives_is_worth_nothing() -> None:

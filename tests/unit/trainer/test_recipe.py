@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import GateOptions, Recipe, load_recipe, parse_recipe
 
-ROOT = Path(__file__).parents[4]
 EXAMPLES = [
     path
     for path in sorted(ROOT.glob("examples/*/*.toml"))
