@@ -1,8 +1,9 @@
 """Open the database that a command works on: the configured server, or the embedded one."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,19 +24,12 @@ RESTART_S: Final = 5.0
 
 @asynccontextmanager
 async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
-    """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
-
-    The embedded server is started if it does not run, and then stopped at the end.
-    """
+    """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server."""
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
-    postgres = EmbeddedPostgres(settings.data_dir)
-    try:
-        yield await asyncio.to_thread(postgres.ensure_running)
-    finally:
-        # This also ends a start whose caller was cancelled.
-        await asyncio.to_thread(postgres.stop)
+    async with kept_postgres(settings.data_dir) as postgres:
+        yield postgres.url
 
 
 @asynccontextmanager
@@ -52,32 +46,31 @@ async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
 
 @asynccontextmanager
 async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
-    """Run the embedded server, start it again whenever it is down, and stop it at the end."""
+    """Run the embedded server, start it again whenever it is down, and stop it at the end.
+
+    A server that another process has started is left running.
+    """
     postgres = EmbeddedPostgres(data_dir)
-    ending = asyncio.Event()
-    watching: asyncio.Task[None] | None = None
+    ending = threading.Event()
+
+    def keep() -> None:
+        while not ending.wait(WATCH_S):
+            try:
+                postgres.ensure_running(within_s=RESTART_S)
+            except Exception as error:
+                if not ending.is_set():
+                    reason = f"{type(error).__name__}: {error}"
+                    log.warning("postgres_restart_failed", reason=reason[:200])
+
     try:
         await asyncio.to_thread(postgres.ensure_running)
-        watching = asyncio.create_task(_keep(postgres, ending), name="keep-postgres")
-        yield postgres
-    finally:
-        ending.set()
-        await asyncio.to_thread(postgres.stop)
-        if watching is not None:
-            # Its thread may have started the server once more.
-            await asyncio.wait([watching])
-            await asyncio.to_thread(postgres.stop)
-
-
-async def _keep(postgres: EmbeddedPostgres, ending: asyncio.Event) -> None:
-    """Look after the server again and again, in a thread."""
-    while not ending.is_set():
-        with suppress(TimeoutError):
-            await asyncio.wait_for(ending.wait(), WATCH_S)
-            return
+        keeping = asyncio.create_task(asyncio.to_thread(keep), name="keep-postgres")
         try:
-            await asyncio.to_thread(postgres.ensure_running, within_s=RESTART_S)
-        except Exception as error:
-            if not ending.is_set():
-                reason = f"{type(error).__name__}: {error}"
-                log.warning("postgres_restart_failed", reason=reason[:200])
+            yield postgres
+        finally:
+            ending.set()
+            await asyncio.to_thread(postgres.stop)
+            # Its thread may have started the server once more: it is stopped again.
+            await asyncio.wait([keeping])
+    finally:
+        await asyncio.to_thread(postgres.stop)

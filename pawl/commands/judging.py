@@ -4,17 +4,12 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from pawl.commands.common import OfAgent, OfPolicy, Since, fail, takes, with_zone
+from pawl.commands.common import OfAgent, OfPolicy, Since, fail, takes
 from store.records import Record
-
-if TYPE_CHECKING:
-    from pawl.judging.command import JudgeOptions
-
-Result = TypeVar("Result")
 
 
 class JudgeFlags(Record, frozen=True, kw_only=True):
@@ -110,7 +105,7 @@ def judge(flags: JudgeFlags) -> None:
     from pawl.judging.command import judge_episodes
 
     try:
-        tally = asyncio.run(judge_episodes(_options(flags)))
+        tally = asyncio.run(judge_episodes(flags))
     except JudgeError as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -124,26 +119,3 @@ def judge(flags: JudgeFlags) -> None:
         print(f"episodes: {counts}", file=sys.stderr)
     if tally["failed"]:
         raise SystemExit(1)
-
-
-def _options(flags: JudgeFlags) -> "JudgeOptions":
-    from pawl.export import Selection
-    from pawl.judging.command import JudgeOptions
-
-    return JudgeOptions(
-        command=tuple(flags.command or ()),
-        model=flags.model,
-        rubric=flags.rubric,
-        base_url=flags.base_url,
-        temperature=flags.temperature,
-        max_chars=flags.max_chars,
-        name=flags.name,
-        quiet_s=flags.quiet,
-        concurrency=flags.concurrency,
-        timeout_s=flags.timeout,
-        attempts=flags.attempts,
-        once=flags.once,
-        again=flags.again,
-        selection=Selection(since=with_zone(flags.since), agent=flags.agent, policy=flags.policy),
-        feedback_url=flags.feedback_url,
-    )

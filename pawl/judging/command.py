@@ -7,13 +7,13 @@ import signal
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 from pydantic import HttpUrl
 
+from pawl.commands.common import with_zone
 from pawl.database import open_engine
 from pawl.export import Selection
 from pawl.judging.answers import Judge, JudgeError
@@ -25,42 +25,24 @@ from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_set
 from proxy.settings import ProxySettings
 from store.judging import forget_unjudged
 from store.keys import tenant_of_key
-from store.records import Record
 from store.settings import address
+
+if TYPE_CHECKING:
+    from pawl.commands.judging import JudgeFlags
 
 ANYWHERE: Final = ("0.0.0.0", "::")
 HERE: Final = ("127.0.0.1", "localhost", "::1", *ANYWHERE)
 OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
 
-class JudgeOptions(Record, frozen=True, kw_only=True):
-    """Hold the options of `pawl judge`, explained by its help; None where a setting decides."""
-
-    command: tuple[str, ...] = ()
-    model: str | None = None
-    rubric: Path | None = None
-    base_url: str | None = None
-    temperature: float = 0.0
-    max_chars: int = 60_000
-    name: str | None = None
-    quiet_s: float | None = None
-    concurrency: int | None = None
-    timeout_s: float | None = None
-    attempts: int = 5
-    once: bool = False
-    again: bool = False
-    selection: Selection = Selection()
-    feedback_url: str | None = None
-
-
-async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
-    """Run the judge until SIGTERM, or until nothing is left to judge if `options.once`.
+async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
+    """Run the judge until SIGTERM, or until nothing is left to judge with --once.
 
     Returns:
         The number of episodes by outcome: `judged`, `cannot_tell` and `failed`.
 
     Raises:
-        JudgeError: the judge cannot run with these options.
+        JudgeError: the judge cannot run with these flags.
         Away: with `once`, a server does not answer.
     """
     settings, proxy = read_settings(JudgeSettings), read_settings(ProxySettings)
@@ -71,49 +53,51 @@ async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
         aiohttp.ClientSession(timeout=timeout) as session,
         open_engine(read_settings(StackSettings)) as engine,
     ):
-        judge = _judge(options, settings, proxy, session)
-        url = options.feedback_url or feedback_url(proxy.listen)
+        judge = _judge(flags, settings, proxy, session)
+        url = flags.feedback_url or feedback_url(proxy.listen)
         feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
         async with engine.begin() as connection:
             tenant = await tenant_of_key(connection, client.key)
-            if options.again:
+            if flags.again:
                 await forget_unjudged(connection, judge.name, tenant)
-        judging = Judging(engine, judge, feedback, _plan(options, settings, tenant))
-        await _run_until_stopped(judging, once=options.once)
+        judging = Judging(engine, judge, feedback, _plan(flags, settings, tenant))
+        await _run_until_stopped(judging, once=flags.once)
         return {outcome: judging.tally[outcome] for outcome in OUTCOMES}
 
 
-def _plan(options: JudgeOptions, settings: JudgeSettings, tenant: str) -> JudgingPlan:
+def _plan(flags: "JudgeFlags", settings: JudgeSettings, tenant: str) -> JudgingPlan:
     """Return the rules of the judge: verdicts reach the episodes of its key's tenant alone."""
-    quiet_s = settings.judge_quiet_s if options.quiet_s is None else options.quiet_s
+    quiet_s = settings.judge_quiet_s if flags.quiet is None else flags.quiet
     return JudgingPlan(
-        selection=msgspec.structs.replace(options.selection, tenant=tenant),
+        selection=Selection(
+            since=with_zone(flags.since), agent=flags.agent, policy=flags.policy, tenant=tenant
+        ),
         quiet=timedelta(seconds=quiet_s),
-        concurrency=options.concurrency or settings.judge_concurrency,
-        attempts=options.attempts,
+        concurrency=flags.concurrency or settings.judge_concurrency,
+        attempts=flags.attempts,
     )
 
 
 def _judge(
-    options: JudgeOptions,
+    flags: "JudgeFlags",
     settings: JudgeSettings,
     proxy: ProxySettings,
     session: aiohttp.ClientSession,
 ) -> Judge:
-    timeout_s = options.timeout_s or settings.judge_timeout_s
-    if options.model is None:
-        if options.rubric is not None:
+    timeout_s = flags.timeout or settings.judge_timeout_s
+    if flags.model is None:
+        if flags.rubric is not None:
             raise JudgeError("--rubric is for a model that judges: name the model with --model")
-        command = options.command or _words(settings.judge_command or "")
+        command = tuple(flags.command or ()) or _words(settings.judge_command or "")
         if not command:
             raise JudgeError(
                 "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, "
                 "PAWL_JUDGE_COMMAND, or --model and --rubric"
             )
-        return ProgramJudge(command, timeout_s=timeout_s, name=options.name)
-    if options.command:
+        return ProgramJudge(command, timeout_s=timeout_s, name=flags.name)
+    if flags.command:
         raise JudgeError("a judge is a program or a model: name one of them, not both")
-    base_url = _url("--base-url", options.base_url or str(proxy.upstream_url))
+    base_url = _url("--base-url", flags.base_url or str(proxy.upstream_url))
     if is_proxy(base_url, proxy.listen):
         raise JudgeError(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
@@ -122,13 +106,13 @@ def _judge(
     return RubricJudge(
         session,
         base_url=base_url,
-        model=options.model,
-        temperature=options.temperature,
+        model=flags.model,
+        temperature=flags.temperature,
         api_key=os.environ.get("OPENAI_API_KEY"),
-        rubric=_rubric(options.rubric),
+        rubric=_rubric(flags.rubric),
         timeout_s=timeout_s,
-        max_chars=options.max_chars,
-        name=options.name,
+        max_chars=flags.max_chars,
+        name=flags.name,
     )
 
 
