@@ -16,13 +16,9 @@ from store.version_queries import list_versions
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """Select episodes by a condition; a field that is None selects all.
+    """Select the tenant's episodes with a call since then, by this agent, to this policy.
 
-    Attributes:
-        since: select episodes with a call at or after this time.
-        agent: select episodes with a call by this agent.
-        policy: select episodes with a call to this policy.
-        tenant: select episodes of this tenant.
+    A field of None selects all.
     """
 
     since: datetime | None = None
@@ -42,13 +38,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     count = 0
     damaged: dict[UUID, str] = {}
     async with engine.connect() as connection:
-        ids = await episode_ids(
-            connection,
-            since=selection.since,
-            agent=selection.agent,
-            policy=selection.policy,
-            tenant=selection.tenant,
-        )
+        ids = await episode_ids(connection, **msgspec.structs.asdict(selection))
         async for batch in read_in_batches(connection, ids):
             damaged |= batch.damaged
             for episode in batch.episodes:

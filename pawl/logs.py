@@ -58,16 +58,6 @@ def _line_of(event: Mapping[str, object]) -> bytes:
     return line if len(line) <= MOST_LINE_BYTES else _encode(shortened(event))
 
 
-def _to_json(event: Mapping[str, object], **_: object) -> bytes:
-    return _line_of(event)
-
-
-def _short_fields(
-    _: object, __: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    return shortened(event)
-
-
 def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
     """Render a log line as JSON: the work of the usual processors, in one step for speed."""
     if "exc_info" in event:
@@ -202,9 +192,7 @@ class LibraryLines(logging.Handler):
 def configure_logging(*, gather: bool = False) -> None:
     """Configure structlog, which libraries log through, too; each process calls this once.
 
-    Args:
-        gather: gather lines and write them together (`GatheringLogger`); for processes that
-            log a line for each call.
+    Processes that log a line for each call `gather` lines, and write them together.
     """
     factory: Callable[..., structlog.typing.WrappedLogger]
     wrapper: type[Any] = structlog.make_filtering_bound_logger(logging.INFO)
@@ -215,10 +203,10 @@ def configure_logging(*, gather: bool = False) -> None:
         structlog.processors.format_exc_info,
     ]
     if sys.stderr.isatty():
-        processors += [_short_fields, structlog.dev.ConsoleRenderer()]
+        processors += [lambda *given: shortened(given[2]), structlog.dev.ConsoleRenderer()]
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
-        processors.append(structlog.processors.JSONRenderer(_to_json))
+        processors.append(structlog.processors.JSONRenderer(lambda event, **_: _line_of(event)))
         file = SureFile(sys.stderr.fileno())
         # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))

@@ -37,21 +37,26 @@ async def run_program(
     most_bytes: int,
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a program with bytes on standard input; then kill what it left behind.
+    """Run a program with `given` on standard input; then kill what it left behind.
 
-    Args:
-        command: the program and its arguments.
-        given: all of its standard input.
-        limit_s: seconds until it is killed.
-        most_bytes: how much it may write to standard output.
-        environment: all of its environment; None: this process's without Pawl's settings.
+    `environment` is all that it gets; None: this process's without Pawl's settings.
 
     Raises:
         OSError: it cannot be started.
         TimeoutError: it had not ended after `limit_s`.
         TooMuchOutput: it wrote more than `most_bytes`.
     """
-    transport, run = await _started(command, most_bytes, environment)
+    transport, run = await asyncio.get_running_loop().subprocess_exec(
+        lambda: _Run(most_bytes),
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        env=not_ours(os.environ) if environment is None else environment,
+        # Ctrl-C must reach the parent alone.
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
     try:
         async with asyncio.timeout(limit_s):
             # Nobody need read it; then it is dropped.
@@ -66,46 +71,23 @@ async def run_program(
         if run.too_much:
             raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
     finally:
-        await _end(transport, run)
-    return Ended(status=transport.get_returncode() or 0, output=run.output, errors=run.errors)
-
-
-async def _started(
-    command: Sequence[str], most_bytes: int, environment: Mapping[str, str] | None
-) -> "tuple[asyncio.SubprocessTransport, _Run]":
-    """Start a program in a group of its own; see `run_program`."""
-    return await asyncio.get_running_loop().subprocess_exec(
-        lambda: _Run(most_bytes),
-        *command,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=not_ours(os.environ) if environment is None else environment,
-        # Ctrl-C must reach the parent alone.
-        start_new_session=True,
-        preexec_fn=die_with_parent,
+        # Its children may outlive it, and hold its output open.
+        with suppress(ProcessLookupError):
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        # Such a child may have left the group, so the end of its output is not waited for.
+        hang_up(transport)
+        await run.exited.wait()
+        transport.close()
+    return Ended(
+        status=transport.get_returncode() or 0, output=bytes(run.output), errors=run.errors
     )
-
-
-async def _end(transport: asyncio.SubprocessTransport, run: "_Run") -> None:
-    """Kill a program's group: its children may outlive it and hold its output open."""
-    with suppress(ProcessLookupError):
-        os.killpg(transport.get_pid(), signal.SIGKILL)
-    # Such a child may have left the group, so the end of its output is not waited for.
-    hang_up(transport)
-    await run.exited.wait()
-    transport.close()
 
 
 class _Run(asyncio.SubprocessProtocol):
     """Collect what a running program writes, and note how far it is.
 
-    Attributes:
-        errors: the end of its standard error.
-        too_much: whether it wrote more to standard output than it may.
-        exited: set once the program has ended, whoever holds its output open.
-        over: set likewise, or once it wrote too much.
-        closed: set once nobody can write to its output.
+    `exited` is set once it has ended, whoever holds its output open; `over` likewise, or once it
+    wrote `too_much`; `closed` once nobody can write to its output.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -114,19 +96,15 @@ class _Run(asyncio.SubprocessProtocol):
         self.exited = asyncio.Event()
         self.over = asyncio.Event()
         self.closed = asyncio.Event()
-        self._output = bytearray()
+        self.output = bytearray()
         self._most_bytes = most_bytes
         self._open = {1, 2}
-
-    @property
-    def output(self) -> bytes:
-        return bytes(self._output)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
             self.errors = (self.errors + data)[-LAST_BYTES:]
-        elif len(self._output) + len(data) <= self._most_bytes:
-            self._output += data
+        elif len(self.output) + len(data) <= self._most_bytes:
+            self.output += data
         else:
             self.too_much = True
             self.over.set()

@@ -92,12 +92,7 @@ def _version_or_id(text: str) -> int | UUID:
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """Hold the credit of some transitions, with notes on how to read it.
-
-    Attributes:
-        lines: one for each transition, in the order of episodes and calls.
-        notes: warnings for the user, one line each; they go to standard error.
-    """
+    """Hold the credit of transitions, in the order of episodes and calls, with warnings on it."""
 
     lines: Sequence[CreditLine]
     notes: Sequence[str]
@@ -129,11 +124,8 @@ async def explain_update(
 ) -> Explained:
     """Compute the credit of a past update again: its recipe, its claim, its feedback.
 
-    Args:
-        engine: the database.
-        which: the number of the version that the update made, or the update's id.
-        policy: the policy of that version; needed only if several policies have the number.
-        tenant: whose the policy is; None: anybody's.
+    `which` is the number of the version that the update made, or the update's id; `policy` is
+    needed if several have the number.
 
     Raises:
         UnknownUpdate: there is no such update, there are several, or it is not finished.

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import msgspec
 import typer
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl import export as exporting
 from pawl.commands.common import (
@@ -230,16 +230,13 @@ async def delete_episodes(
     ones: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
     for one in ones:
         async with engine.connect() as connection:
-            receipt_of_one = await _delete_one(connection, one)
+            if isinstance(one, UUID):
+                deleted = await delete_episode(connection, one)
+            else:
+                deleted = await mark_deleted(connection, one)
             await (connection.rollback() if dry else connection.commit())
-        if receipt_of_one is not None:
-            yield await _with_letters(engine, spool_dir, receipt_of_one, dry=dry)
-
-
-async def _delete_one(connection: AsyncConnection, one: UUID | str) -> Receipt | None:
-    if isinstance(one, UUID):
-        return await delete_episode(connection, one)
-    return await mark_deleted(connection, one)
+        if deleted is not None:
+            yield await _with_letters(engine, spool_dir, deleted, dry=dry)
 
 
 async def _with_letters(

@@ -213,7 +213,7 @@ def _plan(settings: StackSettings) -> StackPlan:
 
 def _print_usage(console: Console, stack: Stack) -> None:
     console.print(f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}")
-    console.print(f"Rewards go to   POST http://{stack.plan.listen}/feedback")
+    console.print(f"Rewards go to   POST {stack.feedback_url}")
     admin = f"http://{stack.plan.admin_listen}"
     console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
     console.print("Ctrl-C stops everything.")

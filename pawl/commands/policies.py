@@ -240,10 +240,8 @@ async def versions_of(
 ) -> list[VersionLine]:
     """Return the versions of a policy, oldest first; `policies` may say that it explores.
 
-    With `tenant`, only a policy of this tenant is found.
-
     Raises:
-        UnknownPolicy: there is no policy of that name; the message names those that there are.
+        UnknownPolicy: there is no policy of that name, of the tenant.
     """
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
@@ -263,16 +261,10 @@ async def versions_of(
             **_of_files(version),
             **notes.get(version.version, {}),
         )
-        point = curve.get(version.version)
-        if point is not None:
-            line = msgspec.structs.replace(
-                line,
-                eval_episodes=point.episodes,
-                scored=point.scored,
-                mean=point.mean,
-                low=point.low,
-                high=point.high,
-            )
+        if (point := curve.get(version.version)) is not None:
+            evaluated = msgspec.structs.asdict(point)
+            shown = {name: evaluated[name] for name in ("scored", "mean", "low", "high")}
+            line = msgspec.structs.replace(line, eval_episodes=point.episodes, **shown)
         lines.append(line)
     return lines
 
@@ -349,10 +341,8 @@ class EventLine(Record, frozen=True, kw_only=True):
 async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -> list[EventLine]:
     """Return the newest changes of states of a policy's versions, oldest first.
 
-    With `tenant` the policy must be that tenant's.
-
     Raises:
-        UnknownPolicy: there is no policy of that name; the message names those that there are.
+        UnknownPolicy: there is no policy of that name, of the tenant.
     """
     async with engine.connect() as connection:
         await policy_versions(connection, name, tenant)

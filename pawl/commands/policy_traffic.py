@@ -45,19 +45,11 @@ OPERATOR: Final[Actor] = "operator"
 LOADED: Final[tuple[PolicyState, ...]] = ("candidate", "canary", "ready", "published")
 # Which of them is meant where none is named: the one that is tried, or waits for it.
 NEXT: Final[tuple[PolicyState, ...]] = ("canary", "candidate", "ready")
-# The fields of a query, as they are written, and as `Selection` has them.
-FIELDS: Final = {
-    "task": "task",
-    "prefix": "prefix",
-    "agent": "agent",
-    "key": "key",
-    "since": "since",
-    "before": "begun_before",
-    "scored-since": "scored_since",
-    "scored-before": "scored_before",
-    "episode": "episode",
-}
-TIMES: Final = ("since", "before", "scored-since", "scored-before")
+# The fields of a query; those of a time end with `since` or `before`.
+FIELDS: Final = (
+    *("episode", "task", "prefix", "agent", "key"),
+    *("since", "before", "scored-since", "scored-before"),
+)
 _FIELD: Final = "|".join(FIELDS)
 _BEGINS: Final = re.compile(rf"(?:{_FIELD})=")
 _NEXT: Final = re.compile(rf",(?=(?:{_FIELD})=)")
@@ -205,33 +197,31 @@ async def promote_by_hand(
     name, number = split_name(named)
     async with engine.begin() as connection:
         versions = await policy_versions(connection, name, tenant)
-        chosen = _chosen(versions, number)
-        _refuse_what_cannot_serve(chosen)
+        chosen = _next(versions) if number is None else numbered(versions, number)
+        _check_can_serve(chosen)
     await load_if_called_back(engine, replicas, chosen, numbered(versions, 0))
     async with engine.begin() as connection:
         evidence = await _trial_so_far(connection, chosen)
         await lock_policies(connection, [name])
-        await _refuse_what_has_moved(connection, chosen)
+        await _check_not_moved(connection, chosen)
         await version_states.promote(
             connection, name, chosen.version, reason=reason, actor=OPERATOR, evidence=evidence
         )
     return chosen
 
 
-def _chosen(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
-    name = versions[0].name
-    if number is not None:
-        return numbered(versions, number)
+def _next(versions: list[PolicyVersion]) -> PolicyVersion:
     for state in NEXT:
         for version in versions:
             if version.state == state:
                 return version
+    name = versions[0].name
     raise UnknownPolicy(
         f"no version of {name!r} is tried, or waits for it: name the one to promote, as {name}@N"
     )
 
 
-def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
+def _check_can_serve(version: PolicyVersion) -> None:
     if version.state == "serving":
         raise NotGated(f"{version.name}@{version.version} serves already")
     if version.state not in LOADED:
@@ -263,7 +253,7 @@ async def load_if_called_back(
         )
 
 
-async def _refuse_what_has_moved(connection: AsyncConnection, chosen: PolicyVersion) -> None:
+async def _check_not_moved(connection: AsyncConnection, chosen: PolicyVersion) -> None:
     """Check that a version has the state still in which it was found; the policy is locked."""
     now = await numbered_version(connection, chosen.name, chosen.version)
     if now is None or now.state != chosen.state:
@@ -322,10 +312,6 @@ async def roll_back_by_hand(
 class BadQuery(StoreError):
     """Report a query that cannot be read; the message names the field and the remedy."""
 
-    def __init__(self, query: str, field: str, problem: str) -> None:
-        """Make the message."""
-        super().__init__(f"--without {query!r}: {field}: {problem}")
-
 
 def read_query(query: str) -> str | Selection:
     """Read an episode's key or id, or conditions `FIELD=VALUE` between commas (pure).
@@ -339,34 +325,33 @@ def read_query(query: str) -> str | Selection:
     pairs = [("episode", query)]
     if _BEGINS.match(query):
         pairs = [one.partition("=")[::2] for one in _NEXT.split(query)]
-    values: dict[str, str | datetime | None] = {}
+    values: dict[str, Any] = {}
     for field, value in pairs:
+        where = f"--without {query!r}: {field}"
         if not value:
-            raise BadQuery(query, field, f"write {field}=VALUE, with a value")
-        if FIELDS[field] in values:
-            raise BadQuery(query, field, "it comes twice: give it once")
-        values[FIELDS[field]] = _time(query, field, value) if field in TIMES else value
-    name = values.pop("episode", None)
-    if name is None:
-        return msgspec.convert(values, Selection)
-    if values:
+            raise BadQuery(f"{where}: write {field}=VALUE, with a value")
+        if field in values:
+            raise BadQuery(f"{where}: it comes twice: give it once")
+        values[field] = value
+        if field.endswith(("since", "before")):
+            try:
+                values[field] = with_zone(datetime.fromisoformat(value))
+            except ValueError as error:
+                raise BadQuery(
+                    f"{where}: {value!r} is no time: write it as 2026-11-22 or 2026-11-22T14:30,"
+                    " with a zone (+01:00) or in this machine's"
+                ) from error
+    if "episode" not in values:
+        names = {"before": "begun_before"}
+        return Selection(
+            **{names.get(one, one.replace("-", "_")): value for one, value in values.items()}
+        )
+    if len(values) > 1:
         raise BadQuery(
-            query,
-            "episode",
-            "a name selects one episode: leave the other conditions away, or give a --without of"
-            " their own",
+            f"--without {query!r}: episode: a name selects one episode: leave the other conditions"
+            " away, or give a --without of their own"
         )
-    return str(name)
-
-
-def _time(query: str, field: str, value: str) -> datetime | None:
-    try:
-        return with_zone(datetime.fromisoformat(value))
-    except ValueError as error:
-        remedy = (
-            "write it as 2026-11-22 or 2026-11-22T14:30, with a zone (+01:00) or in this machine's"
-        )
-        raise BadQuery(query, field, f"{value!r} is no time: {remedy}") from error
+    return str(values["episode"])
 
 
 async def retrain_by_hand(
@@ -416,7 +401,7 @@ async def retrain_by_hand(
 async def _episodes(
     connection: AsyncConnection, tenant: str, without: Sequence[str | Selection]
 ) -> set[UUID]:
-    names = [scoped(tenant, query) for query in without if isinstance(query, str)]
+    names = [scoped(tenant, one) for one in without if isinstance(one, str)]
     chosen = await named(connection, names)
     if chosen.unknown:
         raise UnknownNames(
@@ -424,9 +409,8 @@ async def _episodes(
             " correct the names, or leave them away if their calls wait in a spool"
         )
     ids = set(chosen.wholes)
-    for query in without:
-        if not isinstance(query, str):
-            ids |= set(await selected(connection, msgspec.structs.replace(query, tenant=tenant)))
+    for selection in (one for one in without if isinstance(one, Selection)):
+        ids |= set(await selected(connection, msgspec.structs.replace(selection, tenant=tenant)))
     return ids
 
 

@@ -65,11 +65,7 @@ def spool(
 class DeadLetter(Record, frozen=True, kw_only=True):
     """Describe a record that the store refused, or a frame of the spool that cannot be read.
 
-    Attributes:
-        path: the letter's file.
-        reason: why it was not stored.
-        bytes: the size of the file.
-        about: which call, gap or feedback it holds, as far as it can be read.
+    `about` says which call, gap or feedback it holds, as far as it can be read.
     """
 
     path: str
@@ -79,14 +75,10 @@ class DeadLetter(Record, frozen=True, kw_only=True):
 
 
 class SpoolView(Record, frozen=True, kw_only=True):
-    """Describe the contents of a spool directory.
+    """Describe the contents of a spool directory: its segments, and its letters, oldest first.
 
-    Attributes:
-        segments: number of segment files.
-        records: readable records in them; some may be in the database already.
-        damaged: records that can no longer be read; the ingester makes dead letters of them.
-        bytes: size of all segments.
-        dead_letters: the dead letters, oldest first.
+    Some of the readable `records` may be in the database already; of the `damaged` ones the
+    ingester makes dead letters.
     """
 
     segments: int
@@ -124,14 +116,18 @@ def look(folder: Path, tenant: str | None = None) -> SpoolView:
 
 def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
     for path in paths:
-        payload = path.read_bytes()
-        if tenant is None or tenant in _tenants(payload):
-            yield _letter(path, payload)
-
-
-def _tenants(payload: bytes) -> set[str]:
-    frame = _read(payload)
-    return set() if frame is None else {tenant_of(name) for _, name in names_in(frame)}
+        payload, reason = path.read_bytes(), path.with_suffix(REASON)
+        frame = _read(payload)
+        if tenant is not None and (
+            frame is None or tenant not in {tenant_of(name) for _, name in names_in(frame)}
+        ):
+            continue
+        yield DeadLetter(
+            path=str(path),
+            reason=reason.read_text(errors="replace") if reason.exists() else "unknown",
+            bytes=len(payload),
+            about=_about(frame),
+        )
 
 
 def _read(payload: bytes) -> Frame | None:
@@ -142,18 +138,7 @@ def _read(payload: bytes) -> Frame | None:
         return None
 
 
-def _letter(path: Path, payload: bytes) -> DeadLetter:
-    reason = path.with_suffix(REASON)
-    return DeadLetter(
-        path=str(path),
-        reason=reason.read_text(errors="replace") if reason.exists() else "unknown",
-        bytes=len(payload),
-        about=_about(payload),
-    )
-
-
-def _about(payload: bytes) -> str:
-    record = _read(payload)
+def _about(record: Frame | None) -> str:
     if record is None:
         return "not a record"
     if isinstance(record, CapturedCall):
@@ -175,21 +160,8 @@ async def replay_letters(
 ) -> tuple[int, list[str]]:
     """Try to store each dead letter again; delete those that are stored, and keep the others.
 
-    Args:
-        folder: the spool directory.
-        engine: the database.
-        readers: how results of tools are read (`PAWL_TOOL_RESULTS`).
-        most_reply: the largest reply that is read, in bytes.
-        redactor: applied to each record before it is stored.
-        tenant: whose letters; None: everybody's.
-
-    Returns:
-        The number of letters stored, and a line with the reason for each one that was not.
-
-    Raises:
-        Exception: the database does not answer (any error for which
-            `store.database.is_no_records_fault` is true); the letters that were not
-            tried stay.
+    Return the number of letters stored, and a line with the reason for each one that was not. If
+    the database does not answer (`is_no_records_fault`), its error is raised, and the rest stay.
     """
     ingester = Ingester(question_of=question_of)
     stored, refused = 0, []

@@ -155,11 +155,7 @@ class Ran(Record, frozen=True, kw_only=True):
 
 
 class WorkingAgent:
-    """Keep a scenario's agent and its judge running, and give them tasks.
-
-    Attributes:
-        results: all results collected so far.
-    """
+    """Keep a scenario's agent and its judge running, and give them tasks."""
 
     def __init__(self, scenario: Scenario, url: str, folder: Path, *, name: str = "train") -> None:
         """Store the proxy's address, without `/v1`, and where journals and logs are written.

@@ -23,14 +23,10 @@ FORMED = "well_formed"
 
 @dataclass
 class Wave:
-    """Describe one wave of tasks and its results.
+    """Describe one wave of tasks, which ends with the `expected` number of results.
 
-    Attributes:
-        number: the wave's number, from 1.
-        version: the policy version that served when the wave began; 0 is the base model.
-        expected: number of results that end the wave.
-        score: the judge's metric that says how good a result is, 0 to 1.
-        results: the agent's results so far.
+    `version` served when it began; `score` is the judge's metric that says how good a result is,
+    0 to 1.
     """
 
     number: int
@@ -62,13 +58,7 @@ def _well_formed(result: Ran) -> float | None:
 
 
 class HeldOut(Record, frozen=True, kw_only=True):
-    """Hold what came of the held-out tasks at one time.
-
-    Attributes:
-        waves: number of waves before it.
-        updates: number of finished updates before it.
-        score: the mean score, 0 to 1.
-    """
+    """Hold the mean score of the held-out tasks, after so many waves and finished updates."""
 
     waves: int
     updates: int
@@ -77,20 +67,14 @@ class HeldOut(Record, frozen=True, kw_only=True):
 
 @dataclass
 class Progress:
-    """Keep the figures of a run.
+    """Keep the figures of a run, oldest first.
 
     Attributes:
-        title: what is run.
         policy: the policy that the waves are counted by: the first that is trained.
         phase: what it does now, in words.
-        seconds: time since its start.
         minutes: its time limit.
-        held_out: the scores on the held-out tasks, the base model's first.
-        waves: the waves so far, oldest first.
-        updates: the trainer's finished updates, oldest first.
-        totals: the ledger's counts.
+        updates: the trainer's finished updates.
         serving: the version of that policy that serves; 0 is the base model.
-        failed_runs: the agent's runs that failed.
     """
 
     title: str
@@ -186,12 +170,9 @@ def _share(value: float | None) -> str:
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """Say when a run's waves end.
+    """Say when a run's waves end: after two in a row with the score `learned`, or `most_waves`.
 
-    Attributes:
-        learned: two waves in a row with at least this score end them.
-        most_waves: so many end them as well.
-        updates: so many updates end them, whatever was learned; then only time ends them before.
+    With `updates` so many end them, whatever was learned; then only time ends them before.
     """
 
     learned: float
@@ -208,18 +189,15 @@ class Ending(Record, frozen=True, kw_only=True):
 
     def is_reached(self, progress: Progress) -> bool:
         """Return whether no further wave is to begin, once the last one's update is done."""
-        if len(progress.waves) >= self.waves or _time_is_up(progress):
+        per_wave = progress.seconds / max(1, len(progress.waves))
+        # Another wave of average length would pass the limit.
+        is_late = progress.seconds + per_wave > progress.minutes * 60
+        if len(progress.waves) >= self.waves or is_late:
             return True
         if self.updates is not None:
             return len(progress.done_updates) >= self.updates
         last = progress.waves[-2:]
         return len(last) == 2 and all(wave.success >= self.learned for wave in last)
-
-
-def _time_is_up(progress: Progress) -> bool:
-    """Return whether another wave of average length would pass the time limit."""
-    per_wave = progress.seconds / max(1, len(progress.waves))
-    return progress.seconds + per_wave > progress.minutes * 60
 
 
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:

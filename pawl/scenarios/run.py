@@ -59,13 +59,7 @@ Ask = Callable[[str, str], Awaitable[None]]
 class RunOptions(Record, frozen=True, kw_only=True):
     """Hold the options of `pawl demo` and `pawl example`, which the CLI's help explains.
 
-    Attributes:
-        examples: the folder that has the scenario's.
-        models: the folder that the packaged model is unpacked in.
-        recipe: None: the scenario's own.
-        model: None: the packaged one.
-        updates: None: the waves end as the scenario says.
-        held_out_every: None: the scenario's own.
+    `models` is the folder that the packaged model is unpacked in. None leaves it to the scenario.
     """
 
     name: str

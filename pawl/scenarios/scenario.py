@@ -240,17 +240,9 @@ def stack_plan(
     seed: int,
     var: Path,
 ) -> StackPlan:
-    """Return the stack to start.
+    """Return the stack to start, with its data and logs in `var`.
 
-    Args:
-        scenario: what runs on it.
-        model: folder or hub name of the base model.
-        is_packaged: whether that is the packaged one, for which the scenario has its template and
-            parser.
-        recipe: as `PAWL_RECIPE`.
-        rank: the recipe's LoRA rank.
-        seed: random seed of the adapter.
-        var: folder for its data and logs.
+    The scenario has a template and a parser for the packaged model alone.
     """
     policies = policies_file(scenario)
     data = var / "data"

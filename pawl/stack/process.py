@@ -28,11 +28,7 @@ class ProcessFailed(Exception):
 class Process:
     """Restart a command whenever it ends by itself, until `stop`.
 
-    Attributes:
-        name: its name, for logs; the log file is called by it.
-        restarts: how often it was restarted.
-        failed: why it was given up, if it was.
-        log_file: its standard output and standard error.
+    `failed` says why it was given up; `log_file` has its standard output and standard error.
     """
 
     def __init__(
@@ -44,15 +40,7 @@ class Process:
         *,
         stop_s: float = STOP_S,
     ) -> None:
-        """Store how the command is run.
-
-        Args:
-            name: the process's name.
-            command: its command line.
-            environment: all of its environment.
-            log_dir: folder of its log file.
-            stop_s: seconds from SIGTERM to SIGKILL when it is stopped.
-        """
+        """Store how the command is run, and the seconds from SIGTERM to SIGKILL at its stop."""
         self.name = name
         self.restarts = 0
         self.failed: ProcessFailed | None = None
@@ -61,7 +49,7 @@ class Process:
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
-        self._ingester: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
@@ -73,7 +61,7 @@ class Process:
         """Start the process, and restart it from now on whenever it ends by itself."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         await self._spawn()
-        self._ingester = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
+        self._keeping = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     async def stop(self) -> None:
         """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`."""
@@ -87,9 +75,9 @@ class Process:
                 self._kill_group()
                 await self._process.wait()
         self._kill_group()
-        if self._ingester is not None:
-            self._ingester.cancel()
-            await asyncio.wait([self._ingester])
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
 
     def last_words(self, lines: int = 12) -> str:
         """Return the last lines of its log."""

@@ -66,15 +66,9 @@ def configured_plan(
     chat_template: Path | None = None,
     **others: Any,
 ) -> StackPlan:
-    """Return a plan with the addresses, and the options of vLLM, that this process is told.
+    """Return a plan with the addresses, and the options of vLLM, of this process's settings.
 
-    Args:
-        model: folder or hub name of the base model.
-        served_name: the name under which clients ask for it.
-        rank: the highest LoRA rank.
-        tool_parser: vLLM's parser of tool calls; None: as it is set, or the usual one.
-        chat_template: chat template file; None: the model's own.
-        others: the other fields of the plan.
+    `rank` is the highest LoRA rank, and `others` are the other fields of the plan.
     """
     settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
@@ -100,14 +94,7 @@ def configured_plan(
 
 
 class Stack:
-    """Keep a stack running.
-
-    Attributes:
-        plan: what was started, and where.
-        database_url: the database in use.
-        postgres: the embedded server, if that is the database.
-        processes: the other processes, by name.
-    """
+    """Keep the processes of a plan running; `postgres` is the embedded server, if it is used."""
 
     def __init__(self, plan: StackPlan, database_url: str, postgres: EmbeddedPostgres | None):
         """Store the plan and the database; processes are added as they start."""
@@ -115,21 +102,10 @@ class Stack:
         self.database_url = database_url
         self.postgres = postgres
         self.processes: dict[str, Process] = {}
-
-    @property
-    def url(self) -> str:
-        """Return the proxy's address."""
-        return f"http://{self.plan.listen}"
-
-    @property
-    def base_url(self) -> str:
-        """Return the same as an agent sets it in `OPENAI_BASE_URL`."""
-        return f"{self.url}/v1"
-
-    @property
-    def feedback_url(self) -> str:
-        """Return the address that rewards are posted to."""
-        return f"{self.url}/feedback"
+        self.url = f"http://{plan.listen}"
+        # As an agent sets it in `OPENAI_BASE_URL`, and where rewards are posted to.
+        self.base_url = f"{self.url}/v1"
+        self.feedback_url = f"{self.url}/feedback"
 
     async def stop_training(self) -> None:
         """End the trainer, so that no version comes any more; all else goes on."""
@@ -152,9 +128,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Start the stack, yield it when all of it is ready, and stop all of it at the end.
 
-    Args:
-        plan: what to start, and where.
-        tell: called with the names of the processes that are not ready yet.
+    `tell` is called with the names of the processes that are not ready yet.
 
     Raises:
         NotReady: a port is taken, or there is too little memory or disk; nothing was started.
@@ -240,7 +214,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
         ProcessFailed: a process was given up, or does not answer after `READY_S` seconds.
     """
     plan = stack.plan
-    health_urls: Mapping[str, str] = {
+    health_urls = {
         "proxy": f"http://{plan.admin_listen}/readyz",
         "trainer": f"http://{plan.trainer_listen}/metrics",
         "steward": f"http://{plan.steward_listen}/healthz",

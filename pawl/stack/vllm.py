@@ -27,12 +27,8 @@ class VllmOptions(Record, frozen=True, kw_only=True):
     Attributes:
         model: folder or hub name of the base model.
         served_name: the name under which clients ask for it.
-        port: port on 127.0.0.1.
         dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
-        max_model_len: longest context, in tokens.
-        max_lora_rank: highest rank of an adapter.
         adapter_slots: adapters that it computes with at once.
-        tool_parser: vLLM's parser of tool calls for this model.
         chat_template: chat template file; None: the model's own.
         sampling_defaults: what it samples with if a request does not say, by setting; where one is
             missing, vLLM's own.
