@@ -151,7 +151,7 @@ class Intake:
             has_read = True
             end = min(self.at + PART, until)
             cut, self._cut = self._cut, min(2 * self._cut, MOST_CUTS)
-            found = await arm_episodes(
+            part = await arm_episodes(
                 connection,
                 self._policy,
                 self._given,
@@ -161,9 +161,9 @@ class Intake:
                 most=max((self._most or MOST) // cut, 1),
             )
             self._cut = max(cut // 2, 1)
-            self._take([_episode(one) for one in found.episodes])
-            self._goes_on_from = found.goes_on_from
-            if found.goes_on_from is None:
+            self._take([_episode(one) for one in part.episodes])
+            self._goes_on_from = part.goes_on_from
+            if part.goes_on_from is None:
                 self.at = end
         return True
 

@@ -85,7 +85,7 @@ class ServableVersions:
         self.up = up
 
 
-class ReplicaKeeper:
+class ReplicaController:
     """Keep the adapters of one replica loaded."""
 
     def __init__(self, server: ModelServer, servable: ServableVersions, poll_s: float) -> None:
@@ -99,7 +99,7 @@ class ReplicaKeeper:
         REPLICA_UP.labels(url).set(0)
         MISSING.labels(url).set(0)
 
-    async def keep(self) -> None:
+    async def follow(self) -> None:
         """Look at the replica again and again; never return."""
         while True:
             try:
@@ -125,7 +125,7 @@ class ReplicaKeeper:
         self._up = up
 
 
-def show_troubles(keepers: Iterable[ReplicaKeeper]) -> dict[str, dict[str, object]]:
+def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[str, object]]:
     """Set the gauges of versions that are not loaded, and return the reasons for `/readyz`.
 
     What is wrong with files is the same for each replica; what a replica serves is its own.
@@ -133,9 +133,9 @@ def show_troubles(keepers: Iterable[ReplicaKeeper]) -> dict[str, dict[str, objec
     altered: dict[str, object] = {}
     unread: dict[str, object] = {}
     misserved: dict[str, dict[str, str]] = {}
-    for keeper in keepers:
-        url = keeper.reconciler.server.url
-        for name, error in keeper.reconciler.troubles.items():
+    for controller in controllers:
+        url = controller.reconciler.server.url
+        for name, error in controller.reconciler.troubles.items():
             if isinstance(error, FilesAltered):
                 altered[name] = str(error)
             elif isinstance(error, FilesUnread):

@@ -70,8 +70,8 @@ async def call_back(
     if before.state == "retired":
         why = f"it is loaded, to serve again in place of {version.served_name}"
         await change_state(connection, before, "published", reason=why, actor=actor)
-    found = [await numbered_version(connection, version.name, n) for n in (before.version, 0)]
-    servable, base = found
+    servable = await numbered_version(connection, version.name, before.version)
+    base = await numbered_version(connection, version.name, 0)
     assert servable is not None
     assert base is not None
     return RollbackTarget(version=servable, base=base), why

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pawl.processes import stop_event
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
-from pawl.steward.replicas import ReplicaKeeper, ServableVersions, show_troubles
+from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
 from proxy.admin_port import listen_on
 from trainer.publishing.model_server import Replicas
 
@@ -31,11 +31,11 @@ async def steward(settings: StewardSettings) -> None:
             Replicas(settings.server_urls, settings.adapter_slots)
         )
         servable = ServableVersions(settings, poll_s)
-        keepers = [ReplicaKeeper(server, servable, poll_s) for server in replicas.each]
-        port = await listen_on(app_of(servable, keepers), settings.steward_listen)
+        controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
+        port = await listen_on(app_of(servable, controllers), settings.steward_listen)
         exits.push_async_callback(port.cleanup)
         work = [servable.follow(), Gating(settings, poll_s, replicas).follow()]
-        work += [keeper.keep() for keeper in keepers]
+        work += [controller.follow() for controller in controllers]
         tasks = [asyncio.create_task(part) for part in work]
         log.info("steward_up", replicas=settings.server_urls)
         await stop.wait()
@@ -45,7 +45,7 @@ async def steward(settings: StewardSettings) -> None:
     log.info("steward_down")
 
 
-def app_of(servable: ServableVersions, keepers: Sequence[ReplicaKeeper]) -> web.Application:
+def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController]) -> web.Application:
     """Return what the port answers: `/healthz` and `/readyz` are 200 while the process works.
 
     `/readyz` says why versions are not loaded, and whether the database is there: no restart of the
@@ -56,11 +56,11 @@ def app_of(servable: ServableVersions, keepers: Sequence[ReplicaKeeper]) -> web.
         return web.json_response({"status": "ok"})
 
     async def metrics(_: web.Request) -> web.Response:
-        show_troubles(keepers)
+        show_troubles(controllers)
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def readyz(_: web.Request) -> web.Response:
-        reasons = show_troubles(keepers)
+        reasons = show_troubles(controllers)
         is_degraded = any(reasons.values()) or not servable.up
         return web.json_response(
             {

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.settings import StewardSettings
-from pawl.steward.replicas import ReplicaKeeper, ServableVersions, show_troubles
+from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.steward.run import app_of
 from store.claims import begin_update, consume
 from store.schema.trained import MANIFEST_SHA256
@@ -75,11 +75,11 @@ class RunningSteward:
     """Hold what a steward in this process knows of the versions and the replicas."""
 
     servable: ServableVersions
-    keepers: list[ReplicaKeeper]
+    controllers: list[ReplicaController]
 
     def reasons(self, kind: str) -> dict[str, Any]:
         """Why versions are not loaded that are `altered`, `unread` or `misserved`."""
-        return dict(show_troubles(self.keepers)[kind])
+        return dict(show_troubles(self.controllers)[kind])
 
 
 @asynccontextmanager
@@ -89,11 +89,11 @@ async def stewarding(database_url: str, *urls: str) -> AsyncIterator[RunningStew
     servable = ServableVersions(settings, POLL_S)
     async with AsyncExitStack() as exits:
         servers = [await exits.enter_async_context(ModelServer(url)) for url in urls]
-        keepers = [ReplicaKeeper(server, servable, POLL_S) for server in servers]
-        work = [servable.follow(), *(keeper.keep() for keeper in keepers)]
+        controllers = [ReplicaController(server, servable, POLL_S) for server in servers]
+        work = [servable.follow(), *(controller.follow() for controller in controllers)]
         tasks = [asyncio.create_task(part) for part in work]
         try:
-            yield RunningSteward(servable, keepers)
+            yield RunningSteward(servable, controllers)
         finally:
             for task in tasks:
                 task.cancel()
@@ -112,7 +112,7 @@ async def assert_has(server: FakeModelServer, *names: str) -> None:
 @asynccontextmanager
 async def asked(steward: RunningSteward) -> AsyncIterator[tuple[dict[str, Any], str]]:
     """Give what the steward's port says."""
-    app = app_of(steward.servable, steward.keepers)
+    app = app_of(steward.servable, steward.controllers)
     async with TestClient(TestServer(app)) as client:
         ready = await (await client.get("/readyz")).json()
         yield ready, await (await client.get("/metrics")).text()

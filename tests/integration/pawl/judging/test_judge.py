@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,6 +24,7 @@ from pawl.export import Selection, export
 from pawl.judging.answers import Away, Judge, JudgeError, JudgeFailed, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
+from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.judging import forget_unjudged
 from store.records import SpoolRecord
@@ -31,6 +33,7 @@ from store.write.ingest import ingest
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.records import call, reward
+from tests.support.servers.fake_upstream import FakeUpstream, Handler, answers
 from tests.support.waiting import eventually
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
@@ -506,3 +509,88 @@ async def test_program_that_does_not_read_is_heard_all_the_same() -> None:
     assert await judge.judge("e", b"x" * 10**6) == [{"value": 0.5, "episode": "e"}]
     with pytest.raises(JudgeFailed, match="exit code 1"):
         await ProgramJudge(["false"], timeout_s=5).judge("e", b"{}")
+
+
+# A model judges
+
+
+def says(text: str | None) -> Handler:
+    return answers({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+async def never(_: web.Request) -> web.Response:
+    await asyncio.sleep(3)
+    return web.Response()
+
+
+def by_rubric(session: aiohttp.ClientSession, url: str, **changes: Any) -> RubricJudge:
+    options = {"base_url": url, "model": "big", "rubric": "Is it polite?", "max_chars": 1000}
+    return RubricJudge(session, **options | {"timeout_s": 60} | changes)
+
+
+async def test_score_of_a_model_is_the_reward(
+    engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
+) -> None:
+    await store(engine, call("e", request=b'{"messages":[{"role":"user","content":"hello?"}]}'))
+    upstream.behave = says('{"why": "well done", "score": 0.75}')
+    desk = Desk()
+    judge = by_rubric(session, f"{upstream.url}/", api_key="secret")
+    assert await judged(engine, judge, desk) == {"judged": 1}
+    assert list(desk.posted.values()) == [[{"value": 0.75, "episode": "e"}]]
+    [asked] = upstream.requests
+    assert (asked["model"], asked["temperature"]) == ("big", 0.0)
+    assert "Is it polite?" in asked["messages"][0]["content"]
+    assert "user: hello?" in asked["messages"][1]["content"]
+    assert upstream.headers[0]["Authorization"] == "Bearer secret"
+
+
+async def test_another_rubric_is_another_judge(session: aiohttp.ClientSession) -> None:
+    names = [by_rubric(session, "http://m", rubric=rubric).name for rubric in ("a", "b", "a")]
+    assert names[0] == names[2] != names[1]
+
+
+@pytest.mark.parametrize(
+    ("behaves", "outcome", "reason"),
+    [
+        (says('{"score": null}'), "cannot_tell", None),
+        (says("I like it"), "failed", "no JSON object with a score"),
+        (says(None), "failed", "no JSON object"),
+        (answers({"choices": []}), "failed", "no chat completion"),
+        (answers({"error": "x"}), "failed", "no chat completion"),
+        (answers({"error": "too long"}, 400), "failed", "too long"),
+        (never, "failed", "no answer within"),
+    ],
+)
+async def test_fault_of_a_model_leaves_the_episode_unscored(
+    engine: AsyncEngine,
+    session: aiohttp.ClientSession,
+    upstream: FakeUpstream,
+    behaves: Handler,
+    outcome: str,
+    reason: str | None,
+) -> None:
+    await store(engine, call("e"))
+    upstream.behave = behaves
+    desk = Desk()
+    judge = by_rubric(session, upstream.url, timeout_s=0.5 if behaves is never else 60)
+    assert await judged(engine, judge, desk) == {outcome: 1}
+    kept, _, why = (await outcomes(engine))["e"]
+    assert kept == outcome
+    assert (why is None) == (reason is None)
+    assert (reason or "") in (why or "")
+    assert desk.posted == {}
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500, 503, None])
+async def test_server_that_cannot_answer_now_is_no_episodes_fault(
+    engine: AsyncEngine,
+    session: aiohttp.ClientSession,
+    upstream: FakeUpstream,
+    status: int | None,
+) -> None:
+    await store(engine, call("e"))
+    upstream.behave = answers({}, status or 200)
+    url = upstream.url if status else f"http://127.0.0.1:{free_port()}/v1"
+    with pytest.raises(Away, match=str(status) if status else "does not answer"):
+        await judged(engine, by_rubric(session, url))
+    assert await outcomes(engine) == {}
