@@ -13,7 +13,6 @@ from pawl.steward.gate.records import Decision
 from pawl.steward.gating import Gating
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
-from store.version_states import make_candidate
 from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import promote
@@ -37,7 +36,6 @@ from tests.support.steward.trials import (
     next_version,
     on_trial,
     pass_time,
-    promoted,
     states,
 )
 from trainer.metrics import VERSION
@@ -91,11 +89,7 @@ async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
     # It stays so after a roll-back, and a steward that is started again shows the same.
     assert (await command("rollback", "m")).exit_code == 0
     VERSION.clear()
-    await next_version(engine, 2, 0)
-    async with engine.begin() as connection:
-        await make_candidate(
-            connection, "m", 2, RULE.model_dump(mode="json"), reason="for the test"
-        )
+    await next_candidate(engine, 2, 0)
     await gate(database_url).look(engine)
     assert f"{shown} 1.0" in generate_latest().decode()
 
@@ -150,25 +144,6 @@ async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
     assert "its rewards suffice, but 50% of the canary's rewards lie outside of" in said
 
 
-async def test_version_that_turns_bad_while_it_serves_is_rolled_back(
-    database_url: str, engine: AsyncEngine, judge: Gating
-) -> None:
-    """No trainer runs in any of these tests, and no model server."""
-    await promoted(engine, judge)
-    await live(engine, {("base", 0): BAD, ("serving", 1): GOOD}, "b")
-    await judge.look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    # What the base gets right by now it gets wrong. A steward that was started again knows what it
-    # was promoted for.
-    await live(engine, {("base", 0): GOOD, ("serving", 1): BAD}, "c", from_s=TO_S + 10.0, many=100)
-    await gate(database_url).look(engine)
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    assert (await changes(engine))[-2:] == [
-        ("m@1", "rolled_back", "steward"),
-        ("m@0", "serving", "steward"),
-    ]
-
-
 async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     engine: AsyncEngine, judge: Gating
 ) -> None:
@@ -190,7 +165,7 @@ async def test_version_past_its_deadline_is_rolled_back(engine: AsyncEngine, jud
     assert "deadline" in (await events_of(engine, "m"))[-1].reason
 
 
-async def test_the_next_candidate_is_tried_after_the_one_before_it(
+async def test_next_candidate_is_tried_after_the_one_before_it(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await on_trial(engine, judge)
@@ -202,12 +177,10 @@ async def test_the_next_candidate_is_tried_after_the_one_before_it(
 
 
 async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine, judge: Gating
 ) -> None:
     """Nothing is said of an episode that hangs; all others are as good as those of what serves."""
-    await candidate(engine, 0)
-    await gate(database_url).look(engine)
-    await pass_time(engine)
+    await begin_trial(engine, judge)
     longer_ms = (RULE.reward_delay_s + 1) * 1000
     records: list[SpoolRecord] = []
     for number in range(3 * MANY):
@@ -227,7 +200,7 @@ async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
             )
             records += [made] if hangs else [made, reward(0.5, episode=key)]
     await Ingester().store(engine, records)
-    await gate(database_url).look(engine)
+    await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
     evidence: Any = (await events_of(engine, "m"))[-1].evidence
     counted = evidence["decision"]["arms"]
