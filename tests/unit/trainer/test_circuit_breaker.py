@@ -67,7 +67,7 @@ def test_pauses_get_longer_while_tests_pass_and_updates_fail() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30))
-def test_it_is_open_exactly_if_some_failures_followed_each_other(outcomes: list[bool]) -> None:
+def test_breaker_is_open_exactly_if_some_failures_followed_each_other(outcomes: list[bool]) -> None:
     breaker = CircuitBreaker(Clock())
     in_a_row = 0
     for succeeded in outcomes:

@@ -268,7 +268,7 @@ def test_a_changed_signature_fails() -> None:
 
 
 @pytest.mark.parametrize("replacements", OF_EXPERTS.values(), ids=OF_EXPERTS.keys())
-def test_what_is_replaced_for_experts_is_checked_alike(
+def test_replacements_for_experts_are_checked_alike(
     replacements: dict[str, Callable[..., object]],
 ) -> None:
     module = ModuleType("stock")

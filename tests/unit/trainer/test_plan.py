@@ -78,7 +78,7 @@ def test_means_are_over_episodes() -> None:
     assert found["trained_episodes"] == 2
 
 
-def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:
+def test_calls_of_another_policy_are_not_trained_and_make_nobody_stale() -> None:
     """A checker that stays on the base model, beside a writer that is trained."""
     checker = transition(policy="base", policy_version=0, agent="checker")
     made = of_calls(1.0, transition(policy_version=5), checker)
@@ -218,7 +218,7 @@ def test_an_update_without_a_success_makes_no_version() -> None:
     assert found.metrics["dropped"] == {"low_reward": 2}
 
 
-def test_what_imitated_rows_were_sampled_from_makes_no_difference() -> None:
+def test_imitated_rows_have_the_plain_softmax_whatever_they_were_sampled_from() -> None:
     cold = transition(sampling={"temperature": 0.3, "top_p": 0.5})
     found = imitated((of_calls(1.0, cold, silent(0)),))
     assert [(row.distribution, row.sampled_logprobs) for row in found.rows] == [(PLAIN, ())] * 2
@@ -355,16 +355,16 @@ def test_effective_sample_is_kishs_of_the_ratios_that_the_loss_takes(
     assert effective_share(log_ratios, CAP) == pytest.approx(wanted)
 
 
-def test_one_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
+def test_single_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
     assert effective_share([0.0] * 999 + [50.0], CAP) > 0.99
     assert effective_share([0.0, -50.0, -50.0], CAP) == pytest.approx(1 / 3)
 
 
-def test_what_the_policy_never_gives_is_worth_nothing() -> None:
+def test_tokens_that_the_policy_never_gives_are_worth_nothing() -> None:
     assert effective_share([-math.inf, -2000.0], CAP) == 0.0
 
 
-def test_what_is_no_number_is_left_to_the_learner() -> None:
+def test_share_that_is_no_number_is_left_to_the_learner() -> None:
     share = effective_share([0.0, math.nan], CAP)
     assert math.isnan(share)
     assert too_far({UUID(int=1): share}, 0.5) == {}
@@ -400,7 +400,7 @@ def test_an_episode_that_is_too_far_counts_in_the_mean_and_is_not_trained() -> N
     assert "off_policy_episodes" not in whole.metrics
 
 
-def test_what_is_dropped_is_no_signal() -> None:
+def test_dropped_group_gives_no_signal() -> None:
     first, second = rewarded(1.0, 0.0)
     far = LeftOut(off_policy_episodes={first.id: 0.1, second.id: 0.2})
     held = claimed((first, second), rewarded(1.0, 0.0))

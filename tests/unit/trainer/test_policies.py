@@ -22,7 +22,7 @@ def settings(**values: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"policies": Path("p.toml")} | values)
 
 
-def test_without_a_file_the_settings_say() -> None:
+def test_settings_name_the_policy_where_there_is_no_file() -> None:
     chosen = chosen_policies(settings(policies=None, policy="m", recipe="r"), None)
     assert chosen == (Chosen(policy="m", base=None, recipe="r"),)
     [chosen_by_server] = chosen_policies(settings(policies=None), None)
@@ -34,12 +34,12 @@ def test_the_only_trained_policy_of_a_file_need_not_be_named() -> None:
     assert chosen == Chosen(policy="writes", base="qwen", recipe="single", known=("writes",))
 
 
-def test_of_several_one_is_named_and_a_recipe_that_the_file_leaves_out_is_the_settings() -> None:
+def test_named_policy_is_trained_with_the_recipe_of_the_settings_if_the_file_has_none() -> None:
     [chosen] = chosen_policies(settings(policy="checks", recipe="r"), parse_policies(TWO, "p.toml"))
     assert chosen == Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
 
 
-def test_of_several_all_are_trained_unless_some_are_named() -> None:
+def test_all_policies_of_a_file_are_trained_unless_some_are_named() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
     writes = Chosen(policy="writes", base="qwen", recipe="single", known=BOTH)
     checks = Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
@@ -80,7 +80,7 @@ def test_recipes_that_cannot_share_a_base_model_are_refused(
         (TWO, "writes,other", r"p\.toml has no policy 'other' .*: writes, checks"),
     ],
 )
-def test_what_is_left_open_is_refused_with_what_to_set(
+def test_ambiguous_or_unknown_policies_are_refused_with_what_to_set(
     text: str, policy: str | None, named: str
 ) -> None:
     with pytest.raises(TrainerError, match=named):

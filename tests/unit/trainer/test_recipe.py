@@ -47,7 +47,7 @@ def test_a_failed_episode_is_an_outcome_in_every_recipe_that_comes_with_pawl(pat
     assert load_recipe(str(path)).credit.failed_reward == 0.0
 
 
-def test_of_models_that_think_each_token_weighs_the_same_and_bounds_are_by_length() -> None:
+def test_recipe_for_thinking_weighs_each_token_the_same() -> None:
     recipe = load_recipe("thinking")
     assert recipe.credit.equal_weight == "token"
     rule = recipe.off_policy
@@ -127,7 +127,7 @@ def test_of_models_that_think_each_token_weighs_the_same_and_bounds_are_by_lengt
         ("[reward]\nrange = [0, 1]\n", "reward.range"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str) -> None:
+def test_wrong_key_or_value_is_named(text: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
         parse_recipe(text, "r.toml")
 
@@ -173,7 +173,7 @@ def test_a_gate_has_its_options() -> None:
     assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
 
 
-def test_what_an_empty_recipe_says() -> None:
+def test_empty_recipe_has_float32_and_no_gate() -> None:
     empty = parse_recipe("", "r.toml")
     assert empty.dtype == "float32"
     assert not empty.gate.is_gated

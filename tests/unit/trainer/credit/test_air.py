@@ -43,7 +43,7 @@ def test_the_same_tool_with_the_same_arguments_counts_once() -> None:
     assert air([*repeated, ended("error", "{}")], [again]) == air([again], [ended("error", "{}")])
 
 
-def test_of_its_endings_the_worst_stands_in_any_order() -> None:
+def test_worst_outcome_of_a_repeated_call_counts_in_any_order() -> None:
     endings = [ended("ok"), ended("error"), ended("malformed"), ended("ok", "other")]
     for order in itertools.permutations(endings):
         assert air(list(order)) == air([ended("malformed"), ended("ok", "other")])
@@ -55,7 +55,7 @@ def test_another_tool_or_other_arguments_are_another_execution() -> None:
     assert air([ended("ok", "[1]"), ended("error", "[true]")]) == 0.05
 
 
-def test_where_arguments_are_not_known_each_execution_counts() -> None:
+def test_each_execution_counts_where_arguments_are_not_known() -> None:
     unknown = [ended("ok", None), ended("ok", None), ended("error", None)]
     assert air(unknown) == 0.2 * 0.5
     same = [msgspec.structs.replace(one, id="t1") for one in unknown]
@@ -73,6 +73,6 @@ def test_a_malformed_call_scores_below_one_that_failed_cleanly(status: str) -> N
 
 
 @pytest.mark.parametrize("scores", [{"error": -1.0}, {"malformed": -0.5}, {"timeout": -2.0}])
-def test_no_scores_make_it_otherwise(scores: dict[str, float]) -> None:
+def test_scores_that_favour_malformed_calls_are_refused(scores: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="malformed must score below"):
         CreditOptions(air_scores=dict(RULE.air_scores) | scores)

@@ -140,7 +140,7 @@ def test_late_corrected_and_repeated_statements_in_any_order() -> None:
         assert credited([episode("e", *order, *order), other]) == first
 
 
-def test_of_rewards_said_at_once_the_lowest_counts() -> None:
+def test_lowest_of_rewards_stated_at_once_counts() -> None:
     for said in itertools.permutations([reward(0.5), reward(0.25), reward(1.0)]):
         assert credited([episode("e", *said)])["e", "1"].r_final == 0.25
 
@@ -193,7 +193,7 @@ def test_advantages_are_computed_before_any_drop() -> None:
     assert [found[name, "1"].weight for name in "abc"] == [0.5, 0.5, 0.0]
 
 
-def test_what_is_quarantined_counts_nowhere() -> None:
+def test_quarantined_episode_counts_nowhere() -> None:
     found = credited([episode("a", 1.0), episode("b", 0.0), episode("q", 5.0, quarantined="doubt")])
     assert found["q", "1"].reason == "quarantined"
     assert found["a", "1"].advantage == pytest.approx(2**-0.5, abs=1e-12)
@@ -358,7 +358,7 @@ def test_per_agent_takes_the_mean_of_what_an_agents_calls_were_given() -> None:
     assert [line.r_final for line in found.values()] == [0.75] * 3
 
 
-def test_any_reward_of_a_single_call() -> None:
+def test_reward_of_a_single_call_is_its_own_return() -> None:
     own = [call("1", feedback=[reward(0.0, 1), reward(1.0, 2)]), call("2")]
     found = credited([episode("a", 0.0, calls=own), episode("b", 0.0)], assignment="call")
     # Values 1 and 0 in a, 0 in b; means 0.5 and 0; s² = (0.75² + 0.25²)/2 + 0.25².
@@ -434,7 +434,7 @@ def test_baselines_and_normalisations(
         assert {line.reason for line in found.values()} == {None}
 
 
-def test_without_a_baseline_what_is_alone_or_alike_is_trained() -> None:
+def test_episodes_alone_or_alike_are_trained_without_a_baseline() -> None:
     lines = [episode("a", 1.0, task="t"), episode("b", 1.0, task="t"), episode("c", 0.5, task=None)]
     found = credited(lines, baseline="none")
     assert [(line.advantage, line.reason) for line in found.values()] == [
@@ -454,7 +454,7 @@ def test_batch_divides_by_the_updates_spread() -> None:
     assert reasons == ["no_spread", "no_spread", "alone"]
 
 
-def test_without_a_baseline_nothing_is_without_signal() -> None:
+def test_equal_returns_are_a_signal_without_a_baseline() -> None:
     """A learner with a value head learns from returns that are all alike, too."""
     rule = {"baseline": "none", "normalisation": "batch"}
     [only] = credited([episode("a", 1.0)], **rule).values()
@@ -463,7 +463,7 @@ def test_without_a_baseline_nothing_is_without_signal() -> None:
     assert {(line.advantage, line.reason) for line in found.values()} == {(0.0, None)}
 
 
-def test_no_small_spread_is_blown_up() -> None:
+def test_small_spread_is_not_blown_up() -> None:
     lines = [episode("a", 0.0), episode("b", 0.01)]
     assert advantages(credited(lines), ("a", "1"), ("b", "1")) == near(-0.05, 0.05)
 
@@ -562,7 +562,7 @@ def test_a_recipe_names_the_toy_and_credit_is_computed_with_it() -> None:
 
 
 @pytest.mark.usefixtures("_toy")
-def test_its_traits_are_checked_as_those_of_the_others() -> None:
+def test_traits_of_a_new_baseline_are_checked() -> None:
     with pytest.raises(RecipeError, match=r"credit\.baseline = 'best'.* or \"none\""):
         parse_recipe(f"[claim]\ngroup_size = 1\n{RECIPE}", "r.toml")
     with pytest.raises(RecipeError, match='learner "ppo" has its critic as the baseline'):

@@ -78,7 +78,7 @@ def test_a_family_first_seen_is_compared_with_its_own_mean() -> None:
     assert found.baselines.mean("alone", "default") == 0.0
 
 
-def test_what_equals_its_baseline_is_no_signal() -> None:
+def test_return_equal_to_its_baseline_is_no_signal() -> None:
     assert {c.reason for c in credit(episode(0.1), episode(0.1)).transitions} == {"no_spread"}
     flat = MovingBaselines(
         families={"t": {"default": MovingAverage(mean=0.1, variance=0.0, count=3)}}
@@ -139,7 +139,7 @@ def test_earlier_members_are_not_counted_again() -> None:
     assert found.baselines.families["t"]["default"].count == 101
 
 
-def test_while_few_were_seen_it_is_the_plain_mean() -> None:
+def test_average_of_few_returns_is_their_plain_mean() -> None:
     at = NO_MOVING_BASELINES
     for value in (1.0, 0.0, 0.0, 1.0, 0.5):
         at = at.updated({("t", "a"): [value]}, {})

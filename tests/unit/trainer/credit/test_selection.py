@@ -96,7 +96,7 @@ def test_the_kept_are_the_best_of_each_task(
 
 
 @given(some_groups, rules)
-def test_everything_else_stays_as_it_is(
+def test_other_episodes_stay_as_they_are(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -111,7 +111,7 @@ def test_everything_else_stays_as_it_is(
 
 
 @given(some_groups, rules)
-def test_whoever_is_not_kept_takes_nobodys_place(
+def test_episode_that_cannot_be_kept_takes_nobodys_place(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -132,7 +132,7 @@ def test_a_lower_bar_and_more_room_lose_nobody(rewards: list[float]) -> None:
             assert not [1 for n, w in zip(narrow, wide, strict=True) if n is None and w is not None]
 
 
-def test_of_equal_returns_the_later_episodes_are_kept() -> None:
+def test_later_episodes_of_equal_returns_are_kept() -> None:
     made = of_groups([account(1.0), account(1.0), account(1.0)], [account(1.0)])
     assert reasons(made, most_per_task=2) == [NOT_BEST, None, None, None]
 

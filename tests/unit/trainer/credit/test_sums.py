@@ -87,7 +87,7 @@ def test_each_reward_is_the_sum_of_its_parts_in_any_order() -> None:
             assert credited([*others, episode(name, *order)], earns=SUM) == found
 
 
-def test_of_equal_times_a_withdrawal_counts_before_a_number_and_that_before_a_text() -> None:
+def test_withdrawal_counts_before_a_number_and_that_before_a_text_of_the_same_time() -> None:
     said = [reward(1, 5, "right"), reward(0.5, 5, "right"), reward("x", 5, "right")]
     for order in itertools.permutations(said):
         [line] = credited([episode("e", *order)], earns=SUM).values()
@@ -106,7 +106,7 @@ def test_parts_of_single_calls_are_their_own_and_of_agents_their_mean() -> None:
     assert by_agent["e", "3"].parts == pytest.approx({"right": 0.5, "cost": -0.2, "verdict": 0.0})
 
 
-def test_without_a_sum_lines_are_as_ever() -> None:
+def test_lines_have_no_parts_without_a_sum() -> None:
     lines = [episode("a", 1.0, reward(2, 0, "cost")), episode("b", 0.0)]
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
     found = credit_lines(read, CreditOptions(), None, Recipe().reward_rule)

@@ -25,14 +25,16 @@ class OtherProcesses:
         self.has_let_go = True
 
 
-def test_where_all_succeed_all_go_on() -> None:
+def test_processes_go_on_where_all_succeeded() -> None:
     learner: Any = OtherProcesses(None, None)
     agree(learner, None)
     assert (learner.said, learner.has_let_go) == (None, False)
 
 
 @pytest.mark.parametrize(("is_short", "kind"), [(True, ShortOfMemory), (False, LearnerError)])
-def test_what_failed_elsewhere_has_failed_here(is_short: bool, kind: type[LearnerError]) -> None:
+def test_failure_of_another_process_is_raised_here(
+    is_short: bool, kind: type[LearnerError]
+) -> None:
     learner: Any = OtherProcesses(None, ("no room", is_short))
     with pytest.raises(LearnerError, match="another process failed: no room") as raised:
         agree(learner, None)

@@ -109,7 +109,7 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
     assert made.tokens == FULL
 
 
-def test_one_of_several_processes_stops_at_once() -> None:
+def test_process_that_has_companions_stops_at_once() -> None:
     made = Budget(FULL, merge=False, alone=False)
     with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
         fit(made, [row(0, 900), row(1, 100)], 500)
@@ -124,7 +124,7 @@ def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
         raise RuntimeError("shapes differ")
 
 
-def test_what_cuda_says_outside_the_allocator_counts() -> None:
+def test_cudas_error_outside_the_allocator_counts() -> None:
     said = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
     assert is_out_of_memory(torch.AcceleratorError(said))
     assert not is_out_of_memory(torch.AcceleratorError("CUDA error: device-side assert triggered"))

@@ -59,12 +59,14 @@ def test_two_calls_by_hand() -> None:
         ([0.0, 1.0], [-1.0, 1.0]),
     ],
 )
-def test_what_each_call_pays(totals: list[float], paid: list[float]) -> None:
+def test_reward_of_each_call_is_the_difference_of_returns(
+    totals: list[float], paid: list[float]
+) -> None:
     assert call_rewards(totals) == pytest.approx(paid, abs=1e-12)
 
 
 @given(calls())
-def test_with_lambda_one_the_advantage_is_return_less_value(chain: list[ValuedCall]) -> None:
+def test_advantage_with_lambda_one_is_return_less_value(chain: list[ValuedCall]) -> None:
     got = episode_advantages(chain, 1.0)
     for number, (one, advantages) in enumerate(zip(chain, got, strict=True)):
         later = sum(sum(other.rewards) for other in chain[number + 1 :])
@@ -74,7 +76,9 @@ def test_with_lambda_one_the_advantage_is_return_less_value(chain: list[ValuedCa
 
 
 @given(calls())
-def test_with_lambda_zero_it_is_one_step_of_temporal_difference(chain: list[ValuedCall]) -> None:
+def test_advantage_with_lambda_zero_is_one_step_of_temporal_difference(
+    chain: list[ValuedCall],
+) -> None:
     got = [a for row in episode_advantages(chain, 0.0) for a in row]
     values = [value for one in chain for value in one.values]
     ends = [t == len(one.values) - 1 for one in chain for t in range(len(one.values))]
@@ -106,7 +110,7 @@ def test_an_episode_weighs_the_same_however_many_tokens_it_has() -> None:
     assert normalised([[2.0], [0.0] * 9], [0.5, 0.5], 0.1) == [[1.0], [-1.0] * 9]
 
 
-def test_what_is_all_the_same_is_not_blown_up() -> None:
+def test_small_spread_is_not_blown_up() -> None:
     assert normalised([[0.51], [0.49]], [0.5, 0.5], 0.1) == [
         [pytest.approx(0.1)],
         [pytest.approx(-0.1)],

@@ -120,7 +120,7 @@ def models(draw: st.DrawFn) -> list[ModelModule]:
 
 
 @given(models())
-def test_of_any_model_routers_experts_and_head_are_left(parts: list[ModelModule]) -> None:
+def test_routers_experts_and_head_of_any_model_have_no_adapters(parts: list[ModelModule]) -> None:
     every = {part.name for part in parts if part.linear and not part.head}
     chosen_layers = choose(parts)
     layers = every if chosen_layers is None else set(chosen_layers)

@@ -66,7 +66,7 @@ def test_each_sequence_has_the_bounds_of_its_length() -> None:
     assert kept == [1.0, 0.0, 1.0]
 
 
-def test_without_bounds_every_length_is_kept() -> None:
+def test_sequence_of_any_length_is_kept_without_bounds() -> None:
     d, mask = padded([[-30.0], [9.0] * 20])
     kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.0, 1e9))[:, 0].tolist()
     assert kept == [1.0, 1.0]

@@ -71,7 +71,7 @@ def recorded(root: Path, number: int) -> PolicyVersion:
     )
 
 
-def test_what_is_written_is_found_by_its_update(tmp_path: Path) -> None:
+def test_written_version_is_found_by_its_update(tmp_path: Path) -> None:
     update_id = new_id()
     folder = write(tmp_path, update_id=update_id)
     assert folder == version_folder(tmp_path, "org/m", 1)
@@ -132,7 +132,7 @@ def test_files_as_they_were_written_are_not_altered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_one_other_byte_is_found(tmp_path: Path, name: str) -> None:
+def test_changed_byte_is_found(tmp_path: Path, name: str) -> None:
     version = recorded(tmp_path, 1)
     file = Path(version.adapter_path or "") / name
     data = bytearray(file.read_bytes())

@@ -47,12 +47,12 @@ CASES = {
 }
 
 
-def test_what_fits_fits() -> None:
+def test_matching_log_probabilities_pass() -> None:
     assert why_misfit(FITS, 0.05) is None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_does_not_fit_is_named(case: str) -> None:
+def test_mismatch_is_named_with_its_remedy(case: str) -> None:
     changes, said = CASES[case]
     why = why_misfit(msgspec.structs.replace(FITS, **changes), 0.05)
     assert why is not None
@@ -72,7 +72,7 @@ def test_vllm_names_them_with_its_lora_requests() -> None:
     assert slots_named_in('vllm:lora_requests_info{a="",max_lora="12",b=""} 1.0') == 12
 
 
-def test_before_the_first_request_nothing_is_known() -> None:
+def test_slots_are_unknown_before_the_first_request() -> None:
     assert slots_named_in("") is None
     assert slots_named_in(METRICS.splitlines()[0]) is None
     assert slots_named_in('vllm:cache_config_info{max_lora="4"} 1.0\n') is None

@@ -31,7 +31,7 @@ def adapter(name: str, number: int, root: str | None = None) -> dict[str, dict[s
 BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent": None}}
 
 
-def test_what_serves_comes_first_then_the_newest() -> None:
+def test_serving_version_comes_first_then_the_newest() -> None:
     versions = [
         version("a", 0, "published"),
         version("a", 1, "published"),
@@ -65,7 +65,7 @@ versions_of = st.lists(
 
 
 @given(versions_of, st.sets(st.sampled_from(BASES)), st.sets(st.integers(1, 4)))
-def test_after_loading_what_is_lacking_nothing_is(
+def test_nothing_is_lacking_after_loading(
     versions: list[PolicyVersion], bases: set[str], there: set[int]
 ) -> None:
     listed: dict[str, dict[str, str | None]] = {

@@ -69,7 +69,7 @@ def test_a_folder_that_no_update_recorded_goes_once_its_number_is_passed() -> No
     assert old_states(versions, NOTHING, [3, 4]) == []
 
 
-def test_what_is_marked_goes() -> None:
+def test_folder_that_is_marked_as_deleted_goes() -> None:
     versions = [version(1, "retired", deleted=True), version(2, "serving")]
     assert leftovers(versions, [1, 2]) == [1]
 
