@@ -120,7 +120,7 @@ class Learner:
             load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
-    @says_no_room("while a trial's adapter was made")
+    @says_no_room("while the adapter of a self-test was made")
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by."""
         self.restore(None)

@@ -215,7 +215,7 @@ def _unsupported_reason(model: Any) -> str | None:
 def _mismatch_reason(model: Any) -> str | None:
     """Return how far merged and separate log-probabilities differ, or None if they agree."""
     model.eval()
-    rows = _trial_rows(model.config.get_text_config().vocab_size)
+    rows = _example_rows(model.config.get_text_config().vocab_size)
     merged = score_rows(model, rows).logprobs
     separate = score_rows(model, rows, merge=False).logprobs
     difference = float((merged - separate).abs().mean())
@@ -224,7 +224,7 @@ def _mismatch_reason(model: Any) -> str | None:
     return f"merged and separate differ by {difference:.2g} nats a token"
 
 
-def _trial_rows(vocabulary: int) -> list[Row]:
+def _example_rows(vocabulary: int) -> list[Row]:
     """Return three rows: two that share a prompt, and one that shares half of it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (32,), generator=generator).tolist()

@@ -114,7 +114,7 @@ class Pacing:
         return not self.waits
 
     async def has_room(self, connection: AsyncConnection) -> bool:
-        """Return whether there is a slot for an adapter that is loaded for a moment, as a trial's.
+        """Return whether there is a slot for the adapter of a self-test, loaded for a moment.
 
         None is reserved: an update that is claimed meanwhile comes with its version later. One that
         lost the traffic long ago is retired for it.

@@ -89,9 +89,9 @@ HALF: Final = 0.5
 class Compared(Record, frozen=True, kw_only=True):
     """Hold log-probabilities of the same tokens by server and trainer, in nats.
 
-    `…_base` and `…_adapter` (T,) are of ordinary text under the base model and under the trial's
-    adapter. `…_sampled` (S,) are of tokens that the server sampled, as it reports them; `own_raw`
-    are the trainer's for these before any setting is applied.
+    `…_base` and `…_adapter` (T,) are of ordinary text under the base model and under the adapter of
+    the self-test. `…_sampled` (S,) are of tokens that the server sampled, as it reports them;
+    `own_raw` are the trainer's for these before any setting is applied.
     """
 
     served_base: tuple[float, ...]

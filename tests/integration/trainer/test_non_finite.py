@@ -166,7 +166,7 @@ async def test_where_nobody_is_to_blame_nothing_is_spent(
         # Not at once again, and not before a step on other rows is a finite one.
         for _ in range(2):
             assert not await loop.update_once()
-            loop._breaker._trial_at = 0.0
+            loop._breaker._test_at = 0.0
             await loop.try_again()
         assert not await loop.update_once()
         assert len(await bench.updates()) == 2

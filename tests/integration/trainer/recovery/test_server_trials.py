@@ -72,7 +72,7 @@ async def test_what_a_killed_trainer_wrote_waits_until_the_servers_could_be_trie
             await loop.check_server()
             await loop.recover()
             assert (await bench.states())[1] == "written"
-        loop._breaker._trial_at = 0.0
+        loop._breaker._test_at = 0.0
         await loop.try_again()
     assert await bench.states() == {0: "published", 1: "serving"}
 
