@@ -1,7 +1,8 @@
 """Make versions on trial and episodes of both arms, an hour ago, and judge them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -52,6 +53,17 @@ def gating(database_url: str, replicas: Replicas) -> Gating:
 def gate(database_url: str) -> Gating:
     """A steward's that asks no model server."""
     return gating(database_url, Replicas([AWAY]))
+
+
+@asynccontextmanager
+async def following(judge: Gating) -> AsyncIterator[None]:
+    """Let a steward look again and again."""
+    task = asyncio.create_task(judge.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def look(

@@ -314,7 +314,7 @@ async def test_episodes_kept_back_by_a_long_reward_delay_do_not_count_as_known(
     assert found.arms["serving"].episodes > APART_S / 2
 
 
-async def test_the_terms_are_those_that_matter_for_the_newest_episodes_that_count(
+async def test_terms_are_those_that_matter_for_the_newest_episodes_that_count(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standing, "FAR", 2)

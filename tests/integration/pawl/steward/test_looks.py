@@ -24,6 +24,7 @@ from tests.support.ledger.lineage import promote, trained
 from tests.support.steward.trials import (
     candidate,
     changes,
+    following,
     gate,
     live,
     next_version,
@@ -31,7 +32,7 @@ from tests.support.steward.trials import (
     pass_time,
     states,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
 
@@ -95,12 +96,8 @@ async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_fir
     await candidate(engine, 0, name="a")
     await candidate(engine, 0)
     monkeypatch.setattr("pawl.steward.gating.gated", where_a(too_long))
-    following = asyncio.create_task(gate(database_url).follow())
-    try:
+    async with following(gate(database_url)):
         await eventually(is_tried, within_s=120.0)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
     assert await state_of_a(engine) == "candidate"
 
 
@@ -200,14 +197,9 @@ async def test_failure_that_is_no_outage_is_not_called_one(
 
     monkeypatch.setattr("pawl.steward.gating.gated_policies", broken)
 
-    async def is_told() -> bool:
-        return bool(logs)
-
     with capture_logs() as logs:
-        following = asyncio.create_task(gate(database_url).follow())
-        await eventually(is_told, within_s=120.0)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        async with following(gate(database_url)):
+            await until(lambda: bool(logs), within_s=120.0)
     assert [one["event"] for one in logs] == ["gate_fails"]
 
 
@@ -225,43 +217,30 @@ async def test_several_stewards_make_each_change_once(
     ]
 
 
-KILLS = {
-    "before": killing(pawl.steward.gating, "promote", after=False),
-    "in the middle": killing(version_states, "change_state", after=True),
-    "before the commit": killing(pawl.steward.gating, "promote", after=True),
-}
-
-
-@pytest.mark.parametrize("when", ["before", "before the commit"])
-async def test_steward_killed_while_it_promotes_leaves_nothing_half_done(
+@pytest.mark.parametrize("better", [True, False])
+@pytest.mark.parametrize("when", ["before", "in the middle", "before the commit"])
+async def test_steward_killed_in_a_change_leaves_nothing_half_done(
     database_url: str,
     engine: AsyncEngine,
     judge: Gating,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
+    better: bool,
 ) -> None:
-    await on_trial(engine, judge)
-    KILLS[when](monkeypatch)
+    await on_trial(engine, judge, better)
+    if when == "in the middle":
+        kill = killing(version_states, "change_state", after=True)
+    else:
+        name = "promote" if better else "roll_back"
+        kill = killing(pawl.steward.gating, name, after=when == "before the commit")
+    kill(monkeypatch)
     with pytest.raises(Killed):
         await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
     assert len(await changes(engine)) == 1
     await gate(database_url).look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    assert len(await changes(engine)) == 3
-
-
-async def test_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
-    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await on_trial(engine, judge, better=False)
-    KILLS["in the middle"](monkeypatch)
-    with pytest.raises(Killed):
-        await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    assert (await changes(engine))[1:] == [("m@1", "rolled_back", "steward")]
+    made = [("m@0", "published"), ("m@1", "serving")] if better else [("m@1", "rolled_back")]
+    assert (await changes(engine))[1:] == [(*change, "steward") for change in made]
 
 
 async def test_judging_goes_on_once_the_database_is_back(
@@ -277,13 +256,12 @@ async def test_judging_goes_on_once_the_database_is_back(
     async def promoted() -> bool:
         return (await states(engine))[1] == "serving"
 
-    with monkeypatch.context() as patched:
-        patched.setattr("pawl.steward.gating.gated_policies", away)
-        following = asyncio.create_task(gate(database_url).follow())
+    real = pawl.steward.gating.gated_policies
+    monkeypatch.setattr("pawl.steward.gating.gated_policies", away)
+    async with following(gate(database_url)):
         await refused.wait()
-    await eventually(promoted)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+        monkeypatch.setattr("pawl.steward.gating.gated_policies", real)
+        await eventually(promoted)
 
 
 async def test_policy_that_cannot_be_judged_hinders_no_other(

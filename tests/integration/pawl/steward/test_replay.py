@@ -44,12 +44,13 @@ from tests.support.steward.replays import (
 )
 from tests.support.steward.trials import (
     AWAY,
+    following,
     gating,
     next_candidate,
     states,
 )
 from tests.support.training import write_adapter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 from trainer.publishing.model_server import Replicas
 
 TOOLS = b'{"model":"m","tools":[{"function":{"name":"add","parameters":{"required":["a"]}}}]}'
@@ -280,22 +281,17 @@ async def test_slow_server_keeps_no_policy_from_being_judged(
     await candidate(engine, "n", replay_states=0)
     server.slow_answer = asyncio.Event()
 
-    async def is_asked() -> bool:
-        return server.asked >= 4
-
     async def is_tried(name: str) -> bool:
         async with engine.connect() as connection:
             return (await list_versions(connection, name))[1].state == "canary"
 
-    following = asyncio.create_task(judge.follow())
-    await eventually(is_asked, within_s=120.0)
-    await eventually(lambda: is_tried("n"), within_s=120.0)
-    # Four at once, however many wait.
-    assert server.asked == 4
-    server.slow_answer.set()
-    await eventually(lambda: is_tried("m"), within_s=120.0)
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    async with following(judge):
+        await until(lambda: server.asked >= 4, within_s=120.0)
+        await eventually(lambda: is_tried("n"), within_s=120.0)
+        # Four at once, however many wait.
+        assert server.asked == 4
+        server.slow_answer.set()
+        await eventually(lambda: is_tried("m"), within_s=120.0)
 
 
 async def test_answer_that_does_not_come_in_time_is_given_up_after_some_tries(
@@ -407,12 +403,9 @@ async def test_newer_candidate_begins_a_replay_of_its_own(
     if is_answering:
         server.slow_answer = asyncio.Event()
 
-    async def is_asked() -> bool:
-        return server.asked >= 4
-
     await judge.look(engine)
     answering = asyncio.create_task(judge.replays.go_on(engine))
-    await (eventually(is_asked, within_s=120.0) if is_answering else answering)
+    await (until(lambda: server.asked >= 4, within_s=120.0) if is_answering else answering)
     await next_candidate(engine, 2, 1, REPLAYED)
     await judge.look(engine)
     if server.slow_answer is not None:

@@ -147,7 +147,7 @@ async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
 
 
-async def test_the_first_version_is_compared_with_the_base_model(
+async def test_first_version_is_compared_with_the_base_model(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, (BAD, GOOD))
@@ -155,7 +155,7 @@ async def test_the_first_version_is_compared_with_the_base_model(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_without_a_base_share_nothing_is_rolled_back_and_it_is_said_why(
+async def test_version_without_a_base_share_is_not_watched_and_the_table_says_why(
     database_url: str, engine: AsyncEngine
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), rule=GateOptions())
