@@ -3,20 +3,26 @@
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from aiohttp import web
 
 from pawl.rollout.agents import Request
 from pawl.scenarios.agent import HostedAgent
 from pawl.scenarios.scenario import CLIENTS, find_scenario
-from tests.integration.examples.plain_server import Reply, plain_server
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
 
 pytestmark = pytest.mark.skipif(
     not CLIENTS.exists(),
     reason="no frameworks here: `make test` or scripts/install_clients.py gets them",
 )
+# From the model that is asked for and the conversation so far to a text, or a tool's arguments.
+Reply = str | tuple[str, dict[str, Any]]
+Model = Callable[[str, list[dict[str, Any]]], Reply]
 SQL: Final = "SELECT COUNT(*) FROM employee WHERE age > 50"
 
 
@@ -55,6 +61,43 @@ OUTPUTS: Final = {
 }
 
 
+@asynccontextmanager
+async def plain_server(model: Model) -> AsyncIterator[FakeUpstream]:
+    """Serve a model that says what it is told to say, in chat completions and responses."""
+
+    async def chat(_: web.Request) -> web.Response:
+        asked = upstream.requests[-1]
+        said, reply = model(asked["model"], asked["messages"]), whole_reply(asked, 1)
+        reply["usage"] |= {"prompt_tokens": 3, "total_tokens": 5}
+        [choice] = reply["choices"]
+        if isinstance(said, str):
+            choice["message"]["content"] = said
+        else:
+            function = {"name": said[0], "arguments": json.dumps(said[1])}
+            call = {"id": "call_1", "type": "function", "function": function}
+            choice["message"] |= {"content": None, "tool_calls": [call]}
+            choice["finish_reason"] = "tool_calls"
+        return web.json_response(reply)
+
+    async def responses(request: web.Request) -> web.Response:
+        asked = await request.json()
+        said = model(asked["model"], asked["input"])
+        if isinstance(said, str):
+            text = {"type": "output_text", "text": said, "annotations": []}
+            item = {"type": "message", "role": "assistant", "content": [text]}
+        else:
+            function = {"name": said[0], "arguments": json.dumps(said[1])}
+            item = {"type": "function_call", "call_id": "call_1", **function}
+        named = {"id": "resp_1", "object": "response", "created_at": 1, "status": "completed"}
+        settings = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        output = [{"id": "item_1", "status": "completed", **item}]
+        return web.json_response({**named, **settings, "model": asked["model"], "output": output})
+
+    async with fake_upstream() as upstream:
+        upstream.behave, upstream.behave_otherwise = chat, responses
+        yield upstream
+
+
 async def run_program(folder: Path, url: str, environment: dict[str, str]) -> str:
     """Run the agent as a program of its own, and return what it prints."""
     process = await asyncio.create_subprocess_exec(
@@ -72,18 +115,20 @@ async def run_program(folder: Path, url: str, environment: dict[str, str]) -> st
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_as_a_program_against_a_plain_server(case: str) -> None:
+async def test_agent_runs_as_a_program_against_a_plain_server(case: str) -> None:
     model, environment, paths = CASES[case]
     name = case.split(maxsplit=1)[0]
     async with plain_server(model) as server:
         printed = await run_program(find_scenario(name).folder, server.url, environment)
     assert printed.startswith(OUTPUTS[name])
-    assert server.paths == paths
-    assert not [header for header in server.headers if header.startswith("x-pawl")]
+    others = [path for _, path, _ in server.other]
+    assert ["/v1/chat/completions"] * len(server.requests) + others == paths
+    headers = [name.lower() for sent in server.headers for name in sent]
+    assert not [name for name in headers if name.startswith("x-pawl")]
 
 
 @pytest.mark.parametrize("name", ["math", "sql", "rag"])
-async def test_hosted_as_a_scenario_runs_it(name: str, tmp_path: Path) -> None:
+async def test_agent_runs_as_a_scenario_hosts_it(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
     log = tmp_path / "log"
     agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)

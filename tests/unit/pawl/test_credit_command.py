@@ -34,7 +34,7 @@ def good() -> list[dict[str, Any]]:
     return [episode("won", 1.0, calls=won, aliases=[]), episode("lost", 0.0)]
 
 
-def test_a_line_for_each_transition(tmp_path: Path) -> None:
+def test_each_transition_has_a_line(tmp_path: Path) -> None:
     file = tmp_path / "episodes.jsonl"
     file.write_text("\n" + text(*good()) + "\n")
     found = run(str(file))
@@ -56,14 +56,14 @@ def test_a_line_for_each_transition(tmp_path: Path) -> None:
     assert run(str(file), "--json").stdout == found.stdout
 
 
-def test_by_another_recipe(tmp_path: Path) -> None:
+def test_credit_is_by_the_recipe_that_is_named(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[credit]\nnormalisation = "none"\nair_lambda = 0.0')
     found = run("-", "--recipe", str(recipe), given=text(*good()))
     assert [json.loads(line)["advantage"] for line in found.stdout.splitlines()] == [0.5, 0.5, -0.5]
 
 
-def test_an_empty_input_has_no_transitions() -> None:
+def test_empty_input_has_no_transitions() -> None:
     assert (run("-", given="").exit_code, run("-", given="\n").stdout) == (0, "")
 
 
@@ -77,26 +77,23 @@ def test_an_empty_input_has_no_transitions() -> None:
         ({"calls": [call(tool_events=[event("okay")])]}, "calls[0].tool_events[0].status"),
         ({"calls": [{"call": "1"}]}, "line 3, calls[0]: Object missing required field `trainable`"),
         ({"calls": [call(trainable=1)]}, "line 3, calls[0].trainable: Expected `bool`"),
+        *(
+            ({name: None}, f"line 3: Object missing required field `{name}`")
+            for name in ("episode", "state", "feedback", "calls")
+        ),
         ({"task": 7}, "line 3, task: Expected `str | null`"),
         ({"episode": "won"}, "line 3: episode 'won' is on line 1 already"),
     ],
 )
-def test_what_is_wrong_is_named_and_nothing_is_printed(changes: Any, named: str) -> None:
-    found = run("-", given=text(*good(), episode("bad") | changes))
+def test_wrong_field_is_named_and_nothing_is_printed(changes: Any, named: str) -> None:
+    bad = {name: value for name, value in (episode("bad") | changes).items() if value is not None}
+    found = run("-", given=text(*good(), bad))
     assert (found.exit_code, found.stdout) == (2, "")
     assert f"pawl: standard input, {named}" in found.stderr or named in found.stderr
 
 
-@pytest.mark.parametrize("missing", ["episode", "state", "feedback", "calls"])
-def test_a_key_that_is_missing(missing: str) -> None:
-    line = episode("e")
-    del line[missing]
-    found = run("-", given=text(line))
-    assert f"line 1: Object missing required field `{missing}`" in found.stderr
-
-
 @pytest.mark.parametrize("line", ["{", "[]", "null", '{"episode": NaN}', '{"x": ' + "[" * 100_000])
-def test_a_line_that_is_no_episode(line: str) -> None:
+def test_line_that_is_no_episode_is_named(line: str) -> None:
     found = run("-", given=text(*good()) + line + "\n")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "standard input, line 3" in found.stderr
@@ -113,7 +110,7 @@ def test_a_line_that_is_no_episode(line: str) -> None:
         (["--update", "three"], "a version's number or an update's id"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], said: str) -> None:
+def test_impossible_options_are_refused(arguments: list[str], said: str) -> None:
     found = run(*arguments, given="")
     assert (found.exit_code, found.stdout) == (2, "")
     assert said in found.stderr
@@ -129,7 +126,7 @@ except SystemExit as end:
 """
 
 
-def test_through_a_pipe_in_a_process_that_needs_no_torch() -> None:
+def test_command_in_a_pipe_needs_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE, "credit", "-"],
         input=text(*good()).encode(),
@@ -141,7 +138,7 @@ def test_through_a_pipe_in_a_process_that_needs_no_torch() -> None:
     assert done.stderr == b"0 False\n"
 
 
-def test_the_table_reads_no_markup() -> None:
+def test_table_reads_no_markup() -> None:
     line = CreditLine(
         episode="[red]e", call="c", agent="a", r_final=None, r_air=0.1, r_total=None,
         advantage=None, weight=0.0, reason="unscored",
@@ -152,7 +149,7 @@ def test_the_table_reads_no_markup() -> None:
     ]  # fmt: skip
 
 
-def test_the_documents_example() -> None:
+def test_example_of_the_documents_holds() -> None:
     page = (ROOT / "docs/explanation/credit.md").read_text()
     given, told = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert run("-", given=given).stdout == told

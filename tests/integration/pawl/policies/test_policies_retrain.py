@@ -81,7 +81,7 @@ async def left_out(run: Pawl, *queries: str) -> int:
         ("scored-since=2026-01-01T12:02:00Z,scored-before=2026-01-01T12:03:00Z", 0),
     ],
 )
-async def test_what_a_query_selects(run: Pawl, query: str, number: int) -> None:
+async def test_query_selects_episodes(run: Pawl, query: str, number: int) -> None:
     assert await left_out(run, query) == number
 
 
@@ -135,7 +135,7 @@ async def test_line_starts_again(run: Pawl, pawl: Pawl) -> None:
         (("m", "--from", "0", "--tenant", "acme"), UnknownPolicy, "there is no policy 'm'"),
     ],
 )
-async def test_what_is_wrong_changes_nothing(
+async def test_refused_retraining_changes_nothing(
     run: Pawl, arguments: tuple[str, ...], error: type[Exception], message: str
 ) -> None:
     result = await run(*arguments)
@@ -143,7 +143,3 @@ async def test_what_is_wrong_changes_nothing(
     with pytest.raises(error, match=message):
         raise result.exception
     assert await left_out(run, "u1/e0") == 1
-
-
-async def test_version_to_start_at_has_to_be_given(run: Pawl) -> None:
-    assert (await run("m")).exit_code == 2

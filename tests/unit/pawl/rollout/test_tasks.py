@@ -1,4 +1,4 @@
-"""A file of tasks: its lines and names; and the judge that compares an output with the answer."""
+"""A file of tasks, what a run is given, and the judge that compares its output with the answer."""
 
 import json
 from typing import Any
@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pawl.rollout.agents import environment, named_url
 from pawl.rollout.judges import compare
 from pawl.rollout.tasks import RolloutError, digest, parse_tasks
+from proxy.routing import find_route
 
 FIELDS = st.dictionaries(
     st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda name: name != "id"),
@@ -29,7 +31,7 @@ def test_tasks_come_in_order_with_all_their_fields(tasks: list[dict[str, Any]]) 
 
 
 @given(FIELDS)
-def test_a_name_depends_on_what_the_task_says_and_on_nothing_else(fields: dict[str, Any]) -> None:
+def test_name_depends_on_the_tasks_content_alone(fields: dict[str, Any]) -> None:
     turned = dict(reversed(fields.items()))
     [one] = parse_tasks(lines(fields), "a.jsonl")
     [other] = parse_tasks(b"\n\n" + lines(turned), "b.jsonl")
@@ -37,12 +39,12 @@ def test_a_name_depends_on_what_the_task_says_and_on_nothing_else(fields: dict[s
     assert digest((one,)) == digest((other,))
 
 
-def test_an_id_is_the_name() -> None:
+def test_id_is_the_name() -> None:
     tasks = parse_tasks(lines({"id": "t1"}, {"id": 2}), "tasks.jsonl")
     assert [task.name for task in tasks] == ["t1", "2"]
 
 
-def test_an_unseen_mark_before_the_first_line_is_no_part_of_it() -> None:
+def test_byte_order_mark_is_no_part_of_the_first_line() -> None:
     told = lines({"id": "t1"}, {"q": 2})
     assert parse_tasks(b"\xef\xbb\xbf" + told, "a.jsonl") == parse_tasks(told, "a.jsonl")
 
@@ -110,3 +112,44 @@ def test_any_output_can_be_compared(output: str, expected: Any) -> None:
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
 def test_text_is_its_own_answer(text: str) -> None:
     assert compare(f"so:\n{text}\n", text) == 1.0
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1)
+
+
+@given(NAMES, NAMES, st.sampled_from([None, "train", "eval"]))
+def test_the_proxy_reads_the_names_of_an_address(
+    task: str, episode: str, split: str | None
+) -> None:
+    url = named_url("http://h:1", task=task, episode=episode, split=split)  # type: ignore[arg-type]
+    route = find_route("POST", url.removeprefix("http://h:1") + "/v1/chat/completions")
+    assert (route.task, route.episode, route.split) == (task, episode, split)
+
+
+def variables(
+    given: dict[str, str], task: bytes = b"{}", model: str | None = None
+) -> dict[str, str]:
+    names = {"TASK_ID": "t1"}
+    return environment("http://h/task/t1", model=model, given=given, names=names, task=task)
+
+
+def test_both_sdks_are_pointed_at_the_run() -> None:
+    assert variables({}) == {
+        "OPENAI_BASE_URL": "http://h/task/t1/v1",
+        "ANTHROPIC_BASE_URL": "http://h/task/t1",
+        "OPENAI_API_KEY": "unused",
+        "ANTHROPIC_API_KEY": "unused",
+        "ROLLOUT_TASK_ID": "t1",
+        "ROLLOUT_TASK": "{}",
+    }
+    named = variables({}, model="m@3")
+    assert named["OPENAI_MODEL"] == named["ANTHROPIC_MODEL"] == "m@3"
+
+
+def test_api_keys_of_the_environment_stay() -> None:
+    kept = variables({"OPENAI_API_KEY": "sk", "ANTHROPIC_AUTH_TOKEN": "t"})
+    assert not {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} & kept.keys()
+
+
+def test_task_that_no_variable_can_hold_is_left_out() -> None:
+    assert "ROLLOUT_TASK" not in variables({}, task=b"x" * 200_000)
