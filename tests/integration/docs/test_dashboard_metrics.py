@@ -30,15 +30,6 @@ async def scrape(proxy: Proxy) -> dict[str, set[str]]:
     return found
 
 
-def not_in(found: dict[str, set[str]], asked: set[Selector]) -> dict[str, list[str]]:
-    """The series that are asked for and are not there, or not with these labels."""
-    return {
-        series: sorted(labels)
-        for series, labels in asked
-        if series not in found or not labels <= found[series]
-    }
-
-
 async def work(proxy: Proxy) -> None:
     """One of everything: a call, feedback, a tool event, a refusal, something passed through."""
     await proxy.chat("/episode/e", {"x-pawl-tool-status": "not a ( list"})
@@ -65,11 +56,12 @@ async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> Non
     }
     assert len({selector.series for selector in asked}) > 15
 
-    async def missing() -> dict[str, list[str]]:
-        return not_in(await scrape(proxy), asked)
+    async def missing() -> list[Selector]:
+        found = await scrape(proxy)
+        return [one for one in asked if one.series not in found or one.labels - found[one.series]]
 
     # A call is counted once its reply has left.
-    assert await awaited(missing, lambda names: not names) == {}
+    assert await awaited(missing, lambda missed: not missed) == []
 
 
 async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:

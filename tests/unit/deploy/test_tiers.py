@@ -12,12 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("listed", SLOW)
-def test_what_is_slow_exists(listed: str) -> None:
+def test_slow_test_is_known_by_its_folder_its_file_or_its_name(listed: str) -> None:
     assert (ROOT / listed.partition("::")[0]).exists(), f"tests/tiers.py: there is no {listed}"
-
-
-@pytest.mark.parametrize("listed", SLOW)
-def test_a_test_is_slow_by_its_folder_its_file_or_its_name(listed: str) -> None:
     assert all(is_slow(listed + rest) for rest in ("", "/test_it.py::test_it", "::test_it", "[1]"))
     assert not is_slow(f"{listed}_of_others")
     assert not is_slow(f"other/{listed}")
@@ -32,7 +28,7 @@ def test_a_test_is_slow_by_its_folder_its_file_or_its_name(listed: str) -> None:
         (["slow", "ARGS=-x"], "-m slow -x"),
     ],
 )
-def test_the_makefile_selects(target: list[str], selected: str) -> None:
+def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
     command = ["make", "--dry-run", "--no-print-directory", *target]
     # Not what the make that runs these tests was told.
     apart = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -43,6 +39,6 @@ def test_the_makefile_selects(target: list[str], selected: str) -> None:
     assert last.rstrip().endswith(f"--maxprocesses 4 {selected}")
 
 
-def test_ci_runs_both() -> None:
+def test_ci_runs_both_kinds_of_tests() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [one for one in lines if one in ("make test", "make slow")] == ["make test", "make slow"]
