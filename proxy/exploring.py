@@ -59,7 +59,8 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
     for change, value in changes.items():
         name = TOOLS if change == STRICT else change
         if name == TOOLS:
-            parsed[name] = _none_strict(parsed[name])
+            tools = [_not_strict(tool) for tool in _list.decode(parsed[name])]
+            parsed[name] = msgspec.Raw(msgspec.json.encode(tools))
         elif value is not None:
             parsed[name] = msgspec.Raw(msgspec.json.encode(value))
         else:
@@ -69,10 +70,6 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
             fields[name] = readable_value(parsed[name])
     body = msgspec.json.encode(parsed)
     return msgspec.structs.replace(request, body=body, parsed=parsed, fields=fields)
-
-
-def _none_strict(tools: msgspec.Raw) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode([_not_strict(tool) for tool in _list.decode(tools)]))
 
 
 def _not_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:

@@ -163,7 +163,10 @@ class IdempotencyStore:
         return answer
 
     async def _first(self, key: str, body_hash: str, state: State) -> Answer:
-        if self._is_durable_here(key, body_hash):
+        earlier = self._body_hashes.get(key)
+        if earlier is not None:
+            if earlier != body_hash:
+                raise _reused(key)
             return await state(True)
         taken = await asyncio.to_thread(self._files.take, key, body_hash)
         if taken is not None and taken != body_hash:
@@ -180,24 +183,16 @@ class IdempotencyStore:
         except SpoolFull:
             # Nothing was recorded, so the client may use the key again, for any body.
             if taken is None:
-                await self._give_back(key, body_hash)
+                await asyncio.to_thread(self._files.give_back, key)
+                await self._lookup.ask(
+                    lambda connection: give_key_back(connection, key, body_hash),
+                    within_s=LOOK_UP_S,
+                )
             raise
         self._body_hashes[key] = body_hash
         if len(self._body_hashes) > REMEMBERED:
             self._body_hashes.popitem(last=False)
         return answer
-
-    def _is_durable_here(self, key: str, body_hash: str) -> bool:
-        earlier = self._body_hashes.get(key)
-        if earlier is not None and earlier != body_hash:
-            raise _reused(key)
-        return earlier is not None
-
-    async def _give_back(self, key: str, body_hash: str) -> None:
-        await asyncio.to_thread(self._files.give_back, key)
-        await self._lookup.ask(
-            lambda connection: give_key_back(connection, key, body_hash), within_s=LOOK_UP_S
-        )
 
 
 def _reused(key: str) -> KeyReused:

@@ -96,7 +96,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
             return None
         parsed = _parsed(text)
         verdicts = [reading for rule in rules if (reading := RULES[rule](text, parsed)) is not None]
-        return max(verdicts, key=_badness, default=None)
+        return max(verdicts, key=lambda reading: _WORST.index(reading.status), default=None)
 
     def ignores(self, name: str | None) -> bool:
         """Return whether a result of that tool must not be assumed `ok` when it states nothing."""
@@ -179,10 +179,6 @@ RULES: Final[Mapping[str, Rule]] = {
     IGNORE: ignore,
 }
 _WORST: Final = ("ok", "error", "timeout")
-
-
-def _badness(reading: Reading) -> int:
-    return _WORST.index(reading.status)
 
 
 def _parsed(text: str) -> Any:

@@ -74,7 +74,7 @@ def _summary_and_provided(
             memory.failed(body, identity.episode, attempt, identity.split)
         return summary, provided
     except Exception:
-        log.exception("offers_not_read", call=call.name)
+        log.exception("fingerprints_not_read", call=call.name)
         return ReplySummary(), ()
 
 

@@ -88,10 +88,6 @@ class UpstreamConnection(asyncio.Protocol):
         # The time until now was the client's, and does not count as the server's silence.
         self.last_heard = monotonic()
 
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self.transport.abort()
-
     def give_up(self, why: str) -> None:
         """Close the connection, because the server has been silent for too long."""
         self._fail(why, Silent)
@@ -262,12 +258,12 @@ class Reply:
     def close(self) -> None:
         """Release the reply; if it has not ended, its connection is closed and the server stops."""
         if not self.body.ended:
-            self._connection.abort()
+            self._connection.transport.abort()
 
     def discard(self) -> None:
         """Release the reply and close its connection, unless another request has that by now."""
         if not self.body.ended or self._connection.usable:
-            self._connection.abort()
+            self._connection.transport.abort()
 
 
 class Pool:
@@ -371,7 +367,7 @@ async def ask(
         return await answer
     except asyncio.CancelledError:
         # Nobody reads the reply any more, so the server must stop generating it.
-        connection.abort()
+        connection.transport.abort()
         raise
 
 
@@ -381,11 +377,11 @@ async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bo
             await connection.push(wire.chunk(data) if chunked else data)
     except ConnectionError:
         # The client left in the middle of its request, and half a request must not be answered.
-        connection.abort()
+        connection.transport.abort()
         return
     except Exception:
         log.exception("request_not_pushed")
-        connection.abort()
+        connection.transport.abort()
         return
     if chunked:
         await connection.push(wire.LAST_CHUNK)

@@ -53,7 +53,6 @@ class BodyStream:
     """Pass the pieces of one body from the parser to a reader."""
 
     __slots__ = (
-        "_braked",
         "_failure",
         "_loop",
         "_patient",
@@ -61,6 +60,7 @@ class BodyStream:
         "_size",
         "_source",
         "_waiter",
+        "braked",
         "ended",
     )
 
@@ -72,7 +72,8 @@ class BodyStream:
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
-        self._braked = False
+        # Reading from the sender is paused.
+        self.braked = False
         self._patient = True
         self.ended = False
 
@@ -86,11 +87,6 @@ class BodyStream:
         """Return whether the whole body has arrived and was taken."""
         return self.ended and not self._pieces
 
-    @property
-    def braked(self) -> bool:
-        """Return whether reading from the sender is paused."""
-        return self._braked
-
     def put(self, data: bytes) -> None:
         """Add bytes that arrived."""
         if len(data) < SMALL and self._pieces:
@@ -98,8 +94,8 @@ class BodyStream:
         else:
             self._pieces.append(data)
         self._size += len(data)
-        if self._patient and self._size > HIGH_WATER and not self._braked:
-            self._braked = True
+        if self._patient and self._size > HIGH_WATER and not self.braked:
+            self.braked = True
             self._source.pause_reading()
         self._wake()
 
@@ -129,8 +125,8 @@ class BodyStream:
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
         self._size = 0
-        if self._braked:
-            self._braked = False
+        if self.braked:
+            self.braked = False
             self._source.resume_reading()
         return data
 
@@ -159,8 +155,8 @@ class BodyStream:
         """
         # The whole body is read at once, so the brake must not keep it from arriving.
         self._patient = False
-        if self._braked:
-            self._braked = False
+        if self.braked:
+            self.braked = False
             self._source.resume_reading()
         while not self.ended:
             if limit is not None and self._size > limit:

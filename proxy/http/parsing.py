@@ -137,7 +137,11 @@ class RequestParser:
         self.heads += 1
         version = self._parser.get_http_version()
         if version not in VERSIONS:
-            raise wrong_version(version)
+            # HTTP/0.9 has no heads at all.
+            status = 400 if version == "0.9" else 505
+            raise Refused(
+                status, f"HTTP/{version} is not served here: send the request as HTTP/1.1"
+            )
         # An older client only has to read until we close: no kept connection, no chunks.
         modern = version == "1.1"
         exchange = Exchange(
@@ -194,12 +198,6 @@ class Refused(ValueError):
         super().__init__(why)
         self.status = status
         self.why = why
-
-
-def wrong_version(version: str) -> Refused:
-    """Return the refusal of a version: 400 for HTTP/0.9, which has no heads at all, else 505."""
-    status = 400 if version == "0.9" else 505
-    return Refused(status, f"HTTP/{version} is not served here: send the request as HTTP/1.1")
 
 
 def read_head(headers: Headers, *, modern: bool) -> bool:

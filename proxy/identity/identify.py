@@ -143,9 +143,9 @@ class SessionHints(msgspec.Struct, frozen=True):
 
     def _own(self, name: str) -> Iterator[Name]:
         if self.metadata:
-            yield from _told(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
+            yield from _names_in(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
         if self.baggage:
-            yield from _told(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
+            yield from _names_in(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
 
     def agents(self) -> Iterable[Name]:
         """Return the agent names that tools send under their own keys."""
@@ -154,14 +154,14 @@ class SessionHints(msgspec.Struct, frozen=True):
 
     def _agents(self) -> Iterator[Name]:
         if not _ROLE_HEADERS.isdisjoint(self.headers):
-            yield from _told(self.headers, _AGENT_HEADERS, "session", "")
+            yield from _names_in(self.headers, _AGENT_HEADERS, "session", "")
             for header in _SUB_AGENT_HEADERS:
                 if header in self.headers:
                     yield Name(SUB_AGENT, "session", header)
         if self.metadata:
-            yield from _told(self.metadata, _AGENT_METADATA, "metadata", "metadata.")
+            yield from _names_in(self.metadata, _AGENT_METADATA, "metadata", "metadata.")
         if self.baggage:
-            yield from _told(self.baggage, _AGENT_BAGGAGE, "baggage", "baggage ")
+            yield from _names_in(self.baggage, _AGENT_BAGGAGE, "baggage", "baggage ")
 
 
 def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHints:
@@ -184,15 +184,15 @@ def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterable[Name]
 
 def _episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name]:
     if not _EPISODE_HEADERS.isdisjoint(hints.headers):
-        yield from _told(hints.headers, SESSION_HEADERS, "session", "")
+        yield from _names_in(hints.headers, SESSION_HEADERS, "session", "")
     if hints.metadata:
         yield from _claude_code_session(hints.metadata.get("user_id"))
-        yield from _told(hints.metadata, METADATA, "metadata", "metadata.")
-    yield from _told(fields, FIELDS, "metadata", "")
+        yield from _names_in(hints.metadata, METADATA, "metadata", "metadata.")
+    yield from _names_in(fields, FIELDS, "metadata", "")
     if "conversation" in fields:
         yield from _conversation(fields["conversation"])
     if hints.baggage:
-        yield from _told(hints.baggage, BAGGAGE, "baggage", "baggage ")
+        yield from _names_in(hints.baggage, BAGGAGE, "baggage", "baggage ")
 
 
 def what_is_wrong(value: str) -> str | None:
@@ -206,7 +206,7 @@ def what_is_wrong(value: str) -> str | None:
     return None
 
 
-def _told(source: Mapping[str, Any], table: Table, method: str, prefix: str) -> Iterator[Name]:
+def _names_in(source: Mapping[str, Any], table: Table, method: str, prefix: str) -> Iterator[Name]:
     for name, namespace in table:
         value = source.get(name)
         if value is None:
@@ -231,13 +231,13 @@ def _claude_code_session(user_id: Any) -> Iterator[Name]:
             parsed = msgspec.json.decode(user_id, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError):
             return
-        yield from _told(parsed, _IN_USER_ID, "session", "metadata.user_id.")
+        yield from _names_in(parsed, _IN_USER_ID, "session", "metadata.user_id.")
 
 
 def _conversation(conversation: Any) -> Iterator[Name]:
     """Yield the name in the Responses API's `conversation`: an id, or an object with one."""
     source = conversation if isinstance(conversation, dict) else {"id": conversation}
-    yield from _told(source, _IN_CONVERSATION, "response", "conversation ")
+    yield from _names_in(source, _IN_CONVERSATION, "response", "conversation ")
 
 
 HEADER_PREFIX: Final = "x-pawl-"
@@ -286,7 +286,7 @@ def identify(
     route: Route,
     request: ModelRequest,
     own: str,
-    stitches: CallMemory,
+    memory: CallMemory,
     conversation: Conversation | None = None,
     eval_tasks: str = EVAL_TASKS,
 ) -> CallIdentity:
@@ -305,13 +305,13 @@ def identify(
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, request.fields))
     name = _first_usable(names, warnings)
     if name is not None:
-        episode = _named(name, request.body if retry else None, own, split, stitches)
+        episode = _named(name, request.body if retry else None, own, split, memory)
     else:
         assert route.wire_format is not None
         turns = route.wire_format.turns
         conversation = conversation or turns.read(request.fields)
         needs = needed_fingerprints(turns, request.fields, conversation)
-        episode = _unnamed(headers, needs, request.body if retry else None, own, split, stitches)
+        episode = _unnamed(headers, needs, request.body if retry else None, own, split, memory)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return CallIdentity(
         episode=episode.key,
@@ -383,11 +383,11 @@ def retry_count(headers: Mapping[str, str]) -> int:
 
 
 def _named(
-    name: Name, repeated: bytes | None, own: str, split: Split, stitches: CallMemory
+    name: Name, repeated: bytes | None, own: str, split: Split, memory: CallMemory
 ) -> _Episode:
     """Return the episode that a call names."""
     key = same_tenant(own, name.key)
-    attempt = None if repeated is None else stitches.retried(repeated, key, split, tenant_of(key))
+    attempt = None if repeated is None else memory.retried(repeated, key, split, tenant_of(key))
     return _Episode(key, name.method, retry_of=attempt.call_id if attempt else None)
 
 
@@ -397,14 +397,14 @@ def _unnamed(
     repeated: bytes | None,
     own: str,
     split: Split,
-    stitches: CallMemory,
+    memory: CallMemory,
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
     tenant = tenant_of(own)
     needs = own_digests(tenant, fingerprints)
-    joined = stitches.find(needs)
-    follows = joined.follows if isinstance(joined, Joined) else stitches.followed(needs)
-    attempt = None if repeated is None else stitches.retried(repeated, None, split, tenant)
+    joined = memory.find(needs)
+    follows = joined.follows if isinstance(joined, Joined) else memory.followed(needs)
+    attempt = None if repeated is None else memory.retried(repeated, None, split, tenant)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, Joined):

@@ -162,7 +162,7 @@ class BatchWriter:
                 await self.settle(engine, segment, entries[:middle])
                 await self.settle(engine, segment, entries[middle:])
             return
-        await self._bury(segment, [entry for entry in entries if entry.record is None])
+        await self._write_letters(segment, [entry for entry in entries if entry.record is None])
         # In one step with moving on: whoever cancels the drain meanwhile finds both, or neither.
         _count_stored(stored)
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
@@ -189,7 +189,7 @@ class BatchWriter:
             Exception: the database is away; the record itself may be sound.
         """
         if isinstance(error, Refused):
-            await self._bury(segment, [entry._replace(reason=str(error))])
+            await self._write_letters(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
         elif not is_no_records_fault(error):
@@ -209,7 +209,7 @@ class BatchWriter:
         piece = entry.piece._replace(data=b"")
         segment.hold(Held(piece, why, reason, kind, self._turn, monotonic()))
 
-    async def _bury(self, segment: Segment, entries: Sequence[Entry]) -> bool:
+    async def _write_letters(self, segment: Segment, entries: Sequence[Entry]) -> bool:
         """Write entries as dead letters, or hold them and return False if the disk refuses."""
         if not entries:
             return True
@@ -276,7 +276,7 @@ class BatchWriter:
                     self._hold(segment, entry, held.why, held.reason)
                     return False
                 entry = Entry(piece, None, _reason(error))
-        if entry.record is None and not await self._bury(segment, [entry]):
+        if entry.record is None and not await self._write_letters(segment, [entry]):
             return False
         segment.release(held)
         return True

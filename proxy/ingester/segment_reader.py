@@ -46,7 +46,7 @@ Why = Literal["letter", "suspect", "unanswered"]
 class Held(NamedTuple):
     """Note a piece that was passed over, and why.
 
-    `kind` is its record's type, None for a letter. `turn` (the settler's count of rounds) and
+    `kind` is its record's type, None for a letter. `turn` (as the batch writer counts them) and
     `at` (seconds of the monotonic clock) say when it was last tried.
     """
 

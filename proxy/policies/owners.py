@@ -60,10 +60,8 @@ class Owners:
         if model is None or tenant == self.sole or model in self._bases:
             return False
         policy = _policy_in(model)
-        return policy is not None and not self._is_known(tenant, policy)
-
-    def _is_known(self, tenant: str, policy: str) -> bool:
-        return (policy in self._said or policy in self._began) and self.owns(tenant, policy)
+        is_known = policy in self._said or policy in self._began
+        return policy is not None and not (is_known and self.owns(tenant, policy))
 
     def check(self, tenant: str, model: str | None, param: str = "model") -> None:
         """Check that a tenant may ask for a model of this name, which the field `param` has.

@@ -323,8 +323,9 @@ class Versions:
         if policy is not None:
             version = self._version_for(policy, episode, split, is_unnamed)
             served = self._names.get(policy, {}).get(version, self.base_of(policy))
-            arm = None if split == EVAL else self._arm_of(policy, version)
-            return Serving(policy, version, served, arm=arm)
+            arms: Arms | None = self._arms.get(policy)
+            arm: Arm | None = "serving" if arms is None else arms.of_version(version)
+            return Serving(policy, version, served, arm=None if split == EVAL else arm)
         fixed = self._answering(model, agent, tenant)
         if fixed is not None:
             return Serving(fixed.name, None, fixed.base)
@@ -429,10 +430,6 @@ class Versions:
         """Return the version that a new episode of a policy gets, by its arm."""
         arms: Arms | None = self._arms.get(policy)
         return self._serving[policy] if arms is None else arms.version_of(arms.of_new(episode))
-
-    def _arm_of(self, policy: str, version: int) -> Arm:
-        arms: Arms | None = self._arms.get(policy)
-        return "serving" if arms is None else arms.of_version(version)
 
     def _promise(self, policy: str, episode: str, split: Split) -> None:
         """Keep for an episode the versions that are live together with its first one of them."""

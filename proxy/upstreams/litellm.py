@@ -90,7 +90,9 @@ def read_litellm_request(path: str, body: bytes, upstream: str) -> LitellmReques
             param=unknown[0],
             code="unknown_parameter",
         )
-    if any(isinstance(tool, dict) and tool.get("type") == "mcp" for tool in _tools(request.fields)):
+    tools = request.fields.get("tools")
+    given_tools = tools if isinstance(tools, list) else []
+    if any(isinstance(tool, dict) and tool.get("type") == "mcp" for tool in given_tools):
         # litellm would call the MCP server from this machine, with its network access.
         raise BadRequest(
             "tools: a tool of type mcp is not passed on, because litellm would call its server "
@@ -103,11 +105,6 @@ def read_litellm_request(path: str, body: bytes, upstream: str) -> LitellmReques
         if value is not None and name not in NOTES and name != "model"
     }
     return LitellmRequest(path, request.model, request.stream, given)
-
-
-def _tools(fields: Mapping[str, Any]) -> list[Any]:
-    tools = fields.get("tools")
-    return tools if isinstance(tools, list) else []
 
 
 def whole_reply(reply: dict[str, Any], model: str) -> bytes:

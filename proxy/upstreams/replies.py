@@ -30,17 +30,10 @@ STEP: Final = 256 * 1024
 class Reply(Protocol):
     """Give a reply whose head has come; its body may still be on its way."""
 
-    @property
-    def status(self) -> int:
-        """Return the HTTP status."""
-
-    @property
-    def reason(self) -> bytes:
-        """Return the reason phrase beside the status."""
-
-    @property
-    def headers(self) -> Headers:
-        """Return the headers as they came."""
+    status: int
+    reason: bytes
+    # As they came.
+    headers: Headers
 
     def header(self, wanted: bytes) -> bytes | None:
         """Return a header's value, or None; `wanted` is its name in lower case."""

@@ -206,11 +206,8 @@ class Upstreams:
         except ProxyError as error:
             log.warning("models_unknown", upstream=member.name, reason=error.message)
             return None
-        return {name: entry for name, entry in listed.items() if self._reaches(name, member)}
-
-    def _reaches(self, model: str, member: Member) -> bool:
-        number = self._table.find(model)
-        return number is not None and self._members[number] is member
+        number = self._members.index(member)
+        return {name: entry for name, entry in listed.items() if self._table.find(name) == number}
 
     async def sweep(self) -> None:
         """Sweep the connections of every upstream, again and again; never return."""
