@@ -65,12 +65,7 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
 
     def at_most(self, seconds: float) -> "ClientDeadlines":
         """Return the same deadlines, but none longer than `seconds`."""
-        return ClientDeadlines(
-            head_s=min(self.head_s, seconds),
-            body_s=min(self.body_s, seconds),
-            write_s=min(self.write_s, seconds),
-            idle_s=min(self.idle_s, seconds),
-        )
+        return ClientDeadlines(*(min(one, seconds) for one in msgspec.structs.astuple(self)))
 
     @property
     def sweep_s(self) -> float:

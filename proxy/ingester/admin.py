@@ -177,31 +177,20 @@ def _ready_reply(
     """
     drain = drainer.progress
     recording_outage_s = drainer.outages.lasts_s
-    degraded = drain.state == "stuck" or database.refusal or recording_outage_s
+    is_degraded = drain.state == "stuck" or database.refusal or recording_outage_s
+    status = "degraded" if is_degraded else "ready"
+    why = f"refuses us ({database.refusal})" if database.refusal else "away"
     return web.json_response(
         {
-            "status": _status(ready=ready, degraded=bool(degraded)),
+            "status": status if ready else "no worker takes calls now",
             "workers": workers,
-            "database": _database_state(database),
+            "database": "up" if database.up else f"{why}: records wait on disk",
             "serving": serving,
             "drain": drain.told(),
             "recording_outage_s": round(recording_outage_s, 1),
         },
         status=200 if ready else 503,
     )
-
-
-def _status(*, ready: bool, degraded: bool) -> str:
-    if not ready:
-        return "no worker takes calls now"
-    return "degraded" if degraded else "ready"
-
-
-def _database_state(database: Database) -> str:
-    if database.up:
-        return "up"
-    why = f"refuses us ({database.refusal})" if database.refusal else "away"
-    return f"{why}: records wait on disk"
 
 
 def unsettled() -> int:

@@ -30,7 +30,7 @@ SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.inte
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "add", "new", "end"]), st.integers(0, 5), SIZES)))
-def test_what_is_used_is_what_is_held(steps: list[tuple[str, int, int]]) -> None:
+def test_budget_used_is_the_sum_of_the_claims(steps: list[tuple[str, int, int]]) -> None:
     budget = Budget(LIMIT)
     claims: list[Claim] = []
     for what, which, size in steps:
@@ -109,7 +109,7 @@ def test_a_block_that_fails_gives_back_what_it_held() -> None:
         (b"not JSON [[[", None),
     ],
 )
-def test_what_may_be_parsed(body: bytes, refusal: Any) -> None:
+def test_body_is_parsed_within_its_limits(body: bytes, refusal: Any) -> None:
     if refusal is None:
         assert cost_of(body, check_shape(body)) >= COPIES * len(body)
     else:

@@ -167,7 +167,7 @@ def test_room_is_set_aside_for_every_kind_of_metric() -> None:
 
 
 @given(st.text() | st.sampled_from(["reward", "tool_status"]))
-def test_a_metric_s_name_is_one_of_three(metric: str) -> None:
+def test_metric_label_is_one_of_three(metric: str) -> None:
     wanted = metric if metric in ("reward", "tool_status") else "other"
     assert metric_label(metric) == wanted
 

@@ -176,7 +176,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("why", UNCLEAR)
-def test_what_readers_take_in_different_ways_is_not_read(why: str) -> None:
+def test_ambiguous_form_is_not_read(why: str) -> None:
     with pytest.raises(ValueError, match=r"^(it|its|a|[\w\[\].]+) "):
         read_form(*UNCLEAR[why])
 
@@ -318,12 +318,12 @@ ONCE = [
 
 
 @pytest.mark.parametrize(("body", "name"), TWICE)
-def test_what_comes_twice_is_found(body: bytes, name: str) -> None:
+def test_repeated_name_is_found(body: bytes, name: str) -> None:
     assert repeated_name(read_request(body)) == name
 
 
 @pytest.mark.parametrize("body", ONCE)
-def test_what_comes_once_is_not(body: bytes) -> None:
+def test_unrepeated_names_are_not_reported(body: bytes) -> None:
     assert repeated_name(read_request(body)) is None
 
 

@@ -190,7 +190,7 @@ def test_a_field_is_known_to_its_own_api_only() -> None:
     assert why({"prompt": "q"}, "messages") == "unreadable_sampling"
 
 
-def test_incomplete_failed_and_unknown() -> None:
+def test_incomplete_failed_and_unknown_calls_are_not_trained() -> None:
     rules = FORMATS["chat"].sampling
     settings = sampling_settings({}, 1.0, rules)
     assert judged("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"

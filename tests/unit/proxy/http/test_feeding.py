@@ -50,7 +50,7 @@ def test_every_byte_is_seen_once_and_in_order(arriving: list[tuple[int, bool]]) 
     asyncio.run(run())
 
 
-async def test_what_takes_long_waits_for_its_turn_and_other_work_goes_on(
+async def test_long_work_waits_for_its_turn_and_other_work_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, rests = [0.0], []
@@ -147,7 +147,7 @@ async def test_a_request_in_tiny_chunks_is_read_whole_beside_another() -> None:
     assert not wire.paused
 
 
-async def test_one_that_leaves_while_it_waits_is_parsed_no_further() -> None:
+async def test_bytes_of_a_client_that_left_are_parsed_no_further() -> None:
     async def handle(exchange: Exchange) -> None:
         await exchange.read(2**24)
 

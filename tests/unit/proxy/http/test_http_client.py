@@ -101,7 +101,7 @@ async def test_a_connection_that_breaks_before_the_reply_gave_none() -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
     ],
 )
-async def test_what_is_no_reply_breaks_the_connection_off(reply: bytes) -> None:
+async def test_invalid_reply_aborts_the_connection(reply: bytes) -> None:
     pool, connection, transport = upstream()
     answer = connection.ask(b"")
     await feed(connection, [reply])
@@ -120,7 +120,7 @@ async def test_a_server_that_closes_is_not_asked_again() -> None:
 
 
 @given(st.sampled_from([SIZED, b"HTTP/1.1 408 Request Timeout\r\n", b"junk"]).flatmap(cuts))
-def test_what_comes_unasked_closes_the_connection(pieces: list[bytes]) -> None:
+def test_unasked_bytes_close_the_connection(pieces: list[bytes]) -> None:
     """It must not become the answer to the next request."""
 
     async def unasked() -> None:

@@ -208,7 +208,7 @@ AMBIGUOUS = [
 
 
 @pytest.mark.parametrize("request_bytes", AMBIGUOUS)
-async def test_what_can_be_read_in_two_ways_is_refused_and_nothing_after_it_is_read(
+async def test_ambiguous_request_is_refused_and_nothing_after_it_is_read(
     request_bytes: bytes,
 ) -> None:
     seen, sent, closing = await _exchanged([request_bytes, SMUGGLED])
@@ -219,7 +219,7 @@ async def test_what_can_be_read_in_two_ways_is_refused_and_nothing_after_it_is_r
 
 
 @given(st.sampled_from(AMBIGUOUS).flatmap(lambda bad: cuts(bad + SMUGGLED)))
-def test_and_so_however_it_is_cut(pieces: list[bytes]) -> None:
+def test_ambiguous_request_is_refused_however_it_is_cut(pieces: list[bytes]) -> None:
     seen, sent, closing = asyncio.run(_exchanged(pieces))
     assert seen.requests == []
     assert sent.count(b"HTTP/1.1") == 1
@@ -368,7 +368,9 @@ async def test_a_refused_head_has_no_body_either() -> None:
         (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"200"),
     ],
 )
-async def test_one_host_and_a_version_that_is_served(request_bytes: bytes, status: bytes) -> None:
+async def test_request_needs_one_valid_host_and_a_served_version(
+    request_bytes: bytes, status: bytes
+) -> None:
     connection, wire = client(seen := Seen())
     await feed(connection, [request_bytes + GET])
     assert wire.sent.startswith(b"HTTP/1.1 %b " % status)

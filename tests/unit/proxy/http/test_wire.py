@@ -53,7 +53,7 @@ def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> N
     assert sent == b"POST /v1/x HTTP/1.1\r\nHost: h\r\n" + lines + b"Content-Length: 0\r\n\r\n"
 
 
-def test_what_belongs_to_one_connection_is_not_passed_on() -> None:
+def test_hop_by_hop_headers_are_not_passed_on() -> None:
     hop = [(b"Connection", b"X-Mine, close"), (b"x-mine", b"1"), (b"TE", b"trailers")]
     hop += [(b"Keep-Alive", b"5"), (b"Transfer-Encoding", b"chunked"), (b"Trailer", b"x")]
     assert wire.for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]

@@ -122,11 +122,13 @@ def test_an_unusable_name_gives_way_to_the_next() -> None:
         ({"x-pawl-agent": "ours", "x-openai-subagent": "review"}, {}, "ours"),
     ],
 )
-def test_the_agents_role(headers: dict[str, str], fields: dict[str, Any], agent: str) -> None:
+def test_agent_is_named_by_tools_metadata_and_baggage(
+    headers: dict[str, str], fields: dict[str, Any], agent: str
+) -> None:
     assert who(headers, fields=fields).agent == agent
 
 
-def test_the_task_by_metadata_and_baggage() -> None:
+def test_task_is_named_by_metadata_and_baggage() -> None:
     assert who(fields={"metadata": {"pawl_task": "t1"}}).task == "t1"
     assert who({"baggage": "pawl.task=t2"}).task == "t2"
 
@@ -190,7 +192,7 @@ def test_a_named_retry_repeats_its_own_attempt() -> None:
 @pytest.mark.parametrize(
     ("value", "count"), [("0", 0), ("3", 3), ("", 0), ("-1", 0), ("many", 0), ("9999", 0), ("²", 0)]
 )
-def test_what_an_sdk_counts(value: str, count: int) -> None:
+def test_retry_count_is_what_an_sdk_says(value: str, count: int) -> None:
     assert retry_count({"x-stainless-retry-count": value}) == count
 
 
@@ -262,7 +264,7 @@ def test_a_sub_agents_session_is_its_parents_episode() -> None:
         json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION}),
     ],
 )
-def test_claude_codes_session_within_the_user_id(user_id: str) -> None:
+def test_claude_codes_session_is_read_from_the_user_id(user_id: str) -> None:
     expected = [(f"claude-code:{SESSION}", "session")]
     assert names_of({}, {"metadata": {"user_id": user_id}}) == expected
 
@@ -283,7 +285,7 @@ def test_claude_codes_session_within_the_user_id(user_id: str) -> None:
         {"conversation": None},
     ],
 )
-def test_a_person_is_no_run_and_an_odd_shape_no_name(fields: dict[str, Any]) -> None:
+def test_person_and_odd_shape_name_no_episode(fields: dict[str, Any]) -> None:
     assert names_of({}, fields) == []
 
 
@@ -319,7 +321,7 @@ def test_baggage_that_names_an_episode(baggage: str, key: str) -> None:
     assert names_of({"baggage": baggage}) == [(key, "baggage")]
 
 
-def test_what_is_nearer_to_the_call_counts_first() -> None:
+def test_name_nearer_to_the_call_counts_first() -> None:
     fields = {"metadata": {"session_id": "m"}, "conversation": "c"}
     headers = {"baggage": "session.id=b", "x-session-id": "h"}
     assert [key for key, _ in names_of(headers, fields)] == [
@@ -397,7 +399,7 @@ def test_each_way_to_say_that_it_is_evaluation(
     assert (found.split, found.warnings) == ("eval", ())
 
 
-def test_the_first_that_says_something_counts() -> None:
+def test_first_source_of_a_split_counts() -> None:
     assert split_of({"x-pawl-split": "train"}, "/split/eval").split == "train"
     assert split_of({"x-pawl-split": "train", "x-pawl-task": "eval/x"}).split == "train"
     assert split_of({}, "/split/eval", {"pawl_split": "train"}).split == "eval"
@@ -421,13 +423,13 @@ def test_an_unknown_split_is_ignored_with_a_warning(
     assert split_of(headers | {"x-pawl-task": "eval/x"}, prefix).split == "eval"
 
 
-def test_the_beginning_of_evaluations_tasks_can_be_set() -> None:
+def test_prefix_of_evaluation_tasks_can_be_set() -> None:
     route = find_route("POST", "/task/held-out:7" + PATH)
     found = identify({}, route, ModelRequest(b""), "own", CallMemory(), eval_tasks="held-out:")
     assert found.split == "eval"
 
 
-def test_headers_and_url_say_it_of_a_body_that_cannot_be_read() -> None:
+def test_split_of_an_unreadable_body_is_read_from_headers_and_url() -> None:
     assert split_outside({"x-pawl-split": "eval"}, PLAIN, EVAL_TASKS) == "eval"
     assert split_outside({"x-pawl-task": "eval/x"}, PLAIN, EVAL_TASKS) == "eval"
     assert split_outside({}, find_route("POST", "/split/eval" + PATH), EVAL_TASKS) == "eval"

@@ -75,7 +75,7 @@ def test_each_arm_gets_its_share_of_new_episodes(
 
 
 @given(st.integers(min_value=0, max_value=9), SHARES, SHARES, NAMES)
-def test_who_is_given_to_an_arm_gets_its_version_which_tells_the_arm(
+def test_episode_of_an_arm_gets_its_version_which_tells_the_arm(
     serving: int, share: float, base_share: float, episode: str
 ) -> None:
     arms = Arms("m", serving, 10, share, base_share, frozenset({10}))
@@ -168,7 +168,7 @@ def test_evaluation_and_a_version_that_is_named_are_in_no_arm() -> None:
 
 
 @pytest.mark.parametrize("state", ["candidate", "ready", "written", "rejected"])
-def test_what_has_no_traffic_gets_no_episode(state: PolicyState) -> None:
+def test_version_without_traffic_gets_no_episode(state: PolicyState) -> None:
     versions = Versions(
         [version(0, "published"), version(1, "serving"), version(2, state, share=1.0)]
     )

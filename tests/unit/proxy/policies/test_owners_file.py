@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_without_a_file_a_policy_is_whose_the_store_says() -> None:
+def test_owner_without_a_file_is_the_stores() -> None:
     began = version(0, "serving", "p", "m", tenant="b")
     file = OwnersFile(None)
     assert whose(file.now([])) == DEFAULT
@@ -61,7 +61,7 @@ def test_without_a_file_a_policy_is_whose_the_store_says() -> None:
 
 
 @pytest.mark.parametrize("how", [replace, Path.write_text])
-def test_a_file_that_changed_is_read_again(path: Path, how: Callable[[Path, str], object]) -> None:
+def test_changed_file_is_read_again(path: Path, how: Callable[[Path, str], object]) -> None:
     file = OwnersFile(path)
     assert whose(file.now([])) == "a"
     how(path, text_of(p="b", q="a"))
@@ -69,7 +69,7 @@ def test_a_file_that_changed_is_read_again(path: Path, how: Callable[[Path, str]
     assert (whose(owners), whose(owners, "q")) == ("b", "a")
 
 
-def test_one_that_was_written_in_place_within_a_tick_of_the_disks_clock_is_read_again(
+def test_file_written_in_place_within_a_clock_tick_is_read_again(
     path: Path,
 ) -> None:
     file = OwnersFile(path)
@@ -81,19 +81,8 @@ def test_one_that_was_written_in_place_within_a_tick_of_the_disks_clock_is_read_
     assert whose(file.now([]), "q") == "b"
 
 
-def test_one_that_has_not_changed_is_not_read_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = OwnersFile(path)
-    file.now([])
-    monkeypatch.delattr(owning, "open_policies")
-    assert whose(file.now([])) == "a"
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_while_a_file_cannot_be_used_the_owners_are_the_last_and_it_is_told_once(
-    path: Path, damage: str
-) -> None:
+def test_unusable_file_keeps_the_last_owners_and_is_logged_once(path: Path, damage: str) -> None:
     file = OwnersFile(path)
     assert whose(file.now([])) == "a"
     DAMAGES[damage](path)
@@ -108,7 +97,7 @@ def test_while_a_file_cannot_be_used_the_owners_are_the_last_and_it_is_told_once
     assert whose(file.now([])) == "b"
 
 
-def test_one_that_is_missing_at_first_is_taken_once_it_is_there(tmp_path: Path) -> None:
+def test_file_that_is_missing_at_first_is_read_once_it_is_there(tmp_path: Path) -> None:
     path = tmp_path / "policies.toml"
     file = OwnersFile(path)
     with capture_logs() as logs:
@@ -118,7 +107,7 @@ def test_one_that_is_missing_at_first_is_taken_once_it_is_there(tmp_path: Path) 
     assert whose(file.now([])) == "a"
 
 
-def test_what_the_disk_refused_is_tried_again_though_the_file_has_not_changed(
+def test_file_that_the_disk_refused_is_tried_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(_: Path | None) -> None:
@@ -131,7 +120,7 @@ def test_what_the_disk_refused_is_tried_again_though_the_file_has_not_changed(
     assert whose(file.now([])) == "a"
 
 
-def test_one_that_is_replaced_between_the_look_and_the_reading_is_read_again(
+def test_file_replaced_while_it_is_read_is_read_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(given: Path | None) -> object:

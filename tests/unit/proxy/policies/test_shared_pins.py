@@ -169,7 +169,7 @@ def test_an_episode_keeps_its_version_at_another_worker(two: tuple[Versions, Ver
     assert one.resolve("m", "new").version == 1
 
 
-def test_one_whose_version_was_retired_goes_on_with_the_same_one_everywhere(
+def test_episode_of_a_retired_version_goes_on_with_the_same_one_everywhere(
     two: tuple[Versions, Versions],
 ) -> None:
     one, other = two

@@ -69,7 +69,7 @@ def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -
 
 
 @pytest.mark.parametrize("asked", [None, "m", "other@1", "m@", "m@x", "m@-1", "m@" + "9" * 50])
-def test_of_another_name_nothing_is_said(asked: str | None) -> None:
+def test_other_names_have_no_reason(asked: str | None) -> None:
     assert Versions(numbered("serving")).why_not_served(asked) is None
 
 

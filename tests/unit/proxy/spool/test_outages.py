@@ -23,7 +23,7 @@ def size(folder: Path) -> int:
     return (folder / OUTAGE).stat().st_size
 
 
-def test_a_outage_begins_once_and_ends(tmp_path: Path) -> None:
+def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     assert read_outage(tmp_path / OUTAGE).not_stored is None
     assert file.begin(10.0)
@@ -38,14 +38,14 @@ def test_a_outage_begins_once_and_ends(tmp_path: Path) -> None:
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_where_every_episode_was_named_there_was_no_outage(tmp_path: Path) -> None:
+def test_outage_whose_episodes_are_all_named_is_none(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     assert file.end(12.0, named=True) is None
     assert read_outage(tmp_path / OUTAGE).not_stored is None
 
 
-def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
+def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     first = file.end(12.0, named=False)
@@ -58,7 +58,7 @@ def test_one_that_is_told_makes_room_for_the_next(tmp_path: Path) -> None:
     assert (second.id != first.id, second.since) == (True, 20.0)
 
 
-def test_one_that_is_not_told_yet_takes_in_the_next_and_is_not_withdrawn(tmp_path: Path) -> None:
+def test_outage_that_is_not_stored_takes_in_the_next_and_is_not_withdrawn(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     first = file.end(12.0, named=False)
@@ -68,7 +68,7 @@ def test_one_that_is_not_told_yet_takes_in_the_next_and_is_not_withdrawn(tmp_pat
     assert both == first._replace(until=21.0)
 
 
-def test_what_a_killed_worker_left_is_not_withdrawn(tmp_path: Path) -> None:
+def test_outage_of_a_killed_worker_is_not_withdrawn(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     file = OutageFile(tmp_path)
     assert file.lasts
@@ -77,7 +77,7 @@ def test_what_a_killed_worker_left_is_not_withdrawn(tmp_path: Path) -> None:
     assert (ended.since, ended.until) == (10.0, 30.0)
 
 
-def test_a_clock_that_is_set_back_makes_it_longer(tmp_path: Path) -> None:
+def test_clock_that_is_set_back_makes_the_outage_longer(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     file.begin(90.0)
@@ -88,7 +88,7 @@ def test_a_clock_that_is_set_back_makes_it_longer(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(0, 60), ending=st.booleans())
-def test_a_write_that_is_torn_leaves_what_was_before(
+def test_torn_write_leaves_the_state_before(
     tmp_path_factory: pytest.TempPathFactory, cut: int, ending: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
@@ -108,13 +108,11 @@ def test_a_write_that_is_torn_leaves_what_was_before(
 
 
 @given(st.binary(max_size=3 * PAGE))
-def test_bytes_that_nobody_wrote_say_nothing(data: bytes) -> None:
+def test_foreign_bytes_are_no_outage(data: bytes) -> None:
     assert parse_state(data) == (0, None, None)
 
 
-def test_a_write_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     lasting = read_outage(tmp_path / OUTAGE).outage
@@ -132,14 +130,14 @@ def test_a_write_that_fails_changes_nothing(
     assert ended.until == 13.0
 
 
-def test_a_file_that_was_cut_off_is_made_whole(tmp_path: Path) -> None:
+def test_truncated_file_is_made_whole(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     os.truncate(tmp_path / OUTAGE, 2 * PAGE)
     assert OutageFile(tmp_path).lasts
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_a_file_that_somebody_removed_takes_no_mark(tmp_path: Path) -> None:
+def test_removed_file_takes_no_mark(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     (tmp_path / OUTAGE).unlink()
     with pytest.raises(FileNotFoundError, match="removed"):

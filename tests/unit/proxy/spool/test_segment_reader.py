@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["open", "stat"])
-def test_one_that_is_renamed_after_its_path_was_looked_up_is_read_all_the_same(
+def test_segment_that_is_sealed_while_it_is_read_is_read_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     segment = Segment(path)
@@ -42,7 +42,7 @@ def test_one_that_is_renamed_after_its_path_was_looked_up_is_read_all_the_same(
     assert not path.exists()
 
 
-def test_one_that_is_gone_is_an_error(path: Path) -> None:
+def test_removed_segment_is_an_error(path: Path) -> None:
     segment = Segment(path)
     path.unlink()
     with pytest.raises(FileNotFoundError):
@@ -50,7 +50,7 @@ def test_one_that_is_gone_is_an_error(path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", [None, "postgresql://nobody@127.0.0.1:1/none"])
-async def test_an_empty_one_that_its_worker_deletes_is_no_trouble(
+async def test_empty_segment_that_its_worker_deletes_is_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
 ) -> None:
     path = tmp_path / "0" / "a.open"
@@ -99,7 +99,7 @@ def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
     assert sum(read) < 6 * sum(map(len, frames))
 
 
-def test_how_long_it_is_stuck_goes_on_through_an_outage_until_all_moves() -> None:
+def test_drain_is_stuck_until_all_records_move_also_through_an_outage() -> None:
     now = 100.0
     progress = Progress(lambda: now)
     assert (progress.state, progress.stuck_s) == ("moving", 0.0)

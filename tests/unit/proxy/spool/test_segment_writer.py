@@ -38,7 +38,7 @@ def outage_in(folder: Path) -> RecordingOutage | None:
     return read_outage(file).not_stored if file.exists() else None
 
 
-def test_a_outage_has_the_losses_before_it_that_no_mark_could_be_made_of(
+def test_outage_has_earlier_losses_that_could_not_be_marked(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
     (tmp_path / OUTAGE).unlink()
@@ -51,7 +51,7 @@ def test_a_outage_has_the_losses_before_it_that_no_mark_could_be_made_of(
     assert (found.since, found.until) == (100.0, None)
 
 
-def test_losses_that_were_named_are_in_no_later_outage(
+def test_named_losses_are_in_no_later_outage(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
     (tmp_path / OUTAGE).unlink()
@@ -66,7 +66,7 @@ def test_losses_that_were_named_are_in_no_later_outage(
     assert found.since == 200.0
 
 
-def test_losses_without_a_mark_or_a_name_are_a_outage_in_the_end(
+def test_losses_without_a_mark_or_a_name_become_an_outage(
     writer: SegmentWriter, clock: Clock, tmp_path: Path
 ) -> None:
     (tmp_path / OUTAGE).unlink()
@@ -80,9 +80,7 @@ def test_losses_without_a_mark_or_a_name_are_a_outage_in_the_end(
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_folder_that_somebody_removed_is_made_and_taken_again(
-    tmp_path: Path, replaced: bool
-) -> None:
+def test_removed_folder_is_made_and_taken_again(tmp_path: Path, replaced: bool) -> None:
     folder = tmp_path / "spool" / "0"
     writer = SegmentWriter(lambda: take_home(tmp_path / "spool"), Home(folder), segment_bytes=64)
     assert writer.append(b"x")
@@ -102,9 +100,7 @@ def test_a_folder_that_somebody_removed_is_made_and_taken_again(
     Home(folder).release()
 
 
-def test_a_outage_whose_file_went_with_its_folder_lasts_on_in_the_next(
-    clock: Clock, tmp_path: Path
-) -> None:
+def test_outage_lasts_on_when_its_folder_is_removed(clock: Clock, tmp_path: Path) -> None:
     folder = tmp_path / "0"
     writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
     writer.begin_outage()

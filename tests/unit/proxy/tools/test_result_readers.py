@@ -176,12 +176,12 @@ def test_a_name_may_hold_an_equals_sign() -> None:
         ("a=ignore+json_error", "cannot be combined with other rules"),
     ],
 )
-def test_a_mistake_is_named(value: str, named: str) -> None:
+def test_invalid_rule_is_named(value: str, named: str) -> None:
     with pytest.raises(BadReaders, match=named):
         parse_readers(value)
 
 
-def test_a_mistake_stops_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_invalid_rule_stops_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PAWL_TOOL_RESULTS", "search=jsn_error")
     with pytest.raises(UnreadSettings, match=r"PAWL_TOOL_RESULTS.*jsn_error.*json_error"):

@@ -205,14 +205,14 @@ def test_the_last_result_of_a_call_counts() -> None:
 
 
 @pytest.mark.parametrize("tool_id", [None, "", 3, "a\x00", "x" * 1025])
-def test_a_result_of_nobody_knows_what_is_no_event(tool_id: Any) -> None:
+def test_result_without_a_usable_id_is_no_event(tool_id: Any) -> None:
     request = chat([], {"role": "tool", "tool_call_id": tool_id, "content": '{"error": 1}'})
     assert events("chat", request, "*=json_error") == []
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"input": "q"}'])
-def test_what_holds_no_results_gives_none(api: str, body: bytes) -> None:
+def test_request_without_results_has_no_events(api: str, body: bytes) -> None:
     assert result_events(CALL, api, parse_object(body), ON) == ()
 
 
@@ -397,7 +397,7 @@ def test_a_replys_whole_text_can_be_named(dialect: str, request_body: Any, told:
     assert made.text_digest == text_digest(SQL)
 
 
-def test_a_streamed_replys_too() -> None:
+def test_streamed_replys_whole_text_can_be_named() -> None:
     chunks = [
         {"id": "r", "choices": [{"index": 0, "delta": {"content": piece}}]}
         for piece in (SQL[:5], SQL[5:])
@@ -413,7 +413,7 @@ def test_a_streamed_replys_too() -> None:
     assert made.text_digest == text_digest(SQL)
 
 
-def test_what_asks_for_tools_itself_is_not_named_by_its_words() -> None:
+def test_reply_that_asks_for_tools_is_not_named_by_its_words() -> None:
     call = {"id": "t1", "type": "function", "function": {"name": "sql", "arguments": "{}"}}
     told = reply({"content": SQL, "tool_calls": [call]})
     assert recorded("chat", {"messages": []}, ANY, reply=told).text_digest is None

@@ -71,11 +71,11 @@ def test_no_redirect_leads_a_key_elsewhere(location: bytes) -> None:
 
 
 @pytest.mark.parametrize("location", [b"/v1/models/", b"?a=//b", b"#x", b"../x", b"./x", b".", b""])
-def test_what_stays_at_the_proxy_is_passed_on(location: bytes) -> None:
+def test_redirect_within_the_proxy_is_passed_on(location: bytes) -> None:
     assert not is_refused(location)
 
 
-def test_any_of_several_is_looked_at() -> None:
+def test_each_location_of_several_is_checked() -> None:
     reply = LitellmReply(302, [(b"Location", b"/x"), (b"location", b"https://evil")], b"")
     with pytest.raises(Redirected, match="answered 302"):
         check_redirect(reply, KEY)

@@ -74,7 +74,7 @@ def test_a_version_is_where_its_policy_is_unless_it_is_named(
 
 
 @given(st.lists(st.lists(names, min_size=1, max_size=3), min_size=1), st.text(alphabet="ab@1"))
-def test_nobody_answers_who_does_not_claim_it(claims: list[list[str]], model: str) -> None:
+def test_upstream_answers_only_models_it_claims(claims: list[list[str]], model: str) -> None:
     number = ModelTable(claims, default=None).find(model)
     if number is not None:
         policy = model.rpartition("@")[0]

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.file import load_upstreams, parse_upstreams
@@ -46,12 +44,6 @@ def test_a_file_is_read_whole() -> None:
     assert (openai.api_key_env, openai.key_style) == ("OPENAI_API_KEY", "authorization")
     assert claude.key_style == "anthropic"
     assert (gemini.provider, gemini.options) == ("gemini", {"drop_params": True})
-
-
-def test_what_was_read_cannot_be_changed() -> None:
-    [spec] = parse_upstreams(ONE, "u.toml")
-    with pytest.raises(ValueError, match="frozen"):
-        spec.name = "b"
 
 
 @pytest.mark.parametrize(
@@ -103,23 +95,6 @@ def test_what_is_wrong_is_named(text: str, named: str) -> None:
     assert caught.value.message.startswith("u.toml")
 
 
-@given(st.text())
-def test_any_text_is_read_or_refused(text: str) -> None:
-    assert_read_or_refused(text)
-
-
-def assert_read_or_refused(text: str) -> None:
-    """A file has a table at least, each of which a request reaches; an error names the file."""
-    specs, why = (), ""
-    try:
-        specs = parse_upstreams(text, "u.toml")
-    except BadUpstreams as error:
-        why = error.message
-    assert bool(specs) != why.startswith("u.toml")
-    assert len({spec.name for spec in specs}) == len(specs)
-    assert all(spec.models or spec.default for spec in specs)
-
-
 def test_keys_come_from_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(WHOLE)
@@ -130,7 +105,7 @@ def test_keys_come_from_the_environment(tmp_path: Path) -> None:
     assert len(load_upstreams(path, {"OPENAI_API_KEY": "sk"})) == 4
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadUpstreams, match=r"PAWL_UPSTREAMS names .*nope\.toml.*Unset it"):
         load_upstreams(tmp_path / "nope.toml", {})
 
