@@ -10,6 +10,7 @@ from proxy.http.server import (
     STEP,
     ClientDeadlines,
     Connection,
+    OnLate,
 )
 from tests.support.http_wires import Seen, Wire, client, feed, refusing, settle, swept
 
@@ -18,26 +19,21 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 LATER_S = 60.0
 
 
-class Told:
-    """Notes who was too slow with what."""
-
-    def __init__(self) -> None:
-        self.late: list[str] = []
-
-    def __call__(self, what: str, _allowed_s: float, _exchange: Exchange | None) -> None:
-        self.late.append(what)
+def noting(late: list[str]) -> OnLate:
+    """Note what a client was too slow with."""
+    return lambda what, _allowed_s, _exchange: late.append(what)
 
 
 async def test_a_head_that_comes_byte_by_byte_is_refused() -> None:
-    told = Told()
-    connection, wire = client(Seen(), on_late=told)
+    late: list[str] = []
+    connection, wire = client(Seen(), on_late=noting(late))
     for byte in b"GET / HT":
         await feed(connection, [bytes([byte])])
         await swept(connection, 1.0, head_s=6.0)
     assert not wire.is_closing()
     await swept(connection, 7.0, head_s=6.0)
     assert wire.sent.startswith(b"HTTP/1.1 408 ")
-    assert told.late == ["head"]
+    assert late == ["head"]
     await swept(connection, 7.0, 7.0, head_s=6.0)
     assert wire.sent.count(b"HTTP/1.1") == 1
 
@@ -51,13 +47,13 @@ async def dribbled(connection: Connection, step: bytes, times: int, pause_s: flo
 
 
 async def test_a_body_that_dribbles_is_answered_408_though_it_is_never_silent() -> None:
-    told = Told()
-    connection, wire = client(refusing, on_late=told)
+    late: list[str] = []
+    connection, wire = client(refusing, on_late=noting(late))
     await feed(connection, [HEAD % 1000])
     await dribbled(connection, b"x", 13, LATER_S)
     assert wire.sent.startswith(b"HTTP/1.1 408 ")
     assert b"Connection: close" in wire.sent
-    assert told.late == ["body"]
+    assert late == ["body"]
     assert wire.ended
 
 
@@ -127,8 +123,8 @@ def stall(connection: Connection, wire: Wire) -> None:
 
 
 async def test_a_reader_that_takes_nothing_is_torn_and_who_works_for_it_stops() -> None:
-    told = Told()
-    connection, wire = client(streaming, on_late=told)
+    late: list[str] = []
+    connection, wire = client(streaming, on_late=noting(late))
     await feed(connection, [HEAD % 0])
     task = connection.task
     stall(connection, wire)
@@ -136,7 +132,7 @@ async def test_a_reader_that_takes_nothing_is_torn_and_who_works_for_it_stops() 
     assert not wire.is_closing()
     await swept(connection, 2.0, write_s=1.0)
     assert wire.aborted
-    assert told.late == ["write"]
+    assert late == ["write"]
     assert task is not None
     assert task.done()
 
@@ -198,21 +194,21 @@ async def test_client_that_offered_an_upgrade_may_wait_for_a_long_reply(offer: b
         await go_on.wait()
         exchange.reply(200, b"OK", [], b"")
 
-    told = Told()
-    connection, wire = client(slow, on_late=told)
+    late: list[str] = []
+    connection, wire = client(slow, on_late=noting(late))
     await feed(connection, [HEAD % 0, offer])
     await swept(connection, LATER_S, LATER_S, head_s=1.0)
     go_on.set()
     await settle()
     assert wire.sent.count(b"HTTP/1.1 200") == 2
     assert not wire.is_closing()
-    assert told.late == []
+    assert late == []
 
 
 @pytest.mark.parametrize("offer", OFFERED)
 async def test_client_that_offered_an_upgrade_may_idle(offer: bytes) -> None:
-    told = Told()
-    connection, wire = client(Seen(), on_late=told)
+    late: list[str] = []
+    connection, wire = client(Seen(), on_late=noting(late))
     await feed(connection, [offer])
     answered = wire.sent
     await swept(connection, LATER_S, LATER_S, head_s=1.0, idle_s=10 * LATER_S)
@@ -221,4 +217,4 @@ async def test_client_that_offered_an_upgrade_may_idle(offer: bytes) -> None:
     # Nor is it spared the deadline of the next head.
     await feed(connection, [b"GET / HT"])
     await swept(connection, LATER_S, head_s=1.0)
-    assert told.late == ["head"]
+    assert late == ["head"]
