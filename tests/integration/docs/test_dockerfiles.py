@@ -124,7 +124,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 pytestmark = pytest.mark.timeout(1800)
 
 
-def test_the_command_explains_itself(image: Stage) -> None:
+def test_command_explains_itself(image: Stage) -> None:
     assert "proxy" in image.sh("pawl --help")
     assert "Serve" in image.sh("pawl proxy --help")
 
@@ -147,7 +147,7 @@ def installed(image: Stage) -> dict[str, str]:
     return {normalized(package["name"]): package["version"] for package in listed}
 
 
-def test_exactly_the_lock_is_installed(image: Stage) -> None:
+def test_image_has_exactly_the_locked_packages(image: Stage) -> None:
     lines = (ROOT / "requirements" / "proxy.txt").read_text().splitlines()
     locked = dict(line.split()[0].split("==") for line in lines if "==" in line)
     ours = {"pawl", "pip", "setuptools", "wheel"}
@@ -155,7 +155,7 @@ def test_exactly_the_lock_is_installed(image: Stage) -> None:
     assert found == {normalized(name): version for name, version in locked.items()}
 
 
-def test_no_torch_is_there_and_none_is_imported(image: Stage) -> None:
+def test_image_has_no_torch(image: Stage) -> None:
     image.sh(
         'python -c "import proxy.worker, proxy.ingester.ingester, sys;'
         " assert 'torch' not in sys.modules\""
@@ -215,7 +215,7 @@ def is_healthy(image: Stage, environment: Mapping[str, str]) -> bool:
     return done.returncode == 0
 
 
-async def test_the_health_check_tells_up_from_down(image: Stage, listening: dict[str, str]) -> None:
+async def test_health_check_tells_up_from_down(image: Stage, listening: dict[str, str]) -> None:
     await until(lambda: is_healthy(image, listening), UP_S)
     nowhere = listening | {"PAWL_ADMIN_LISTEN": f"127.0.0.1:{free_port()}"}
     assert not is_healthy(image, nowhere)

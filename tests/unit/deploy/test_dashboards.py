@@ -183,7 +183,7 @@ def test_only_counters_have_rates() -> None:
             assert re.search(r"_(total|bucket|sum|count)$", name), query
 
 
-def test_everything_comes_from_the_provisioned_datasource() -> None:
+def test_panels_use_the_provisioned_datasource() -> None:
     [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
     wanted = {"type": source["type"], "uid": source["uid"]}
     asking = [dashboard()["annotations"]["list"], dashboard()["templating"]["list"], panels()]
@@ -192,13 +192,13 @@ def test_everything_comes_from_the_provisioned_datasource() -> None:
     assert source["url"] == "http://prometheus:9090"
 
 
-def test_the_shortest_window_follows_how_often_is_scraped() -> None:
+def test_shortest_window_is_the_scrape_interval() -> None:
     [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
     config = yaml.safe_load((ROOT / "prometheus.yml").read_text())
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
 
 
-def test_the_dashboard_and_the_rules_lie_where_they_are_looked_for() -> None:
+def test_dashboard_and_rules_lie_where_they_are_looked_for() -> None:
     compose = yaml.safe_load((ROOT.parent / "docker-compose.yml").read_text())
     targets = {
         source: target
@@ -215,7 +215,7 @@ def test_the_dashboard_and_the_rules_lie_where_they_are_looked_for() -> None:
     assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
 
 
-def test_the_policy_is_chosen_by_a_label_that_exists() -> None:
+def test_policy_is_chosen_by_a_label_that_exists() -> None:
     [variable] = dashboard()["templating"]["list"]
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
     assert match is not None

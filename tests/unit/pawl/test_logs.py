@@ -1,4 +1,4 @@
-"""One line of the log stays small, whatever a client says in it."""
+"""A line of the log stays small whatever a client says, and a full disk stops no process."""
 
 import json
 import os
@@ -26,12 +26,16 @@ except ValueError:
 """
 
 
+def logged(script: str, how: str) -> list[bytes]:
+    """The lines that a program logs."""
+    command = [sys.executable, "-c", script, how]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    return done.stderr.splitlines()
+
+
 @pytest.mark.parametrize("how", ["gather", "plain"])
-def test_what_a_client_says_is_cut_in_every_line(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], capture_output=True, check=True, timeout=60
-    )
-    lines = done.stderr.splitlines()
+def test_long_texts_of_clients_are_cut_in_every_line(how: str) -> None:
+    lines = logged(SCRIPT, how)
     assert len(lines) == 3
     assert max(map(len, lines[::2])) < 30_000
     assert len(lines[1]) < 100_000
@@ -47,7 +51,7 @@ def test_what_a_client_says_is_cut_in_every_line(how: str) -> None:
     assert failed["exception"].endswith("the end")
 
 
-def test_a_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
+def test_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
     nested: object = "x"
     for _ in range(3000):
         nested = [nested]
@@ -58,7 +62,7 @@ def test_a_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["gather", "plain"])
-def test_a_log_on_a_full_disk_ends_nobody(how: str) -> None:
+def test_log_on_a_full_disk_ends_no_process(how: str) -> None:
     script = SCRIPT + "\nprint('still here')\n"
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
@@ -71,7 +75,7 @@ def test_a_log_on_a_full_disk_ends_nobody(how: str) -> None:
     assert (done.returncode, done.stdout) == (0, b"still here\n")
 
 
-def test_what_was_lost_is_told_once_there_is_room_again() -> None:
+def test_lost_lines_are_counted_once_there_is_room_again() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     file = SureFile(writing)
@@ -90,7 +94,7 @@ def test_what_was_lost_is_told_once_there_is_room_again() -> None:
     assert rest == [b"after", b"and on"]
 
 
-def test_a_worker_s_line_has_what_any_line_has() -> None:
+def test_line_of_a_worker_has_the_fields_of_any_line() -> None:
     script = """
 import sys, structlog
 from pawl.logs import configure_logging
@@ -102,10 +106,7 @@ log.bind(worker=1).info("bound", model="m")
 """
     told = []
     for how in ("gather", "plain"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, how], capture_output=True, check=True, timeout=60
-        )
-        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        lines = [json.loads(line) for line in logged(script, how)]
         assert all(line.pop("timestamp") for line in lines)
         told.append(lines)
     assert told[0] == told[1]
@@ -127,11 +128,8 @@ except ValueError:
 
 
 @pytest.mark.parametrize("how", ["gather", "plain"])
-def test_what_a_library_logs_is_a_line_like_any_other(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIBRARY, how], capture_output=True, check=True, timeout=60
-    )
-    warned, failed = map(json.loads, done.stderr.splitlines())
+def test_library_logs_a_line_like_any_other(how: str) -> None:
+    warned, failed = map(json.loads, logged(LIBRARY, how))
     assert (warned["event"], warned["library"]) == ("library", "aiohttp.server")
     assert (warned["level"], failed["level"]) == ("warning", "error")
     assert warned["said"].startswith("from a\n{}a")

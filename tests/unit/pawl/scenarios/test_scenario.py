@@ -42,21 +42,9 @@ def test_agents_of_several_policies_know_whom_they_ask_for() -> None:
     assert parse_scenario(LEAST + 'policies = "policies.toml"', Path("x")).asks_for == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("title =", "sums/example.toml is not TOML"),
-        (LEAST + 'modle = "x"', "unknown key 'modle': did you mean model?"),
-        ('title = "A"\nmodel = "m"', "about: Field required"),
-        (LEAST + "held_out = 0", "held_out: Input should be greater than or equal to 1"),
-        (LEAST + 'agent = "agent"', "agent: String should match"),
-        (LEAST + 'score = "f1"', "score: Input should be 'reward' or 'success'"),
-    ],
-)
-def test_wrong_key_is_named(text: str, said: str) -> None:
-    with pytest.raises(ScenarioFailed, match=r"sums/example\.toml") as raised:
-        parse_scenario(text, Path("sums"))
-    assert said in str(raised.value)
+def test_missing_key_is_named() -> None:
+    with pytest.raises(ScenarioFailed, match=r"sums/example\.toml: about: Field required"):
+        parse_scenario('title = "A"\nmodel = "m"', Path("sums"))
 
 
 async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
