@@ -21,11 +21,6 @@ def run_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def run_code(code: str) -> list[str]:
-    """Return the command line that runs a piece of Python, likewise."""
-    return [sys.executable, "-P", "-c", code]
-
-
 def die_with_parent() -> None:
     """Have the kernel send this child SIGTERM when its parent ends, however it ends.
 

@@ -151,14 +151,10 @@ def read_settings(kind: type[Kind]) -> Kind:
 
 def _problem(kind: type[Settings], detail: ErrorDetails) -> str:
     field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
-    name = _variable(field)
+    name = field if field == "DATABASE_URL" else PREFIX + field.upper()
     if detail["type"] == "value_error":
         # Our own checks say what to write instead.
         return message if message.startswith(name) else f"{name}: {message}"
     # A URL with a password in it is not for a log.
     shown = "" if "@" in str(detail["input"]) else f" is {detail['input']!r:.80}"
     return f"{name}{shown}: {message}; it sets: {kind.model_fields[field].description}"
-
-
-def _variable(field: str) -> str:
-    return field if field == "DATABASE_URL" else PREFIX + field.upper()

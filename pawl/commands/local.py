@@ -17,7 +17,7 @@ from pawl.settings import JudgeSettings, StackSettings, read_settings, refuse_un
 from pawl.stack.model import unpacked_model
 from pawl.stack.preflight import NotReady, check_torch
 from pawl.stack.process import ProcessFailed
-from pawl.stack.stack import Stack, StackPlan, configured_plan, running_stack
+from pawl.stack.stack import StackPlan, configured_plan, running_stack
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
 from trainer.errors import RecipeError
@@ -179,7 +179,13 @@ async def run_stack(settings: StackSettings) -> None:
             plan, lambda waiting: status.update(f"waiting for {waiting}")
         ) as stack:
             status.stop()
-            _print_usage(console, stack)
+            console.print(
+                f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}"
+            )
+            console.print(f"Rewards go to   POST {stack.feedback_url}")
+            admin = f"http://{plan.admin_listen}"
+            console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
+            console.print("Ctrl-C stops everything.")
             while not stop.is_set():
                 stack.check()
                 with suppress(TimeoutError):
@@ -209,11 +215,3 @@ def _plan(settings: StackSettings) -> StackPlan:
         settings={"PAWL_POLICY": policy or "", "PAWL_MODEL": model or ""},
         judge=read_settings(JudgeSettings).judge_command is not None,
     )
-
-
-def _print_usage(console: Console, stack: Stack) -> None:
-    console.print(f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}")
-    console.print(f"Rewards go to   POST {stack.feedback_url}")
-    admin = f"http://{stack.plan.admin_listen}"
-    console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
-    console.print("Ctrl-C stops everything.")

@@ -117,7 +117,11 @@ def look(folder: Path, tenant: str | None = None) -> SpoolView:
 def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
     for path in paths:
         payload, reason = path.read_bytes(), path.with_suffix(REASON)
-        frame = _read(payload)
+        try:
+            frame = decode_payload(payload)
+        except Exception:
+            # It may hold any bytes, and these are no record.
+            frame = None
         if tenant is not None and (
             frame is None or tenant not in {tenant_of(name) for _, name in names_in(frame)}
         ):
@@ -128,14 +132,6 @@ def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
             bytes=len(payload),
             about=_about(frame),
         )
-
-
-def _read(payload: bytes) -> Frame | None:
-    """Return the record in a letter; None: it may hold any bytes, and these are none."""
-    try:
-        return decode_payload(payload)
-    except Exception:
-        return None
 
 
 def _about(record: Frame | None) -> str:

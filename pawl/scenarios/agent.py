@@ -318,12 +318,12 @@ async def examine(
         results = agent.collect()
     finally:
         await agent.stop()
-    lines = [json.dumps(_line(result), ensure_ascii=False) for result in results]
+    lines = []
+    for one in results:
+        # What the agent returned, if it was an object.
+        value = one.value if isinstance(one.value, dict) else {"output": one.value}
+        line = {**value, "id": one.task, "sample": one.sample, "error": one.error}
+        lines.append(json.dumps(line, ensure_ascii=False))
     (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     scores = [one.metrics[scenario.score] for one in results if scenario.score in one.metrics]
     return Exam(score=round(fmean(scores), 4) if scores else None, results=results)
-
-
-def _line(result: Ran) -> dict[str, Any]:
-    value = result.value if isinstance(result.value, dict) else {"output": result.value}
-    return {**value, "id": result.task, "sample": result.sample, "error": result.error}

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from pawl.processes import run_code
-
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
@@ -98,7 +96,8 @@ def check_torch() -> None:
     Raises:
         NotReady: it cannot be imported; the message ends with the remedy.
     """
-    done = subprocess.run(run_code("import torch"), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-c", "import torch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise NotReady(unusable(lines[-1]))

@@ -1,4 +1,4 @@
-"""The examples' agents, on the real frameworks: they run against any OpenAI-compatible server."""
+"""The examples' agents on the real frameworks, against a plain server and through the proxy."""
 
 import asyncio
 import json
@@ -10,11 +10,21 @@ from typing import Any, Final
 
 import pytest
 from aiohttp import web
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.rollout.agents import Request
+from pawl.rollout.agents import Request, named_url
 from pawl.scenarios.agent import HostedAgent
 from pawl.scenarios.scenario import CLIENTS, find_scenario
+from proxy.tool_events import parse_readers
+from store.read.facts import matched_events
+from store.records import Episode
+from store.values.rewards import REWARD_ALONE
+from store.version_states import ensure_base
+from tests.integration.conftest import proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
+from trainer.credit.air import air_reward
+from trainer.credit.returns import account_of
+from trainer.recipes.recipe import load_recipe
 
 pytestmark = pytest.mark.skipif(
     not CLIENTS.exists(),
@@ -145,3 +155,75 @@ async def test_agent_runs_as_a_scenario_hosts_it(name: str, tmp_path: Path) -> N
             await agent.stop()
     assert result.error is None, (result.detail, log.read_text()[-2000:])
     assert result.output.startswith(OUTPUTS[name])
+
+
+# Through the proxy: how the queries of the sql example ended is known.
+
+WRONG = "SELECT age FROM nowhere"
+ROLES = {f"{role.upper()}_MODEL": "m" for role in ("writer", "checker", "rewriter")}
+
+
+def said(asked: dict[str, Any], first: str) -> str:
+    """As the writer, say `first`; as the rewriter, the right query."""
+    if asked["messages"][0]["content"].startswith("Does the result"):
+        return "yes"
+    return SQL if "Previous: no such table" in asked["messages"][-1]["content"] else first
+
+
+async def an_episode(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, folder: Path, first: str
+) -> Episode:
+    async def behave(request: web.Request) -> web.Response:
+        asked = upstream.requests[-1]
+        reply = whole_reply(asked, len(upstream.requests))
+        reply["choices"][0]["message"]["content"] = f"{said(asked, first)}\n"
+        return web.json_response(reply)
+
+    upstream.behave = behave
+    scenario = find_scenario("sql")
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    settings = settings_for(database_url, upstream.url, folder).model_copy(
+        update={"tool_results": parse_readers(scenario.tool_results or "")}
+    )
+    calls = 2 if first == SQL else 4
+    async with proxy_with(settings, engine) as proxy:
+        url = named_url(proxy.url, task="t", episode="e", split=None)
+        printed = await run_program(scenario.folder, f"{url}/v1", ROLES)
+        assert printed == f"{SQL}\n"
+        [episode] = await proxy.episodes(calls)
+    assert len(episode.calls) == calls
+    return episode
+
+
+def air(episode: Episode) -> float:
+    rule = load_recipe(str(find_scenario("sql").folder / "recipe.toml")).credit
+    calls = account_of(episode, REWARD_ALONE).calls
+    return air_reward([event for call in calls for event in call.events], rule)
+
+
+@pytest.mark.parametrize(
+    ("first", "statuses", "credit"),
+    [
+        (WRONG, [["error"], [], ["ok"], []], 0.2 * (1 - 0.5) / 2),
+        (SQL, [["ok"], []], 0.2),
+    ],
+    ids=["a query that fails costs", "a first query that runs pays all"],
+)
+async def test_queries_of_the_sql_agent_count_in_the_credit(
+    database_url: str,
+    engine: AsyncEngine,
+    upstream: FakeUpstream,
+    tmp_path: Path,
+    first: str,
+    statuses: list[list[str]],
+    credit: float,
+) -> None:
+    episode = await an_episode(database_url, engine, upstream, tmp_path, first)
+    events = [[(one.tool, one.status) for one in matched_events(call)] for call in episode.calls]
+    assert events == [[("execute_sql", status) for status in one] for one in statuses]
+    assert episode.stray_tool_events == ()
+    assert air(episode) == pytest.approx(credit)
+    # The queries were not written by a tool call: their own text was what ran.
+    written = json.loads(episode.calls[0].reply or b"")["choices"][0]["message"]["content"]
+    assert written == f"{first}\n"

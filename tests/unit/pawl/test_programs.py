@@ -14,7 +14,7 @@ from typer import Context
 from typer.core import TyperGroup
 
 from pawl.cli import app
-from pawl.processes import large_imports, run_code
+from pawl.processes import large_imports
 from pawl.programs import Ended, TooMuchOutput, run_program
 from pawl.rollout.agents import CommandAgent, Request
 
@@ -134,7 +134,9 @@ with large_imports():
 
 def test_garbage_collector_leaves_nothing_out_when_the_process_ends() -> None:
     """Bindings such as triton's report what is never collected as leaked, on standard error."""
-    done = subprocess.run(run_code(AT_EXIT), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "0\n"
 
 
