@@ -190,7 +190,7 @@ async def test_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
     assert await eventually(stated) == [0.5]
 
 
-async def test_the_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) -> None:
+async def test_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) -> None:
     for name in ("good-1", "unsure-1"):
         await proxy.chat(headers={"x-pawl-episode": name})
     await proxy.episodes(2)
@@ -239,7 +239,7 @@ async def start_judge(
     )
 
 
-async def test_sigterm_ends_it_and_what_it_asked(
+async def test_sigterm_ends_the_judge_and_the_program_it_runs(
     engine: AsyncEngine, bench: Bench, database_url: str
 ) -> None:
     await store(engine, call("slow-1", started_at=LONG_AGO))
@@ -388,7 +388,7 @@ async def test_process_that_a_judge_leaves_running_does_not_hold_up_its_verdict(
     assert (await outcomes(engine))["child-1"][0] == "judged"
 
 
-async def test_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
+async def test_episodes_are_judged_a_few_at_once(engine: AsyncEngine) -> None:
     await store(engine, *(call(f"e{number}") for number in range(30)))
     judge, desk, three = Opinion(), Desk(), asyncio.Event()
     under_way: list[int] = [0]
@@ -446,7 +446,7 @@ async def test_tenants_have_judges_of_one_name_at_once(engine: AsyncEngine) -> N
     assert "only b" not in judge_of_a.asked
 
 
-async def test_again_asks_about_the_tenants_episodes_alone(
+async def test_option_again_is_about_the_tenants_episodes_alone(
     engine: AsyncEngine, bench: Bench
 ) -> None:
     await store(engine, *(call(scoped(tenant, "unsure-1")) for tenant in ("a", "b")))

@@ -77,7 +77,7 @@ async def test_memory_stays_small_and_torch_stays_out(
     assert "numpy" not in maps
 
 
-async def test_a_call_is_answered_and_recorded(
+async def test_call_is_answered_and_recorded(
     process: tuple[psutil.Process, str], upstream: FakeUpstream, engine: AsyncEngine
 ) -> None:
     _, url = process
@@ -97,7 +97,7 @@ async def test_a_call_is_answered_and_recorded(
     await eventually(scored)
 
 
-async def test_a_first_chunk_is_passed_on_at_once(
+async def test_first_chunk_is_passed_on_at_once(
     process: tuple[psutil.Process, str], upstream: FakeUpstream
 ) -> None:
     arrived = asyncio.Event()

@@ -1,6 +1,6 @@
 """Processes are killed while live episodes decide about versions: nothing is lost or done twice.
 
-8 kills; 200 with `--hypothesis-profile=long`.
+`python -m benchmarks.chaos --target canaries` does the same with more kills.
 """
 
 from pathlib import Path
@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.__main__ import broken_promises
-from tests.fuzz.profile import is_long
 from tests.support.steward.canary_kills import canary_kills
 
-KILLS = 200 if is_long() else 8
+KILLS = 8
 
 
-@pytest.mark.timeout(0 if is_long() else 900)
+@pytest.mark.timeout(900)
 def test_each_change_is_made_once_whoever_is_killed(tmp_path: Path) -> None:
     found = canary_kills(tmp_path, KILLS, seed=5)["canaries"]
     assert sum(found["killed"].values()) == KILLS

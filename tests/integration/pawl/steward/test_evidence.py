@@ -314,7 +314,7 @@ async def test_episodes_kept_back_by_a_long_reward_delay_do_not_count_as_known(
     assert found.arms["serving"].episodes > APART_S / 2
 
 
-async def test_terms_are_those_that_matter_for_the_newest_episodes_that_count(
+async def test_terms_reach_back_as_far_as_the_newest_episodes_that_count(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standing, "FAR", 2)
@@ -346,7 +346,9 @@ def test_succession_does_not_go_on_past_a_roll_back_or_another_rule() -> None:
     assert not OnSuccession(stands, terms).goes_on(*succession(1, 2, 3, rule=other))
 
 
-async def test_version_served_before_is_known_by_its_newest_episodes(engine: AsyncEngine) -> None:
+async def test_reading_begins_with_the_newest_episodes_of_what_served_before(
+    engine: AsyncEngine,
+) -> None:
     at = [BEGAN + timedelta(seconds=number) for number in range(9)]
     arrivals = [begun(f"n-{n}", "base", one, n) for n, one in enumerate(at)]
     await Ingester().store(engine, [one.record for one in arrivals])

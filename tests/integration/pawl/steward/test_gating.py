@@ -123,7 +123,7 @@ async def test_version_whose_episodes_get_no_rewards_is_rolled_back(
     assert last.reason.startswith("more unscored episodes than what serves: 66.7% of the canary's")
 
 
-async def test_rewards_that_the_range_cuts_promote_nothing_and_are_told(
+async def test_rewards_outside_of_the_range_promote_nothing_and_are_shown(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await begin_trial(engine, judge)

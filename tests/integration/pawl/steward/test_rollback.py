@@ -195,7 +195,7 @@ async def test_version_serves_again_only_if_the_replicas_have_it(
 
 
 @pytest.mark.usefixtures("_called_back")
-async def test_by_hand_what_was_called_back_before_serves_only_if_a_replica_has_loaded_it(
+async def test_roll_back_by_hand_gives_no_traffic_to_what_no_replica_has_loaded(
     engine: AsyncEngine,
 ) -> None:
     async with Replicas([AWAY]) as replicas:
@@ -204,7 +204,7 @@ async def test_by_hand_what_was_called_back_before_serves_only_if_a_replica_has_
 
 
 @pytest.mark.usefixtures("_retired")
-async def test_by_hand_it_is_loaded_first_too(engine: AsyncEngine, servers: Servers) -> None:
+async def test_roll_back_by_hand_loads_first_too(engine: AsyncEngine, servers: Servers) -> None:
     async with Replicas([server.url for server in servers]) as replicas:
         chosen, serves, loaded = await roll_back_by_hand(engine, replicas, "m", "it swears")
     assert serves is not None
@@ -374,7 +374,7 @@ async def test_only_a_slot_that_is_needed_and_can_be_spared_is_taken(
     assert await of_others(engine) == after
 
 
-async def test_operator_s_roll_back_makes_room_too(
+async def test_roll_back_by_hand_makes_room_too(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await others(engine, tmp_path)

@@ -114,7 +114,7 @@ async def test_version_that_is_worse_than_the_one_before_it_is_rolled_back(
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()
 
 
-async def test_rewards_that_the_range_cuts_are_told_of_what_serves_untried(
+async def test_rewards_outside_of_the_range_are_shown_of_what_serves_untried(
     engine: AsyncEngine, judge: Gating
 ) -> None:
     await served(engine, ([90.0, 0.5], [1.0, 0.0]))

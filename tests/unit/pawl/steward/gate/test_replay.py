@@ -94,17 +94,17 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         ('<tool_call>{"name": "add", "argu', True),
     ],
 )
-def test_a_whole_reply(text: str, wanted: bool | None) -> None:
+def test_tool_calls_of_a_whole_reply(text: str, wanted: bool | None) -> None:
     assert is_malformed(text, TOOLS, is_whole=True) is wanted
 
 
-def test_what_was_cut_off_is_not_judged_for_that() -> None:
+def test_tool_call_that_was_cut_off_is_not_judged_for_that() -> None:
     assert is_malformed('<tool_call>{"name": "ad', TOOLS, is_whole=False) is None
     assert is_malformed('{"name": "ad', TOOLS, is_whole=False) is None
     assert is_malformed(CALL + '<tool_call>{"na', TOOLS, is_whole=False) is False
 
 
-def test_without_tools_nothing_is_judged() -> None:
+def test_tool_calls_are_not_judged_without_tools() -> None:
     assert is_malformed(CALL, {}, is_whole=True) is None
 
 
@@ -121,6 +121,6 @@ def test_tools_are_read_of_each_wire_format() -> None:
 
 
 @given(text=st.text(alphabet='{}[]":,<>/_tol calnmergus1'), is_whole=st.booleans())
-def test_any_text_is_read(text: str, is_whole: bool) -> None:
+def test_tool_calls_of_any_text_are_read(text: str, is_whole: bool) -> None:
     for one in (text, f"<tool_call>{text}</tool_call>"):
         assert is_malformed(one, TOOLS, is_whole=is_whole) in (None, True, False)

@@ -29,7 +29,7 @@ EPISODES = st.builds(
 
 
 @pytest.mark.parametrize("age_s", [60.0, 2 * OPTIONS.deadline_s])
-def test_better_one_is_promoted_and_worse_one_retired_at_any_age(age_s: float) -> None:
+def test_better_canary_is_promoted_and_worse_one_retired_at_any_age(age_s: float) -> None:
     better, worse = decide(BETTER, OPTIONS, age_s), decide(WORSE, OPTIONS, age_s)
     assert (better.kind, worse.kind) == ("promote", "retire")
     assert better.lower >= -OPTIONS.margin
@@ -40,7 +40,7 @@ def test_better_one_is_promoted_and_worse_one_retired_at_any_age(age_s: float) -
     assert worse.reason == "scores lower than what serves"
 
 
-def test_neither_better_nor_worse_one_waits_until_its_deadline() -> None:
+def test_canary_that_is_neither_better_nor_worse_waits_until_its_deadline() -> None:
     assert decide(EQUAL, OPTIONS, age_s=OPTIONS.deadline_s - 1).kind == "wait"
     late = decide(EQUAL, OPTIONS, age_s=OPTIONS.deadline_s)
     assert late.kind == "retire"
@@ -48,12 +48,12 @@ def test_neither_better_nor_worse_one_waits_until_its_deadline() -> None:
 
 
 @pytest.mark.parametrize("episodes", [[], [Episode(SERVING, "one", 1.0)] * 500])
-def test_without_episodes_of_both_arms_nothing_is_known(episodes: list[Episode]) -> None:
+def test_trial_waits_without_episodes_of_both_arms(episodes: list[Episode]) -> None:
     found = decide(episodes, OPTIONS, age_s=0)
     assert (found.kind, found.lower, found.upper) == ("wait", -1.0, 1.0)
 
 
-def test_none_is_promoted_before_each_arm_has_enough_episodes() -> None:
+def test_canary_is_not_promoted_before_each_arm_has_enough_episodes() -> None:
     found = decided(BETTER, GateOptions(fewest=150))
     assert found.kind == "promote"
     assert found.arms[CANARY].episodes >= 150
@@ -120,7 +120,7 @@ def partly_below_nothing(random: Random, mean: float) -> float:
     ("draw", "good", "bad", "right"),
     [(of_a_hundred, 90.0, 20.0, (0.0, 100.0)), (partly_below_nothing, -0.6, -0.9, (-1.0, 1.0))],
 )
-def test_none_is_promoted_by_rewards_that_the_range_cuts(
+def test_canary_is_not_promoted_by_rewards_outside_of_the_range(
     draw: Callable[[Random, float], float], good: float, bad: float, right: tuple[float, float]
 ) -> None:
     """Between 0 and 1 the one that is far worse scores as high, or nearly so."""
@@ -137,7 +137,7 @@ def test_none_is_promoted_by_rewards_that_the_range_cuts(
     assert decide(episodes, GateOptions(reward_range=right, margin=0.1), 0).kind == "retire"
 
 
-def test_rewards_that_the_range_cuts_are_told_before_they_would_suffice() -> None:
+def test_rewards_outside_of_the_range_are_named_before_they_would_suffice() -> None:
     episodes = [
         msgspec.structs.replace(one, reward=30.0 if one.reward and one.arm == CANARY else 0.0)
         for one in EQUAL[:40]
@@ -148,12 +148,12 @@ def test_rewards_that_the_range_cuts_are_told_before_they_would_suffice() -> Non
     assert "of the canary's rewards lie outside of gate.reward_range" in found.reason
 
 
-def test_one_that_is_worse_is_retired_though_the_range_cuts_its_rewards() -> None:
+def test_worse_canary_is_retired_though_its_rewards_are_outside_of_the_range() -> None:
     below = [msgspec.structs.replace(one, reward=one.reward or -5.0) for one in WORSE]
     assert decide(below, OPTIONS, 0).reason == "scores lower than what serves"
 
 
-def test_what_a_sum_of_floats_is_past_the_range_is_not_cut() -> None:
+def test_rounding_of_a_sum_is_not_outside_of_the_range() -> None:
     options = GateOptions(reward_range=(0.0, 0.3))
     assert not options.clips(Episode(CANARY, "one", 0.1 + 0.2))
     assert options.clips(Episode(CANARY, "one", 0.301))
@@ -235,7 +235,7 @@ def going_wrong(make: Make, canary: float, serving: float, count: int = 4_000) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_that_goes_wrong_far_more_often_is_retired(way: str) -> None:
+def test_canary_that_goes_wrong_far_more_often_is_retired(way: str) -> None:
     found = decide(going_wrong(WAYS[way], canary=0.5, serving=0.1), NEVER_PROMOTED, 0)
     assert found.kind == "retire"
     assert found.reason.startswith(f"more {way} than what serves")
@@ -247,7 +247,7 @@ def test_one_that_goes_wrong_far_more_often_is_retired(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_that_goes_wrong_as_often_is_not_retired(way: str) -> None:
+def test_canary_that_goes_wrong_as_often_is_not_retired(way: str) -> None:
     found = decide(going_wrong(WAYS[way], canary=0.3, serving=0.3), NEVER_PROMOTED, 0)
     assert found.kind == "wait"
     # A guard that never applied knows nothing.
@@ -256,7 +256,7 @@ def test_one_that_goes_wrong_as_often_is_not_retired(way: str) -> None:
     assert len(unused) == 5 - len({way, "failed requests", "unscored episodes"})
 
 
-def test_slow_is_twice_the_median_of_what_serves_before_the_block() -> None:
+def test_slow_episode_takes_twice_the_median_of_what_serves_before_its_block() -> None:
     slowness = Slowness(block_size=2)
     serving = Episode(SERVING, "one", None, seconds=1.0)
     for _ in range(FIRST_TIMES):
@@ -279,7 +279,7 @@ def hidden(random: Random, share: float, right: float, count: int = 6_000) -> li
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
-def test_none_gets_the_traffic_by_leaving_its_wrong_answers_unscored(share: float) -> None:
+def test_canary_is_not_promoted_by_leaving_its_wrong_answers_unscored(share: float) -> None:
     """By those that are scored it is far better, which is shown before a guard has seen enough."""
     found = [decided(hidden(Random(n), share, 0.5), GateOptions()) for n in range(10)]
     assert {one.kind for one in found} == {"retire"}
@@ -288,7 +288,7 @@ def test_none_gets_the_traffic_by_leaving_its_wrong_answers_unscored(share: floa
     }
 
 
-def test_an_episode_that_failed_is_no_unscored_one() -> None:
+def test_failed_episode_is_not_an_unscored_one() -> None:
     """Without a reward it counts as the lowest, and is guarded as a failed one already."""
     [guard] = [one for one in all_guards(8) if one.figures(1.0).name == "unscored episodes"]
     guard.add(Episode(CANARY, "one", None, failed=True))
@@ -297,7 +297,7 @@ def test_an_episode_that_failed_is_no_unscored_one() -> None:
 
 
 @pytest.mark.parametrize("scored", [0.02, 0.1, 0.5])
-def test_who_scores_a_part_of_the_episodes_loses_no_version_by_it(scored: float) -> None:
+def test_scoring_a_part_of_the_episodes_retires_no_canary(scored: float) -> None:
     """Whichever these are, as long as that does not depend on the version."""
     for seed in range(5):
         random = Random(seed)
@@ -308,7 +308,7 @@ def test_who_scores_a_part_of_the_episodes_loses_no_version_by_it(scored: float)
         assert decided(episodes, GateOptions()).kind != "retire"
 
 
-def test_better_one_of_whose_episodes_a_tenth_is_scored_gets_the_traffic() -> None:
+def test_better_canary_is_promoted_by_a_tenth_of_its_episodes() -> None:
     random = Random(2)
     episodes = []
     for _ in range(12_000):
@@ -319,7 +319,7 @@ def test_better_one_of_whose_episodes_a_tenth_is_scored_gets_the_traffic() -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_none_gets_the_traffic_while_a_guard_speaks_against_it(way: str) -> None:
+def test_canary_is_not_promoted_while_a_guard_speaks_against_it(way: str) -> None:
     """What would be promoted by its rewards waits until the guard has seen enough."""
     random, episodes = Random(3), []
     for _ in range(1_000):
@@ -330,7 +330,7 @@ def test_none_gets_the_traffic_while_a_guard_speaks_against_it(way: str) -> None
     assert decided(episodes, GateOptions(margin=0.2)).kind == "retire"
 
 
-def test_what_keeps_one_from_its_promotion_is_said() -> None:
+def test_decision_says_what_keeps_a_canary_from_its_promotion() -> None:
     options = GateOptions(canary_share=0.5, base_share=0.0, margin=0.2)
     episodes = [
         Episode(CANARY if n % 2 else SERVING, "one", float(n % 2), failed=n % 20 in (1, 11))

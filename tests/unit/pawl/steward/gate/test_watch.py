@@ -46,7 +46,7 @@ def watched(episodes: list[Episode], then: Reference) -> Watched:
     return watch.watched()
 
 
-def test_one_that_falls_is_rolled_back_also_after_long() -> None:
+def test_promoted_version_that_falls_after_long_is_rolled_back() -> None:
     fallen = served(2_000, {BASE: 0.4, SERVING: 0.1, CANARY: 0.0}, seed=7)
     found = watched(served(2_000, HEALTHY) + fallen, reference())
     assert found.roll_back
@@ -54,7 +54,7 @@ def test_one_that_falls_is_rolled_back_also_after_long() -> None:
     assert "less far above the base" in found.reason
 
 
-def test_without_a_base_nothing_is_known_then_or_now() -> None:
+def test_promoted_version_is_not_rolled_back_without_a_base() -> None:
     fallen = served(2_000, {BASE: 0.4, SERVING: 0.0, CANARY: 0.0})
     assert not watched([one for one in fallen if one.arm == SERVING], reference()).roll_back
     assert not watched(fallen, reference(count=0)).roll_back
@@ -74,7 +74,7 @@ def test_reference_says_less_the_higher_the_difference() -> None:
     assert (cell_start(0), cell_start(CELLS)) == (-1.0, 1.0)
 
 
-def test_of_a_short_trial_what_began_before_the_promotion_makes_the_watch_sharper() -> None:
+def test_episodes_begun_before_the_promotion_make_the_watch_after_a_short_trial_sharper() -> None:
     """Of 150 episodes a fall by 0.4 cannot be told from a version that never was above the base."""
     fallen = served(1_500, {BASE: 0.4, SERVING: 0.3, CANARY: 0.0}, seed=7)
     short = reference(count=150)
@@ -86,7 +86,7 @@ def test_of_a_short_trial_what_began_before_the_promotion_makes_the_watch_sharpe
     assert not watched(healthy, joined(short, later)).roll_back
 
 
-def test_what_began_before_the_promotion_rolls_back_none_that_stays_as_it_was() -> None:
+def test_episodes_begun_before_the_promotion_roll_back_no_version_that_stays_as_it_was() -> None:
     wrong = 0
     for seed in range(20):
         then = joined(reference(count=60, seed=seed), reference(count=200, seed=seed + 1_000))
@@ -95,7 +95,7 @@ def test_what_began_before_the_promotion_rolls_back_none_that_stays_as_it_was() 
     assert wrong <= 4
 
 
-def test_where_the_base_serves_it_is_its_own_arm() -> None:
+def test_serving_base_is_compared_with_as_its_own_arm() -> None:
     episodes = stream(1_500, HEALTHY, 5, canary=0.3, base=0.3)
     as_serving = [
         msgspec.structs.replace(one, arm=SERVING if one.arm == BASE else one.arm)
@@ -261,14 +261,14 @@ def test_version_is_not_blamed_whose_episodes_began_before_any_was_read() -> Non
     assert succession.watched().since == 3
 
 
-def test_without_a_base_nothing_is_known() -> None:
+def test_untried_versions_are_not_rolled_back_without_a_base() -> None:
     falls = line([0.4] * 6 + [-0.4] * 6, 120, 8)
     alone = [[one for one in part if one.arm == SERVING] for part in falls]
     assert not followed(*alone, after_base=True).roll_back
     assert not followed().roll_back
 
 
-def test_what_was_there_before_is_compared_with_and_not_watched() -> None:
+def test_version_there_before_is_compared_with_and_not_watched() -> None:
     """A version put there by hand may be worse than the one before it."""
     parts = line([0.4] * 4 + [-0.3] * 4, 150, 9)
     assert followed(*parts, old=4).since == 5
@@ -303,7 +303,7 @@ def test_finding_does_not_depend_on_the_pieces_in_which_episodes_come(
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=8, deadline=None)
-def test_what_is_found_is_a_version_that_is_watched_and_a_verdict_is_final(seed: int) -> None:
+def test_fall_begins_with_a_watched_version_and_a_verdict_is_final(seed: int) -> None:
     random = Random(seed)
     counts = [random.randint(0, 90) for _ in range(12)]
     parts = [serving(random, at, n, random.uniform(-0.4, 0.6)) for at, n in enumerate(counts, 1)]
@@ -318,13 +318,13 @@ def test_what_is_found_is_a_version_that_is_watched_and_a_verdict_is_final(seed:
         final = found if found.roll_back else None
 
 
-def test_none_that_stays_as_it_was_is_rolled_back_more_often_than_is_said() -> None:
+def test_versions_that_stay_as_they_were_are_hardly_ever_rolled_back() -> None:
     """Of 20 lines of six versions hardly any is; the bound, 5 % for each version, allows six."""
     wrong = sum(followed(*line([0.3] * 6, 70, seed)).roll_back for seed in range(20))
     assert wrong <= 2
 
 
-def test_one_version_after_another_is_what_the_two_parts_of_it_are() -> None:
+def test_wealth_of_a_stretch_is_that_of_its_blocks_against_those_before() -> None:
     """What a stretch has is the wealth of its blocks against those before it."""
     random = Random(12)
     first, second = serving(random, 1, 160, 0.4), serving(random, 2, 80, 0.2)
