@@ -25,7 +25,6 @@ SLOW: Final = (
     "tests/integration/faults/test_failing_disk.py",
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",
-    "tests/integration/faults/test_stopping.py",
     "tests/integration/pawl/rollout/test_going_on.py",
     "tests/integration/pawl/rollout/test_rollout.py",
     "tests/integration/proxy/test_limits.py",

@@ -51,6 +51,7 @@ class Proxy:
         self.session = session
         self.url = f"http://{settings.listen}"
         self.admin = f"http://{settings.admin_listen}"
+        self.port = int(settings.listen.rpartition(":")[2])
 
     async def ask(
         self, method: str, path: str, headers: Any = None, *, data: Any = None, **body: Any

@@ -19,7 +19,7 @@ from tests.integration.deleting.test_delete_command import files_with, pawl
 from tests.integration.deleting.test_deleting import body
 from tests.support.faults.ledger import Scrapes, drained
 from tests.support.faults.load import BROKEN, fetch
-from tests.support.faults.stand import Part, Stand
+from tests.support.faults.stand import Part, Stand, running_stand
 from tests.support.ledger.deleting import exported, places_with
 from tests.support.records import call
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
@@ -47,13 +47,8 @@ async def stand(
 ) -> AsyncIterator[Stand]:
     """Two workers that keep records for two days."""
     monkeypatch.setenv("PAWL_KEEP_DAYS", "2")
-    port = int(upstream.url.split(":")[2].split("/")[0])
-    found = await asyncio.to_thread(Stand, tmp_path, port, 2)
-    await found.ready()
-    yield found
-    if found.supervisor.poll() is None:
-        await asyncio.to_thread(found.stop)
-    await asyncio.to_thread(found.postgres.stop)
+    async with running_stand(tmp_path, upstream.url, 2) as found:
+        yield found
 
 
 async def store_old(engine: AsyncEngine) -> None:

@@ -5,7 +5,7 @@
 
 import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,27 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.http.wire import HOP_BY_HOP
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for
-from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
+from tests.support.servers.raw_upstream import (
+    APIS,
+    CHAT,
+    EVENTS,
+    JSON,
+    LAST,
+    RawUpstream,
+    chunked,
+    parts,
+    post,
+    raw_ask,
+    raw_upstream,
+    says,
+    sized,
+    unchunked,
+)
 from tests.support.waiting import eventually
 
-CHAT = "/v1/chat/completions"
-APIS = {
-    CHAT: b'{"model":"m","messages":[{"role":"user","content":"q"}]}',
-    "/v1/completions": b'{"model":"m","prompt":"q"}',
-    "/v1/responses": b'{"model":"m","input":"q"}',
-    "/v1/messages": b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"q"}]}',
-}
 SILENCE_S = 2.0
-EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
@@ -42,71 +48,28 @@ async def upstream() -> AsyncIterator[RawUpstream]:
 async def proxy(
     database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
 ) -> AsyncIterator[Proxy]:
-    async with proxy_before(upstream, SILENCE_S, database_url, engine, tmp_path) as found:
+    settings = {"silence_s": SILENCE_S, "max_reply_mb": 24}
+    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
         yield found
 
 
 @asynccontextmanager
 async def proxy_before(
-    upstream: RawUpstream, silence_s: float, database_url: str, engine: AsyncEngine, folder: Path
+    upstream: RawUpstream,
+    changes: Mapping[str, float],
+    database_url: str,
+    engine: AsyncEngine,
+    folder: Path,
 ) -> AsyncIterator[Proxy]:
     """A proxy before a server that is not vLLM: it gets the client's own bytes."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
     settings = settings_for(database_url, upstream.url, folder)
-    settings = settings.model_copy(update={"silence_s": silence_s, "max_reply_mb": 24})
-    async with proxy_with(settings, engine) as found:
+    async with proxy_with(settings.model_copy(update=changes), engine) as found:
         yield found
 
 
-def port_of(proxy: Proxy) -> int:
-    return int(proxy.settings.listen.rpartition(":")[2])
-
-
-def sized(status: bytes, body: bytes, *headers: bytes) -> bytes:
-    lines = b"".join(header + b"\r\n" for header in headers)
-    return b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status, lines, len(body)) + body
-
-
-LAST = b"0\r\n\r\n"
-
-
-def chunked(*pieces: bytes) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-
-
-def parts(reply: bytes) -> tuple[bytes, list[bytes], bytes]:
-    """Status line, header lines and body, less what decision 016 and RFC 9110 §7.6.1 except.
-
-    Ours (`x-pawl-`), what belongs to one connection, and how the body is framed.
-    """
-    head, _, body = reply.partition(b"\r\n\r\n")
-    status, *lines = head.split(b"\r\n")
-    names = [line.partition(b":")[0].lower() for line in lines]
-    if b"transfer-encoding" in names:
-        body = unchunked(body)
-    excepted = HOP_BY_HOP | {b"content-length"}
-    kept = [
-        line
-        for name, line in zip(names, lines, strict=True)
-        if name not in excepted and not name.startswith(b"x-pawl-")
-    ]
-    return status, kept, body
-
-
-def unchunked(body: bytes) -> bytes:
-    """The content of a chunked body that is whole."""
-    content, rest = b"", body
-    while True:
-        size, _, rest = rest.partition(b"\r\n")
-        if not int(size, 16):
-            assert rest == b"\r\n"
-            return content
-        content, rest = content + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-
-
 ODD = b'{ "z":1.0,\t"a" :[9007199254740993,1e400,-0.0,1E+2],"b":"\xc3\xa9\\u00e9","new":{}}\n'
-JSON = b"Content-Type: application/json"
 GZIP = b"Content-Encoding: gzip"
 ZIPPED = gzip.compress(ODD, mtime=0)
 STREAM = (
@@ -140,14 +103,14 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_whatever_the_upstream_says_reaches_the_client_byte_for_byte(
+async def test_reply_reaches_the_client_byte_for_byte(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     for name, reply in REPLIES.items():
         upstream.script = says(reply)
         request = post(path, APIS[path], b"Accept-Encoding: gzip", b"X-Mine: Yes")
         direct = parts(await raw_ask(upstream.port, request))
-        proxied = parts(await raw_ask(port_of(proxy), request))
+        proxied = parts(await raw_ask(proxy.port, request))
         if name in ("announced", "until close"):
             # A 1xx ends at the proxy, and it speaks for itself as HTTP/1.1.
             direct = parts(reply[reply.rindex(b"HTTP/1.") :].replace(b"HTTP/1.0", b"HTTP/1.1"))
@@ -159,7 +122,7 @@ async def test_whatever_the_upstream_says_reaches_the_client_byte_for_byte(
     assert not any(call.trainable for call in calls)
 
 
-async def test_and_so_where_ids_are_asked_for(
+async def test_reply_that_is_asked_for_ids_loses_only_the_ids(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as exits:
@@ -195,11 +158,11 @@ def spelled(reply: tuple[bytes, list[bytes], bytes]) -> Any:
     return reply
 
 
-async def test_the_upstream_gets_the_clients_headers_in_their_case_and_order(
+async def test_upstream_gets_the_clients_headers_in_their_case_and_order(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     mine = (b"X-B: 1", b"x-a: 2", b"X-B: 3", b"Authorization: Bearer k", b"Accept-Encoding: gzip")
-    await raw_ask(port_of(proxy), post(CHAT + "?a=%2F", APIS[CHAT], *mine))
+    await raw_ask(proxy.port, post(CHAT + "?a=%2F", APIS[CHAT], *mine))
     first, *lines = upstream.heads[-1].split(b"\r\n")
     assert first == b"POST /v1/chat/completions?a=%2F HTTP/1.1"
     assert [line for line in lines if line in mine] == list(mine)
@@ -215,13 +178,13 @@ ERROR_EVENTS = {
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_torn_stream_ends_torn_after_its_apis_error_event(
+async def test_torn_stream_ends_torn_after_its_apis_error_event(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     event = b'data: {"id":"r","choices":[]}\n\n'
     upstream.script = says(EVENTS + chunked(event), then="reset")
     body = APIS[path][:-1] + b',"stream":true}'
-    reply = await raw_ask(port_of(proxy), post(path, body))
+    reply = await raw_ask(proxy.port, post(path, body))
     _, _, framed = reply.partition(b"\r\n\r\n")
     content = unchunked(framed + b"0\r\n\r\n")
     assert content.startswith(event)
@@ -231,12 +194,12 @@ async def test_a_torn_stream_ends_torn_after_its_apis_error_event(
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_torn_whole_reply_is_502_in_the_words_of_its_api(
+async def test_torn_whole_reply_is_502_in_the_words_of_its_api(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     """Nothing of it was passed on, so the client can still be told."""
     upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="reset")
-    reply = await raw_ask(port_of(proxy), post(path, APIS[path]))
+    reply = await raw_ask(proxy.port, post(path, APIS[path]))
     assert reply.startswith(b"HTTP/1.1 502 ")
     assert b"x-pawl-fault: upstream\r\n" in reply
     error = json.loads(parts(reply)[2])["error"]
@@ -250,7 +213,7 @@ async def test_a_torn_whole_reply_is_502_in_the_words_of_its_api(
     assert kept == ODD[:-1]
 
 
-async def test_an_upstream_that_is_not_there(
+async def test_upstream_that_is_away_is_502(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     settings = settings_for(database_url, "http://127.0.0.1:1/v1", tmp_path)
@@ -269,7 +232,7 @@ async def test_an_upstream_that_is_not_there(
         assert await eventually(recorded)
 
 
-async def test_a_reply_too_large_to_be_held_is_given_up_by_name(
+async def test_reply_too_large_to_be_held_is_502_and_names_the_setting(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = says(sized(b"200 OK", b"x" * (25 * 2**20), b"Content-Type: application/json"))

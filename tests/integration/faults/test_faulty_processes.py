@@ -6,21 +6,38 @@
 import asyncio
 import os
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import psutil
 import pytest
-from aiohttp import web
+import structlog
 
 from benchmarks.chaos.__main__ import broken_promises
 from benchmarks.chaos.calls import kills
+from pawl.serving.process import STOP, end
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.load import Load
-from tests.support.faults.stand import CannotInjectFaults, Stand, standing
-from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
+from tests.support.faults.stand import (
+    CannotInjectFaults,
+    Stand,
+    running_stand,
+    standing,
+    start_again,
+)
+from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.servers.raw_upstream import (
+    EVENTS,
+    RawUpstream,
+    asleep,
+    chunked,
+    endless,
+    post,
+    raw_ask,
+    raw_upstream,
+)
 from tests.support.waiting import at_rest, eventually, until
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true}'
@@ -28,35 +45,22 @@ CHAT = post("/v1/chat/completions", BODY)
 MOST_GROWTH = 32 * 2**20
 # Eighty calls a second: the kills are what is tested, and not how much is stored a second.
 PAUSE_S = 0.2
-
-
-async def up(folder: Path, upstream_port: int, workers: int) -> Stand:
-    stand = await asyncio.to_thread(Stand, folder, upstream_port, workers)
-    await stand.ready()
-    return stand
-
-
-async def down(stand: Stand) -> None:
-    if stand.supervisor.poll() is None:
-        await asyncio.to_thread(stand.stop)
-    await asyncio.to_thread(stand.postgres.stop)
-
-
-@pytest.fixture
-async def upstream() -> AsyncIterator[FakeUpstream]:
-    async with fake_upstream() as server:
-        yield server
+# The end of a stream that is whole.
+WHOLE_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+# As many stalled clients of each kind.
+EACH = int(os.environ.get("STALLED_CLIENTS", "100"))
+GRACE_S = 20.0
+log = structlog.get_logger()
 
 
 @pytest.fixture
 async def stand(upstream: FakeUpstream, tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
     """Two workers."""
-    found = await up(tmp_path, int(upstream.url.split(":")[2].split("/")[0]), 2)
-    yield found
-    await down(found)
+    async with running_stand(tmp_path, upstream.url, 2) as found:
+        yield found
 
 
-async def stored(stand: Stand, answered: list[str]) -> None:
+async def assert_stored(stand: Stand, answered: list[str]) -> None:
     """Nothing that was answered is missing."""
     scrapes = Scrapes()
     assert await drained(stand.admin, scrapes, within_s=20) is not None
@@ -64,21 +68,10 @@ async def stored(stand: Stand, answered: list[str]) -> None:
     assert (await kept(stand.url, answered, own_episodes=False)).missing == 0
 
 
-def slow(go_on: asyncio.Event, upstream: FakeUpstream) -> None:
-    """Streams that begin, and end when they are told to."""
-
-    async def behave(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b'data: {"choices":[]}\n\n')
-        await go_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    upstream.behave = behave
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def begun(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def begun(port: int) -> Stream:
     """A stream whose first event has arrived."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(CHAT)
@@ -86,126 +79,97 @@ async def begun(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return reader, writer
 
 
-def is_leaving(worker: psutil.Process, port: int) -> bool:
-    """Whether a worker that still runs takes no new connections."""
-    with suppress(psutil.NoSuchProcess):
-        return not any(
-            at.laddr.port == port and at.status == "LISTEN" for at in worker.net_connections()
-        )
-    return False
+async def rest(stream: Stream) -> bytes:
+    """What else comes of a stream, until it ends or is torn."""
+    reader, writer = stream
+    received = b""
+    with suppress(ConnectionResetError):
+        received = await reader.read()
+    writer.close()
+    return received
 
 
-def load_on(stand: Stand) -> Load:
+@asynccontextmanager
+async def loaded(stand: Stand) -> AsyncIterator[None]:
+    """Clients ask before, during and after the block: each call is answered and stored."""
     load = Load(stand.port, at_once=4, pause_s=0.005, calls_per_episode=10)
     load.start()
-    return load
+    await load.reached(50)
+    yield
+    await load.reached(len(load.outcome.complete) + 50)
+    await load.stop()
+    assert (load.outcome.failed, load.outcome.refused) == ([], 0)
+    await assert_stored(stand, load.outcome.complete)
 
 
-async def test_a_killed_worker_costs_its_own_calls_and_nothing_else(
+async def test_killed_worker_costs_its_own_calls_and_nothing_else(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
+    go_on = upstream.hold_streams()
     streams = [await begun(stand.port) for _ in range(12)]
-    before = {p.pid: _connections(p, stand.port) for p in stand.processes("worker")}
+    before = {p.pid: stand.connections(p) for p in stand.processes("worker")}
     assert sum(before.values()) == len(streams)
     victim = max(before, key=lambda pid: before[pid])
     os.kill(victim, signal.SIGKILL)
     await stand.ready()
     go_on.set()
-    ends = [await _rest(reader) for reader, _ in streams]
-    whole = [end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for end in ends]
-    assert whole.count(True) == len(streams) - before[victim]
-    for _, writer in streams:
-        writer.close()
+    ends = [await rest(stream) for stream in streams]
+    whole = [end for end in ends if end.endswith(WHOLE_END)]
+    assert len(whole) == len(streams) - before[victim]
     upstream.behave = None
-    load = load_on(stand)
-    await load.reached(50)
-    await load.stop()
-    assert load.outcome.failed == []
-    await stored(stand, load.outcome.complete)
+    async with loaded(stand):
+        pass
 
 
-def _connections(process: psutil.Process, port: int) -> int:
-    return sum(
-        at.laddr.port == port and at.status == "ESTABLISHED" for at in process.net_connections()
-    )
+async def test_killed_ingester_is_noticed_by_no_client(stand: Stand) -> None:
+    async with loaded(stand):
+        await stand.kill("ingester", 0)
 
 
-async def _rest(reader: asyncio.StreamReader) -> bytes:
-    with suppress(ConnectionResetError):
-        return await reader.read()
-    return b""
-
-
-async def test_a_killed_ingester_is_noticed_by_nobody(stand: Stand) -> None:
-    load = load_on(stand)
-    await load.reached(50)
-    await stand.kill("ingester", 0)
-    await load.reached(len(load.outcome.complete) + 50)
-    await load.stop()
-    assert load.outcome.failed == []
-    assert load.outcome.refused == 0
-    await stored(stand, load.outcome.complete)
-
-
-async def test_a_killed_supervisor_takes_the_others_with_it_and_a_new_one_stores_the_rest(
+async def test_killed_supervisor_ends_its_children_and_the_next_stores_what_they_left(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
-    reader, writer = await begun(stand.port)
+    go_on = upstream.hold_streams()
+    stream = await begun(stand.port)
     children = stand.processes("worker") + stand.processes("ingester")
     await asyncio.to_thread(stand.postgres.stop)
     stand.supervisor.kill()
     stand.supervisor.wait()
-    await stand.start_postgres()
+    await start_again(stand.postgres)
     # The port is free at once, though a stream is still being answered.
     await stand.restart()
     await stand.ready()
     go_on.set()
-    assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    writer.close()
+    assert (await rest(stream)).endswith(WHOLE_END)
 
-    async def ended() -> bool:
-        return not any(child.is_running() for child in children)
+    await until(lambda: not any(child.is_running() for child in children))
 
-    await eventually(ended)
-
-    async def both() -> bool:
+    async def is_stored() -> bool:
         return (await kept(stand.url, [], own_episodes=False)).stored == 1
 
-    await eventually(both)
+    await eventually(is_stored)
 
 
-async def test_hup_replaces_the_workers_and_no_request_fails(
+async def test_sighup_replaces_the_workers_and_no_request_fails(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
-    reader, writer = await begun(stand.port)
+    go_on = upstream.hold_streams()
+    stream = await begun(stand.port)
     upstream.behave = None
     workers = stand.processes("worker")
     before = {p.pid for p in workers}
-    [streaming] = [p for p in workers if _connections(p, stand.port)]
-    load = load_on(stand)
-    await load.reached(50)
-    stand.supervisor.send_signal(signal.SIGHUP)
-    await until(lambda: is_leaving(streaming, stand.port))
-    go_on.set()
-    assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    writer.close()
+    [streaming] = [p for p in workers if stand.connections(p)]
 
-    async def replaced() -> bool:
+    def are_replaced() -> bool:
         now = {p.pid for p in stand.processes("worker")}
         return len(now) == 2 and not now & before
 
-    await eventually(replaced)
-    await load.reached(len(load.outcome.complete) + 50)
-    await load.stop()
-    assert load.outcome.failed == []
-    assert load.outcome.refused == 0
-    await stored(stand, load.outcome.complete)
+    async with loaded(stand):
+        stand.supervisor.send_signal(signal.SIGHUP)
+        await until(lambda: stand.is_leaving(streaming))
+        go_on.set()
+        assert (await rest(stream)).endswith(WHOLE_END)
+        await until(are_replaced)
 
 
 async def refused(stand: Stand) -> bool:
@@ -216,64 +180,53 @@ async def refused(stand: Stand) -> bool:
     return True
 
 
-async def test_term_finishes_streams_and_takes_no_new_connection(
+async def test_sigterm_finishes_streams_and_takes_no_new_connection(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
-    reader, writer = await begun(stand.port)
+    go_on = upstream.hold_streams()
+    stream = await begun(stand.port)
     stand.supervisor.send_signal(signal.SIGTERM)
 
     await eventually(lambda: refused(stand))
     assert stand.supervisor.poll() is None
     go_on.set()
-    assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    writer.close()
-    await asyncio.to_thread(stand.supervisor.wait, 20)
-    assert stand.supervisor.returncode == 0
+    assert (await rest(stream)).endswith(WHOLE_END)
+    assert await asyncio.to_thread(stand.supervisor.wait, 20) == 0
     assert (await kept(stand.url, [], own_episodes=False)).stored == 1
 
 
-async def test_term_is_heeded_in_the_middle_of_a_rolling_restart(
+async def test_sigterm_is_heeded_in_the_middle_of_a_rolling_restart(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
+    go_on = upstream.hold_streams()
     streams = [await begun(stand.port) for _ in range(8)]
     workers = stand.processes("worker")
     stand.supervisor.send_signal(signal.SIGHUP)
-    await until(lambda: any(is_leaving(worker, stand.port) for worker in workers))
+    await until(lambda: any(stand.is_leaving(worker) for worker in workers))
     stand.supervisor.send_signal(signal.SIGTERM)
     await eventually(lambda: refused(stand))
     assert stand.supervisor.poll() is None
     go_on.set()
-    for reader, writer in streams:
-        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        writer.close()
-    await asyncio.to_thread(stand.supervisor.wait, 20)
-    assert stand.supervisor.returncode == 0
+    for stream in streams:
+        assert (await rest(stream)).endswith(WHOLE_END)
+    assert await asyncio.to_thread(stand.supervisor.wait, 20) == 0
     assert (await kept(stand.url, [], own_episodes=False)).stored == len(streams)
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
+async def test_sleeping_reader_slows_the_upstream_down_and_costs_no_memory(tmp_path: Path) -> None:
     """200 MB to a client that reads nothing for a while, then all of it."""
     line = b"data: " + b"x" * 65_528 + b"\n\n"
     lines = 200 * 2**20 // len(line)
 
     async def much(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
-        await server.say(
-            writer,
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n",
-        )
+        await server.say(writer, EVENTS)
         for _ in range(lines):
-            await server.say(writer, b"%x\r\n%b\r\n" % (len(line), line))
+            await server.say(writer, chunked(line))
         await server.say(writer, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
-    async with raw_upstream() as upstream:
+    async with raw_upstream() as upstream, running_stand(tmp_path, upstream.url, 1) as stand:
         upstream.script = much
-        stand = await up(tmp_path, upstream.port, 1)
         await raw_ask(stand.port, post("/v1/embeddings", b"{}"))
         upstream.said = 0
         [worker] = stand.processes("worker")
@@ -286,9 +239,106 @@ async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
             received += len(data)
             most = max(most, worker.memory_info().rss)
         writer.close()
-        await down(stand)
     assert received > lines * len(line)
     assert most - before < MOST_GROWTH
+
+
+async def dribbler(port: int) -> asyncio.StreamWriter:
+    """Begins a request, and sends the rest of it a byte at a time."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    cut = len(CHAT) - 60
+    writer.write(CHAT[:cut])
+
+    async def go_on() -> None:
+        with suppress(ConnectionError):
+            for byte in CHAT[cut:]:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(1.0)
+
+    writer.transport.going = asyncio.create_task(go_on())  # type: ignore[attr-defined]
+    return writer
+
+
+async def stopped(stand: Stand) -> float:
+    """Seconds from SIGTERM until the supervisor is gone."""
+    began = time.monotonic()
+    stand.supervisor.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(stand.supervisor.wait, 40) == 0
+    return time.monotonic() - began
+
+
+@pytest.mark.usefixtures("own_cluster")
+@pytest.mark.timeout(600)
+async def test_sigterm_ends_all_in_time_with_stalled_readers_and_dribbling_writers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
+    async with raw_upstream() as upstream, running_stand(tmp_path, upstream.url, 2) as stand:
+        upstream.script = endless
+        sleepers = [await asleep(stand.port, CHAT) for _ in range(EACH)]
+        dribblers = [await dribbler(stand.port) for _ in range(EACH)]
+        await until(lambda: len(upstream.heads) == EACH)
+        # All that lies between the upstream and those who sleep is full.
+        await at_rest(lambda: upstream.said, 0.5)
+        took = await stopped(stand)
+        log.info("stopped", each=EACH, grace_s=GRACE_S, seconds=round(took, 2))
+        for writer in dribblers:
+            writer.transport.going.cancel()  # type: ignore[attr-defined]
+            writer.close()
+        for sleeper in sleepers:
+            sleeper.close()
+    assert took < GRACE_S
+    text = stand.log.read_text()
+    assert text.count('"status":"client_gone"') == EACH
+    # The ingester may be in the middle of storing so much: the rest stays in the spool.
+    assert not [line for line in text.splitlines() if "child_killed" in line and "worker" in line]
+
+
+@pytest.mark.usefixtures("own_cluster")
+async def test_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_recorded(
+    upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
+    go_on = upstream.hold_streams()
+    async with running_stand(tmp_path, upstream.url, 1) as stand:
+        stream = await begun(stand.port)
+        took = await stopped(stand)
+        assert not (await rest(stream)).endswith(b"0\r\n\r\n")
+        go_on.set()
+    assert GRACE_S / 2 <= took < GRACE_S
+    assert '"status":"client_gone"' in stand.log.read_text()
+    assert "calls_broken_off" in stand.log.read_text()
+
+
+@pytest.mark.usefixtures("own_cluster")
+async def test_streams_of_a_replaced_worker_have_more_time_than_a_stop_gives_them(
+    upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", "1")
+    go_on = upstream.hold_streams()
+    async with running_stand(tmp_path, upstream.url, 1) as stand:
+        stream = await begun(stand.port)
+        stand.supervisor.send_signal(signal.SIGHUP)
+        # Longer than a stop would give them, and the stream is still there.
+        await asyncio.sleep(4.0)
+        go_on.set()
+        assert (await rest(stream)).endswith(WHOLE_END)
+
+
+async def test_process_that_ignores_sigterm_is_killed() -> None:
+    deaf = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", deaf, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    began = time.monotonic()
+    await end(process, "deaf", STOP, 0.5)
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.usefixtures("own_cluster")

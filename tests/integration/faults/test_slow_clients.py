@@ -1,19 +1,43 @@
-"""Clients that do not get on, over real sockets: each is broken off, and costs nobody else."""
+"""Peers that leave, are silent or are slow: each is broken off, and costs nobody else."""
 
 import asyncio
-import socket
+import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.metrics import TOO_SLOW
-from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.integration.faults.test_faults import APIS, CHAT, EVENTS, chunked, port_of
-from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
-from tests.support.waiting import awaited
+from proxy.metrics import RECORDED, TOO_SLOW
+from tests.integration.conftest import Proxy
+from tests.integration.faults.test_faults import (
+    ERROR_EVENTS,
+    ODD,
+    SILENCE_S,
+    proxy,
+    proxy_before,
+    upstream,
+)
+from tests.support.servers.raw_upstream import (
+    APIS,
+    CHAT,
+    EVENTS,
+    JSON,
+    RawUpstream,
+    asleep,
+    chunked,
+    endless,
+    parts,
+    post,
+    raw_ask,
+    says,
+    sized,
+    unchunked,
+)
+from tests.support.waiting import PATIENCE_S, awaited
+
+__all__ = ["proxy", "upstream"]
 
 DEADLINE_S = 1.0
 # A deadline, two sweeps, and what a busy machine takes.
@@ -22,22 +46,133 @@ MESSAGES = "/v1/messages"
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[RawUpstream]:
-    async with raw_upstream() as server:
-        yield server
+async def patient(
+    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    """A proxy that leaves an upstream only because its client has left."""
+    settings = {"silence_s": 10 * PATIENCE_S}
+    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
-async def proxy(
+async def impatient(
     database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
 ) -> AsyncIterator[Proxy]:
     """A proxy whose clients have a second for each step."""
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    short = {"head_s": DEADLINE_S, "body_s": DEADLINE_S, "write_s": DEADLINE_S}
-    async with proxy_with(settings.model_copy(update=short), engine) as made:
-        yield made
+    settings = {"head_s": DEADLINE_S, "body_s": DEADLINE_S, "write_s": DEADLINE_S}
+    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
+        yield found
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
+async def test_client_that_leaves_stops_the_upstream(
+    patient: Proxy, upstream: RawUpstream, said: bytes, half: bool
+) -> None:
+    """One that closes only its sending half has left too."""
+    upstream.script = says(said, then="hang")
+    reader, writer = await asyncio.open_connection("127.0.0.1", patient.port)
+    writer.write(post(CHAT, APIS[CHAT]))
+    await upstream.asked.wait()
+    if said:
+        await reader.readuntil(b"\r\n\r\n")
+    upstream.left.clear()
+    if half:
+        writer.write_eof()
+    else:
+        writer.close()
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
+    assert (await patient.only_call()).status == "client_gone"
+    writer.close()
+
+
+async def test_client_that_leaves_while_it_uploads_is_not_recorded(
+    patient: Proxy, upstream: RawUpstream
+) -> None:
+    """Half a request is no call: the upstream is not asked, and there is nothing to record."""
+    recorded = RECORDED._value.get()
+    _, writer = await asyncio.open_connection("127.0.0.1", patient.port)
+    writer.write(post(CHAT, APIS[CHAT])[:-1])
+    # It arrives before the client leaves.
+    await asyncio.sleep(0.1)
+    writer.close()
+    # What is passed on as it comes has begun there, and is broken off there.
+    _, writer = await asyncio.open_connection("127.0.0.1", patient.port)
+    writer.write(post("/v1/embeddings", b"12345")[:-1])
+    await upstream.asked.wait()
+    upstream.left.clear()
+    writer.close()
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
+    assert [head.split()[1] for head in upstream.heads] == [b"/v1/embeddings"]
+    assert upstream.bodies == []
+    # Nothing is recorded a moment later either.
+    await asyncio.sleep(0.3)
+    assert RECORDED._value.get() == recorded
+
+
+async def test_silent_upstream_is_504_before_the_head(proxy: Proxy, upstream: RawUpstream) -> None:
+    upstream.script = says(then="hang")
+    began = time.monotonic()
+    response = await proxy.chat()
+    assert SILENCE_S <= time.monotonic() - began < SILENCE_S + 10
+    assert (response.status, response.headers["x-pawl-fault"]) == (504, "upstream")
+    assert response.json["error"]["code"] == "upstream_silent"
+    assert (await proxy.only_call()).status == "upstream_error"
+    await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
+
+
+async def test_silent_upstream_tears_a_reply_that_has_begun(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    event = b'data: {"choices":[]}\n\n'
+    upstream.script = says(EVENTS + chunked(event), then="hang")
+    reply = await raw_ask(proxy.port, post(CHAT, APIS[CHAT]))
+    content = unchunked(reply.partition(b"\r\n\r\n")[2] + b"0\r\n\r\n")
+    assert content.startswith(event + ERROR_EVENTS[CHAT])
+    assert b"silent" in content
+    upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="hang")
+    reply = await raw_ask(proxy.port, post(CHAT, APIS[CHAT]))
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"silent" in reply
+    calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
+    assert [call.status for call in calls] == ["truncated"] * 2
+
+
+async def test_upstream_that_sends_a_little_now_and_then_is_not_silent(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    pieces = [chunked(b": still thinking\n\n")] * 8 + [chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+    upstream.script = says(EVENTS, *pieces, pause_s=0.2 * SILENCE_S)
+    reply = await raw_ask(proxy.port, post(CHAT, APIS[CHAT]))
+    assert unchunked(reply.partition(b"\r\n\r\n")[2]).endswith(b"data: [DONE]\n\n")
+
+
+async def test_slow_uploader_is_waited_for(proxy: Proxy, upstream: RawUpstream) -> None:
+    """Longer than the upstream may be silent: it is not the upstream who keeps us waiting."""
+    for path in (CHAT, "/v1/embeddings"):
+        request = post(path, APIS[CHAT])
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        for at in range(5):
+            cut = len(request) - 5 + at
+            writer.write(request[:cut] if at == 0 else request[cut - 1 : cut])
+            await asyncio.sleep(0.35 * SILENCE_S)
+        writer.write(request[-1:])
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        assert upstream.bodies[-1] == APIS[CHAT]
+
+
+async def test_client_reads_why_its_upload_is_refused(proxy: Proxy, upstream: RawUpstream) -> None:
+    """The answer arrives although the client is still sending."""
+    _, writer = pair = await asyncio.open_connection("127.0.0.1", proxy.port)
+    body = b"x" * (8 * 2**20)
+    writer.write(post(CHAT, body))
+    reply = await pair[0].read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(parts(reply)[2])["error"]["type"] == "invalid_request_error"
+    assert upstream.heads == []
 
 
 def too_slow(what: str) -> float:
@@ -64,12 +199,12 @@ async def dribble(port: int, data: bytes, at_once: int) -> bytes:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/embeddings"])
-async def test_a_body_that_dribbles_is_408_in_the_shape_of_its_api(
-    proxy: Proxy, upstream: RawUpstream, path: str
+async def test_dribbling_body_is_408_in_the_shape_of_its_api(
+    impatient: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     before = too_slow("body")
     request = post(path, b"x" * 500)
-    answer = await dribble(port_of(proxy), request, len(request) - 490)
+    answer = await dribble(impatient.port, request, len(request) - 490)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"x-pawl-fault: client" in head
@@ -82,37 +217,20 @@ async def test_a_body_that_dribbles_is_408_in_the_shape_of_its_api(
         await asyncio.wait_for(upstream.left.wait(), BY_S)
 
 
-async def test_a_head_that_dribbles_is_408(proxy: Proxy) -> None:
+async def test_dribbling_head_is_408(impatient: Proxy) -> None:
     before = too_slow("head")
-    answer = await dribble(port_of(proxy), post(CHAT, b"{}"), 20)
+    answer = await dribble(impatient.port, post(CHAT, b"{}"), 20)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert too_slow("head") == before + 1
 
 
-async def endless(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
-    """A stream without an end."""
-    await server.say(writer, EVENTS)
-    while True:
-        await server.say(writer, chunked(b"data: " + b"x" * 65_528 + b"\n\n"))
-
-
-async def asleep(port: int, request: bytes) -> socket.socket:
-    """Ask, and never read."""
-    asking = socket.socket()
-    asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    asking.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(asking, ("127.0.0.1", port))
-    await asyncio.get_running_loop().sock_sendall(asking, request)
-    return asking
-
-
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
-async def test_a_reader_who_sleeps_is_torn_and_the_upstream_stopped(
-    proxy: Proxy, upstream: RawUpstream, path: str
+async def test_sleeping_reader_is_torn_and_the_upstream_stopped(
+    impatient: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     before = too_slow("write")
     upstream.script = endless
-    sleeper = await asleep(port_of(proxy), post(path, APIS[CHAT]))
+    sleeper = await asleep(impatient.port, post(path, APIS[CHAT]))
     await asyncio.wait_for(upstream.asked.wait(), BY_S)
     # A look at its list of models may have come and gone before.
     upstream.left.clear()
@@ -120,12 +238,12 @@ async def test_a_reader_who_sleeps_is_torn_and_the_upstream_stopped(
     assert too_slow("write") == before + 1
     sleeper.close()
     if path == CHAT:
-        call = await proxy.only_call()
+        call = await impatient.only_call()
         assert call.status == "client_gone"
 
 
-async def test_a_whole_reply_that_nobody_takes_is_let_go(
-    proxy: Proxy, upstream: RawUpstream
+async def test_whole_reply_that_nobody_takes_is_given_up(
+    impatient: Proxy, upstream: RawUpstream
 ) -> None:
     before = too_slow("write")
 
@@ -135,7 +253,7 @@ async def test_a_whole_reply_that_nobody_takes_is_let_go(
         await server.say(writer, body)
 
     upstream.script = much
-    sleeper = await asleep(port_of(proxy), post(CHAT, APIS[CHAT]))
+    sleeper = await asleep(impatient.port, post(CHAT, APIS[CHAT]))
 
     async def let_go() -> float:
         return too_slow("write") - before
@@ -144,10 +262,12 @@ async def test_a_whole_reply_that_nobody_takes_is_let_go(
     sleeper.close()
 
 
-async def test_others_are_answered_meanwhile(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_others_are_answered_beside_sleeping_readers(
+    impatient: Proxy, upstream: RawUpstream
+) -> None:
     upstream.script = endless
-    sleepers = [await asleep(port_of(proxy), post(CHAT, APIS[CHAT])) for _ in range(4)]
-    answer = await raw_ask(port_of(proxy), post("/feedback", b"{"))
+    sleepers = [await asleep(impatient.port, post(CHAT, APIS[CHAT])) for _ in range(4)]
+    answer = await raw_ask(impatient.port, post("/feedback", b"{"))
     assert answer.startswith(b"HTTP/1.1 400 ")
     for sleeper in sleepers:
         sleeper.close()

@@ -15,25 +15,22 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.values.tokens import unpack_ids
 from tests.integration.conftest import Proxy, StartProxy, running, settings_for
-from tests.integration.faults.test_faults import (
+from tests.support.servers.listening import listening
+from tests.support.servers.raw_upstream import (
     APIS,
     CHAT,
     EVENTS,
     JSON,
     LAST,
-    chunked,
-    parts,
-    port_of,
-    sized,
-)
-from tests.support.servers.listening import listening
-from tests.support.servers.raw_upstream import (
     RawUpstream,
     Script,
+    chunked,
+    parts,
     post,
     raw_ask,
     raw_upstream,
     says,
+    sized,
 )
 
 MESSAGES = "/v1/messages"
@@ -51,14 +48,14 @@ async def asking(
     proxy: Proxy, path: str, body: bytes, *headers: bytes
 ) -> AsyncIterator[asyncio.StreamReader]:
     """Ask, and read the answer as it comes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(post(path, body, *headers))
     yield reader
     writer.close()
 
 
 async def answered(proxy: Proxy, path: str, body: bytes) -> bytes:
-    return await raw_ask(port_of(proxy), post(path, body))
+    return await raw_ask(proxy.port, post(path, body))
 
 
 def chunk(content: str, token: int, **more: Any) -> bytes:
@@ -282,7 +279,7 @@ async def test_model_is_deleted_only_where_a_setting_says_so(
     upstream.script = says(sized(b"200 OK", b'{"deleted":true}', JSON))
     async with start_proxy(allow_model_delete=allowed) as proxy:
         request = post("/v1/models/m", b"").replace(b"POST", b"DELETE", 1)
-        reply = await raw_ask(port_of(proxy), request)
+        reply = await raw_ask(proxy.port, request)
     assert reply.startswith(b"HTTP/1.1 200 OK" if allowed else b"HTTP/1.1 403 ")
     assert len(upstream.heads) == int(allowed)
     if not allowed:

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -46,13 +46,13 @@ class Stand:
     """Run a proxy and its PostgreSQL."""
 
     def __init__(
-        self, folder: Path, upstream_port: int, workers: int, disk: "Disk | None" = None
+        self, folder: Path, upstream_url: str, workers: int, disk: "Disk | None" = None
     ) -> None:
         """Start all of it, and return before it is ready.
 
         Args:
             folder: for the database, the log and the spool.
-            upstream_port: the model server's.
+            upstream_url: the model server's, as `PAWL_UPSTREAM_URL` has it.
             workers: how many of them.
             disk: what the spool lies on, if it can go wrong.
         """
@@ -67,7 +67,7 @@ class Stand:
         self._environment = {
             **os.environ,
             "DATABASE_URL": self.url,
-            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+            "PAWL_UPSTREAM_URL": upstream_url,
             "PAWL_LISTEN": f"127.0.0.1:{self.port}",
             "PAWL_ADMIN_LISTEN": f"127.0.0.1:{self.admin}",
             "PAWL_SPOOL_DIR": str(self.spool),
@@ -89,6 +89,21 @@ class Stand:
                     if not kind or kind in process.cmdline():
                         processes.append(process)
         return processes
+
+    def connections(self, worker: psutil.Process) -> int:
+        """Return how many clients a worker has."""
+        return self._sockets(worker, "ESTABLISHED")
+
+    def is_leaving(self, worker: psutil.Process) -> bool:
+        """Return whether a worker that still runs takes no new connections."""
+        with suppress(psutil.NoSuchProcess):
+            return not self._sockets(worker, "LISTEN")
+        return False
+
+    def _sockets(self, worker: psutil.Process, status: str) -> int:
+        return sum(
+            at.laddr.port == self.port and at.status == status for at in worker.net_connections()
+        )
 
     async def kill(self, part: Part, which: int) -> None:
         """Kill one (`kill -9`), of several workers number `which`, and return when all is back.
@@ -172,6 +187,22 @@ class Stand:
             raise
 
 
+@asynccontextmanager
+async def running_stand(
+    folder: Path, upstream_url: str, workers: int, *, ready: bool = True
+) -> AsyncIterator[Stand]:
+    """Bring it up before a model server that runs, and down after the block."""
+    stand = await asyncio.to_thread(Stand, folder, upstream_url, workers)
+    try:
+        if ready:
+            await stand.ready()
+        yield stand
+    finally:
+        if stand.supervisor.poll() is None:
+            await asyncio.to_thread(stand.stop)
+        await asyncio.to_thread(stand.postgres.stop)
+
+
 @contextmanager
 def standing(folder: Path, workers: int, *, faults: bool = False) -> Iterator[Stand]:
     """Bring everything up, and down after the block; `faults` lets the spool's disk go wrong.
@@ -183,7 +214,7 @@ def standing(folder: Path, workers: int, *, faults: bool = False) -> Iterator[St
     command = [sys.executable, "-m", "benchmarks.upstream", str(port), str(CHUNK_S)]
     disk = small_disk(folder / "disk", folder) if faults else nullcontext()
     with disk as own, running(command, log, {}, max(os.sched_getaffinity(0))):
-        stand = Stand(folder, port, workers, own)
+        stand = Stand(folder, f"http://127.0.0.1:{port}/v1", workers, own)
         try:
             yield stand
         finally:

@@ -98,6 +98,21 @@ async def hang_up(request: web.Request) -> web.Response:
     request.transport.abort()
     return web.Response()
 
+    def hold_streams(self) -> asyncio.Event:
+        """Begin each stream, and end it once the event that is returned is set."""
+        go_on = asyncio.Event()
+
+        async def behave(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b'data: {"choices":[]}\n\n')
+            await go_on.wait()
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        self.behave = behave
+        return go_on
+
 
 async def echo(request: web.Request) -> web.Response:
     """Say again what was said."""

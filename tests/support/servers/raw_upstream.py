@@ -2,10 +2,24 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from proxy.http.wire import HOP_BY_HOP
 from tests.support.servers.listening import listening
+
+CHAT = "/v1/chat/completions"
+APIS = {
+    CHAT: b'{"model":"m","messages":[{"role":"user","content":"q"}]}',
+    "/v1/completions": b'{"model":"m","prompt":"q"}',
+    "/v1/responses": b'{"model":"m","input":"q"}',
+    "/v1/messages": b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"q"}]}',
+}
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+JSON = b"Content-Type: application/json"
+# Ends a chunked body.
+LAST = b"0\r\n\r\n"
 
 Script = Callable[["RawUpstream", asyncio.StreamWriter], Awaitable[None]]
 
@@ -123,3 +137,59 @@ def post(path: str, body: bytes, *headers: bytes) -> bytes:
     lines = [b"Host: x", b"Content-Type: application/json", b"Connection: close", *headers]
     head = b"POST %b HTTP/1.1\r\n%b\r\n" % (path.encode(), b"\r\n".join(lines))
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def sized(status: bytes, body: bytes, *headers: bytes) -> bytes:
+    lines = b"".join(header + b"\r\n" for header in headers)
+    return b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status, lines, len(body)) + body
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+
+
+def parts(reply: bytes) -> tuple[bytes, list[bytes], bytes]:
+    """Status line, header lines and body, less what decision 016 and RFC 9110 §7.6.1 except.
+
+    Ours (`x-pawl-`), what belongs to one connection, and how the body is framed.
+    """
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
+    names = [line.partition(b":")[0].lower() for line in lines]
+    if b"transfer-encoding" in names:
+        body = unchunked(body)
+    excepted = HOP_BY_HOP | {b"content-length"}
+    kept = [
+        line
+        for name, line in zip(names, lines, strict=True)
+        if name not in excepted and not name.startswith(b"x-pawl-")
+    ]
+    return status, kept, body
+
+
+def unchunked(body: bytes) -> bytes:
+    """The content of a chunked body that is whole."""
+    content, rest = b"", body
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        if not int(size, 16):
+            assert rest == b"\r\n"
+            return content
+        content, rest = content + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+
+
+async def endless(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
+    """A stream without an end."""
+    await server.say(writer, EVENTS)
+    while True:
+        await server.say(writer, chunked(b"data: " + b"x" * 65_528 + b"\n\n"))
+
+
+async def asleep(port: int, request: bytes) -> socket.socket:
+    """Ask, and never read."""
+    asking = socket.socket()
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    asking.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(asking, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_sendall(asking, request)
+    return asking

@@ -110,7 +110,7 @@ class Parts:
     def __init__(self, forks: Zygote, folder: Path) -> None:
         self.server = Computing(forks, folder, folder / "model")
         self.server.start()
-        self.stand = Stand(folder, self.server.port, workers=2)
+        self.stand = Stand(folder, f"http://127.0.0.1:{self.server.port}/v1", workers=2)
         self.killed: Counter[str] = Counter()
         self.by_themselves: list[str] = []
         self._place = Place(folder, self.stand.url, (BASE,), folder / "model")

@@ -16,8 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.database import make_engine
 from store.version_states import ensure_base
-from tests.integration.faults.test_faulty_processes import down, is_leaving, slow, up
-from tests.support.faults.stand import Stand
+from tests.support.faults.stand import Stand, running_stand
 from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
@@ -38,9 +37,8 @@ async def stand(
     upstream: FakeUpstream, tmp_path: Path, own_cluster: None, request: pytest.FixtureRequest
 ) -> AsyncIterator[Stand]:
     """`pawl proxy` with one worker or two, and a policy `m`."""
-    made = await up(tmp_path, int(upstream.url.split(":")[2].split("/")[0]), request.param)
-    yield made
-    await down(made)
+    async with running_stand(tmp_path, upstream.url, request.param) as made:
+        yield made
 
 
 @pytest.fixture
@@ -91,7 +89,7 @@ async def replaced(stand: Stand) -> None:
     stand.supervisor.send_signal(signal.SIGHUP)
 
     async def has_left() -> bool:
-        return len(stand.processes("worker")) > 1 and is_leaving(old, stand.port)
+        return len(stand.processes("worker")) > 1 and stand.is_leaving(old)
 
     await eventually(has_left)
 
@@ -100,8 +98,7 @@ async def test_episode_keeps_its_version_whichever_workers_its_calls_reach(
     stand: Stand, ledger: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     await eventually(serves(stand, "m@0"))
-    go_on = asyncio.Event()
-    slow(go_on, upstream)
+    go_on = upstream.hold_streams()
     asked = len(upstream.requests)
     first = asyncio.create_task(version_of(stand, "parallel"))
     await until(lambda: len(upstream.requests) > asked)
