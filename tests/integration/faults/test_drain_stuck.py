@@ -1,4 +1,4 @@
-"""A drain that makes no progress is told of; an outage of PostgreSQL is not taken for that."""
+"""A drain without progress is reported as stuck; while PostgreSQL is away it is waiting."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -81,18 +81,18 @@ class Traffic:
         self.seen.clear()
         return states
 
-    async def moves(self) -> None:
+    async def assert_moves(self) -> None:
         """Wait until all is stored."""
-        await eventually(self._all_stored)
+        await eventually(lambda: self.has_stored(self.written))
         await until(lambda: self.drainer.progress.state == "moving")
         await self.drainer.count()
         assert self.drainer.progress.held == 0
         assert REGISTRY.get_sample_value("pawl_drain_stuck_seconds") == 0
         assert_adds_up()
 
-    async def _all_stored(self) -> bool:
+    async def has_stored(self, episodes: int) -> bool:
         async with self.engine.connect() as connection:
-            return len(await episode_ids(connection)) == self.written
+            return len(await episode_ids(connection)) == episodes
 
     async def holds_one(self) -> bool:
         await self.drainer.count()
@@ -119,7 +119,7 @@ def assert_ever_longer(seen: list[tuple[str, float]]) -> None:
     assert for_s == sorted(for_s)
 
 
-async def test_a_missing_grant_is_told_of_while_calls_come(
+async def test_drain_without_a_grant_is_stuck_while_calls_come(
     limited: tuple[str, str], engine: AsyncEngine, tmp_path: Path
 ) -> None:
     role, url = limited
@@ -135,10 +135,10 @@ async def test_a_missing_grant_is_told_of_while_calls_come(
         assert (REGISTRY.get_sample_value("pawl_drain_stuck_seconds") or 0) >= 20 * LOOK_S
         async with engine.begin() as connection:
             await connection.execute(text(f"GRANT INSERT ON transitions TO {role}"))
-        await traffic.moves()
+        await traffic.assert_moves()
 
 
-async def test_a_role_that_may_not_connect_loses_no_record(
+async def test_role_that_may_not_connect_loses_no_record(
     limited: tuple[str, str], psql: Psql, tmp_path: Path
 ) -> None:
     role, url = limited
@@ -147,10 +147,10 @@ async def test_a_role_that_may_not_connect_loses_no_record(
         await traffic.flow(2)
         await until(lambda: traffic.drainer.progress.state == "stuck")
         psql(f"ALTER ROLE {role} LOGIN")
-        await traffic.moves()
+        await traffic.assert_moves()
 
 
-async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
+async def test_drain_is_stuck_on_a_held_record_while_others_are_stored(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How long it has been held must not begin anew with each record that is stored."""
@@ -170,11 +170,12 @@ async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
         await until(lambda: traffic.drainer.progress.state == "stuck")
         await traffic.flow(20)
         assert_ever_longer(traffic.seen)
+        await eventually(lambda: traffic.has_stored(traffic.written - 1))
         fails = False
-        await traffic.moves()
+        await traffic.assert_moves()
 
 
-async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
+async def test_failover_that_is_read_only_for_a_while_is_waited_for(
     limited: tuple[str, str],
     psql: Psql,
     tmp_path: Path,
@@ -195,10 +196,10 @@ async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
         psql(f"ALTER ROLE {role} RESET ALL")
         # Not `dispose`: a connection that is in use at that moment would never be closed.
         psql(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{role}'")
-        await traffic.moves()
+        await traffic.assert_moves()
 
 
-async def test_an_outage_of_any_length_is_waited_for_and_blames_no_record(
+async def test_postgres_outage_of_any_length_is_waited_for_and_blames_no_record(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     away = make_engine("postgresql://nobody@127.0.0.1:1/none")
@@ -209,4 +210,4 @@ async def test_an_outage_of_any_length_is_waited_for_and_blames_no_record(
         assert not traffic.drainer._writer.one_by_one
         traffic.engine = engine
         await away.dispose()
-        await traffic.moves()
+        await traffic.assert_moves()

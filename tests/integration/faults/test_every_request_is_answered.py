@@ -1,4 +1,4 @@
-"""Whatever fails in the proxy, each request has an answer and each call a record."""
+"""Every failure in the proxy leaves each request an answer and each call a record."""
 
 import asyncio
 import json
@@ -31,11 +31,10 @@ def fails(*_: Any, **__: Any) -> Any:
 
 async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes, bytes]:
     """Head and body of the answer; `kept`: it is the proxy who is to close, unasked."""
-    port = int(proxy.settings.listen.rpartition(":")[2])
     if kept:
         request = request.replace(b"Connection: close\r\n", b"")
     async with asyncio.timeout(BY_S):
-        head, _, body = (await raw_ask(port, request)).partition(b"\r\n\r\n")
+        head, _, body = (await raw_ask(proxy.port, request)).partition(b"\r\n\r\n")
     return head, body
 
 
@@ -49,7 +48,7 @@ def fail(patched: pytest.MonkeyPatch, step: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
+async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
 ) -> None:
     before = UNFORESEEN._value.get()
@@ -69,7 +68,7 @@ async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
 
 
 @pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "comes_in_events"])
-async def test_a_failing_step_leaves_what_the_steps_before_it_found(
+async def test_failing_step_keeps_the_results_of_the_steps_before_it(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     fail(monkeypatch, step)
@@ -81,7 +80,7 @@ async def test_a_failing_step_leaves_what_the_steps_before_it_found(
     assert call.http_status == (200 if step == "comes_in_events" else None)
 
 
-async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
+async def test_failure_in_a_stream_tears_it_after_an_error_event(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer.ReplyBuffer, "add", fails)
@@ -92,7 +91,7 @@ async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
     assert call.status == "truncated"
 
 
-async def test_a_call_is_recorded_though_what_it_provides_cannot_be_read(
+async def test_call_is_recorded_though_its_fingerprints_cannot_be_made(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "provided_fingerprints", fails)
@@ -101,7 +100,7 @@ async def test_a_call_is_recorded_though_what_it_provides_cannot_be_read(
     assert (await proxy.only_call()).status == "complete"
 
 
-async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropped(
+async def test_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropped(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = ledger()
@@ -120,7 +119,7 @@ async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dro
 
 
 @pytest.mark.parametrize("path", ["/feedback", "/v1/models"])
-async def test_a_failure_beside_calls_is_500_too(
+async def test_failure_outside_calls_is_500_too(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
@@ -133,21 +132,21 @@ async def test_a_failure_beside_calls_is_500_too(
     assert json.loads(body)["error"]["type"] == "server_error"
 
 
-async def test_feedback_that_nests_deeply_has_an_answer(proxy: Proxy) -> None:
+async def test_deeply_nested_feedback_is_answered(proxy: Proxy) -> None:
     nested = b'{"episode":' + b"[" * 5000 + b"]" * 5000 + b"}"
     head, body = await ask(proxy, post("/feedback", nested), kept=False)
     assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 500 "))
     assert json.loads(body)["error"]["message"]
 
 
-async def test_a_byte_that_is_not_utf_8_in_feedback_is_400_and_named(proxy: Proxy) -> None:
+async def test_feedback_that_is_not_utf_8_is_400_and_names_the_byte(proxy: Proxy) -> None:
     head, body = await ask(proxy, post("/feedback", b'{"episode":"\xff","value":1}'), kept=False)
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"UTF-8" in body
     assert b"0xff" in body
 
 
-async def test_a_list_of_models_that_is_not_utf_8_fails_no_call(
+async def test_list_of_models_that_is_not_utf_8_fails_no_call(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     from aiohttp import web
@@ -160,12 +159,11 @@ async def test_a_list_of_models_that_is_not_utf_8_fails_no_call(
 async def test_head_is_answered_like_get_and_without_a_body(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
-    port = int(proxy.settings.listen.rpartition(":")[2])
     for path in (b"/v1/models", b"/v1/files", b"/nothing", CHAT.encode()):
         said = {}
         for method in (b"GET", b"HEAD"):
             request = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (method, path)
-            said[method] = (await raw_ask(port, request)).partition(b"\r\n\r\n")
+            said[method] = (await raw_ask(proxy.port, request)).partition(b"\r\n\r\n")
         assert said[b"HEAD"][2] == b""
         assert said[b"GET"][2] != b""
         status = {method: answer[0].split(b" ")[1] for method, answer in said.items()}

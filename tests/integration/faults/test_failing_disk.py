@@ -1,121 +1,79 @@
-"""A worker's disk that fails or hangs: who waits is answered, and the worker recovers."""
+"""A recorder's disk that fails, hangs or is full: who waits is answered, and it recovers."""
 
 import asyncio
-import errno
 import os
-import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncEngine
+from prometheus_client.values import MutexValue
 
-from proxy.ingester.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder, Spool
 from proxy.spool.segments import encode_frame
-from store.read.episodes import episode_ids, read_episodes
-from tests.support.faults.counters import assert_adds_up, ledger
-from tests.support.faults.ledger import Scrapes, kept, scrape
-from tests.support.faults.stand import Stand
+from tests.integration.conftest import Proxy
+from tests.integration.faults.conftest import Failing, Spooled, fill, mounted
+from tests.support.faults.counters import assert_adds_up, ledger, until_adds_up
 from tests.support.records import captured
-from tests.support.servers.fake_upstream import FakeUpstream
-from tests.support.servers.raw_upstream import post, raw_ask
-from tests.support.waiting import eventually, until
+from tests.support.waiting import PATIENCE_S, eventually, until
 
-EIO = OSError(errno.EIO, "Input/output error")
 # What a commit needs of the disk, and what comes after one that failed.
 CALLS = ["write", "fdatasync", "ftruncate", "close", "open", "fstat", "fsync", "rename", "unlink"]
+DROPPED = "pawl_records_dropped_total"
 
 
-class Failing:
-    """Has calls of the writer's thread fail, and counts in `refused` how often they did."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.refused: Counter[str] = Counter()
-
-    def __call__(self, *names: str, error: BaseException = EIO) -> Callable[[], None]:
-        """Have these calls fail; what is returned mends them."""
-        broken = threading.Event()
-        broken.set()
-
-        def make(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **more: Any) -> Any:
-                if broken.is_set() and threading.current_thread().name == "pawl-spool":
-                    self.refused[name] += 1
-                    raise error
-                return real(*args, **more)
-
-            return call
-
-        for name in names:
-            where = Path if name in ("rename", "unlink") else os
-            self._monkeypatch.setattr(where, name, make(name, getattr(where, name)))
-        return broken.clear
+def recorder_on(disk: Path) -> Recorder:
+    return Recorder(disk, segment_bytes=2**20)
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
-    return Failing(monkeypatch)
-
-
-async def answered(spool: Spool, episode: str) -> bool:
+async def append(spool: Spool, episode: str) -> bool:
     return await asyncio.wait_for(spool.append(encode_frame(captured(episode))), 5)
 
 
 @pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids="+".join)
 @pytest.mark.parametrize("begun", [False, True])
-async def test_whatever_the_disk_refuses_who_waits_is_answered_and_the_next_is_stored(
-    engine: AsyncEngine, tmp_path: Path, failing: Failing, names: list[str], begun: bool
+async def test_disk_that_refuses_a_call_leaves_nobody_unanswered_and_the_next_record_is_stored(
+    spooled: Spooled, failing: Failing, names: list[str], begun: bool
 ) -> None:
-    spool = Spool(tmp_path / "0", segment_bytes=600)
+    spool = Spool(spooled.folder / "0", segment_bytes=600)
     if begun:
-        assert await answered(spool, "first")
+        assert await append(spool, "first")
     mend = failing(*names)
-    said = [await answered(spool, f"e{number}") for number in range(3)]
+    durable = {f"e{number}" for number in range(3) if await append(spool, f"e{number}")}
     mend()
-    assert await answered(spool, "later")
+    assert await append(spool, "later")
     await asyncio.to_thread(spool.close)
-    drainer = Drainer(tmp_path, lambda: engine, batch=10)
-    while await drainer.drain_once():
-        pass
-    async with engine.connect() as connection:
-        found = {e.key for e in await read_episodes(connection, await episode_ids(connection))}
-    acknowledged = {f"e{number}" for number in range(3) if said[number]}
-    assert {"later", *acknowledged, *(["first"] if begun else [])} <= found
-    await drainer.count()
-    assert not list(tmp_path.glob("*/*.open"))
-    assert_adds_up()
+    await spooled.drain()
+    assert {"later", *durable, *(["first"] if begun else [])} <= await spooled.names()
+    assert not list(spooled.folder.glob("*/*.open"))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), ValueError("v")])
-async def test_an_error_of_another_kind_is_an_answer_too(
+async def test_error_of_any_kind_is_an_answer(
     tmp_path: Path, failing: Failing, error: Exception
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     mend = failing("write", error=error)
-    assert not await answered(spool, "a")
+    assert not await append(spool, "a")
     mend()
-    assert await answered(spool, "b")
+    assert await append(spool, "b")
     spool.close()
 
 
-async def test_whoever_counts_may_fail_and_all_that_wait_are_answered(tmp_path: Path) -> None:
+async def test_failing_callback_leaves_nobody_unanswered(tmp_path: Path) -> None:
     def broken(_outcome: str, _marks: list[str]) -> None:
         raise OSError(28, "No space left on device")
 
     spool = Spool(tmp_path / "0", segment_bytes=2**20, on_commit=broken)
-    assert await answered(spool, "a")
-    assert await answered(spool, "b")
+    assert await append(spool, "a")
+    assert await append(spool, "b")
     spool.close()
 
 
-def test_the_writer_outlives_the_loop_that_waited(tmp_path: Path) -> None:
+def test_writer_outlives_the_loop_that_waited(tmp_path: Path) -> None:
     async def leave() -> Spool:
         spool = Spool(tmp_path / "0", segment_bytes=2**20)
         spool.append(encode_frame(captured()))
@@ -128,27 +86,15 @@ def test_the_writer_outlives_the_loop_that_waited(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("0/*.seg"))) == 1
 
 
-@pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A disk that answers no sync until the event is set."""
-    go_on, real = threading.Event(), os.fdatasync
-
-    def fdatasync(handle: int) -> None:
-        go_on.wait(20)
-        real(handle)
-
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
-    return go_on
-
-
-async def test_a_disk_that_hangs_is_given_up_and_used_again_once_it_answers(
-    tmp_path: Path, hanging: threading.Event
+async def test_hanging_disk_is_given_up_and_used_again_once_it_answers(
+    tmp_path: Path, failing: Failing
 ) -> None:
-    told: list[tuple[str, list[str]]] = []
+    committed: list[tuple[str, list[str]]] = []
+    answers = failing.hang("fdatasync")
     spool = Spool(
         tmp_path / "0",
         segment_bytes=2**20,
-        on_commit=lambda outcome, marks: told.append((outcome, marks)),
+        on_commit=lambda outcome, marks: committed.append((outcome, marks)),
         patience_s=0.3,
     )
     frame = encode_frame(captured())
@@ -159,186 +105,220 @@ async def test_a_disk_that_hangs_is_given_up_and_used_again_once_it_answers(
     assert [await asyncio.wait_for(f, 10) for f in (first, second)] == [False, False]
     # Nothing is gathered for a disk that does not answer.
     assert spool.append(frame, "third").result() is False
-    assert told == [("lost", ["first", "second"]), ("lost", ["third"])]
-    hanging.set()
+    assert committed == [("lost", ["first", "second"]), ("lost", ["third"])]
+    answers.set()
 
-    async def again() -> bool:
+    async def is_written() -> bool:
         return await spool.append(frame, "later")
 
-    assert await eventually(again)
-    # What was told as lost is not told again as written.
-    assert [marks for outcome, marks in told if outcome == "durable"] == [[], ["later"]]
+    assert await eventually(is_written)
+    # What was reported as lost is not reported again as written.
+    assert [marks for outcome, marks in committed if outcome == "durable"] == [[], ["later"]]
     assert spool.under_way_s() == 0
     spool.close()
 
 
-async def test_a_spool_closes_though_its_disk_hangs(
-    tmp_path: Path, hanging: threading.Event
-) -> None:
+async def test_spool_closes_though_its_disk_hangs(tmp_path: Path, failing: Failing) -> None:
+    answers = failing.hang("fdatasync")
     spool = Spool(tmp_path / "0", segment_bytes=2**20, patience_s=0.2)
     spool.append(encode_frame(captured()))
     began = time.monotonic()
     await spool.flush()
     spool.close(within_s=0.5)
     assert time.monotonic() - began < 10
-    hanging.set()
+    answers.set()
     spool._thread.join(5)
 
 
-async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_after(
-    engine: AsyncEngine, tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+async def test_episode_that_misses_a_record_is_marked_though_no_call_comes_after(
+    spooled: Spooled, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
-    before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(tmp_path, segment_bytes=2**20)
+    before = ledger()[DROPPED]
+    recorder = recorder_on(spooled.folder)
     assert await recorder.take(captured("e", total_ms=1.0))
     mend = failing("write", "ftruncate")
     assert not await recorder.take(captured("e"))
-    # It tries to tell of it, again and again.
+    # It tries to write the gap, again and again.
     await until(lambda: failing.refused["write"] >= 4)
     mend()
-    drainer = Drainer(tmp_path, lambda: engine, batch=10)
 
-    async def marked() -> bool:
-        await drainer.drain_once()
-        async with engine.connect() as connection:
-            found = await read_episodes(connection, await episode_ids(connection))
-        return any("lost" in (episode.quarantined_reason or "") for episode in found)
+    async def is_marked() -> bool:
+        await spooled.drainer.drain_once()
+        return bool(await spooled.incomplete())
 
-    assert await eventually(marked)
-    # The attempts to tell of it were no records.
-    assert ledger()["pawl_records_dropped_total"] == before + 1
+    assert await eventually(is_marked)
+    # The attempts to write it were no records.
+    assert ledger()[DROPPED] == before + 1
     await recorder.close()
-    while await drainer.drain_once():
-        pass
-    await drainer.count()
-    assert_adds_up()
+    await spooled.drain()
 
 
-async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
-    before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(tmp_path, segment_bytes=2**20)
+async def test_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
+    before = ledger()[DROPPED]
+    recorder = recorder_on(tmp_path)
     assert not await recorder.take(captured("\ud800"))
     assert await recorder.take(captured("e"))
-    assert ledger()["pawl_records_dropped_total"] == before + 1
+    assert ledger()[DROPPED] == before + 1
     await recorder.close()
 
 
-# As it runs
+async def test_counts_add_up_at_every_step_of_a_refusal(
+    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    count = MutexValue.inc
 
-FAULTS = """
-import os, threading, time
-control = os.environ.get("DISK_FAULTS")
+    def counted(self: Any, amount: float) -> None:
+        count(self, amount)
+        steps.append(ledger())
 
-def wrapped(name, real):
-    def call(*args, **more):
-        if threading.current_thread().name == "pawl-spool":
-            try:
-                with open(control) as file:
-                    wanted = file.read().split()
-            except OSError:
-                wanted = []
-            if "hang" in wanted and name == "fdatasync":
-                time.sleep(600)
-            if name in wanted:
-                raise OSError(5, "Input/output error")
-        return real(*args, **more)
-    return call
+    recorder = recorder_on(tmp_path)
+    failing("write", "ftruncate")
+    before = ledger()
+    monkeypatch.setattr(MutexValue, "inc", counted)
+    assert not await recorder.take(captured("e"))
+    await recorder.close()
+    assert steps
+    for step in steps:
+        assert step["pawl_records_total"] - before["pawl_records_total"] == (
+            step[DROPPED] - before[DROPPED]
+        )
+    assert steps[-1][DROPPED] == before[DROPPED] + 1
 
-if control:
-    for name in ("write", "fdatasync", "ftruncate", "close"):
-        setattr(os, name, wrapped(name, getattr(os, name)))
-"""
+
+async def test_full_disk_drops_the_record_says_so_and_serves_on(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int, _data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
+    status, body = await proxy.feedback({"value": 1, "episode": "e"})
+    assert status == 507
+    assert "PAWL_SPOOL_DIR" in body["error"]["message"]
+    monkeypatch.undo()
+    assert_adds_up()
+    assert (await proxy.chat()).status == 200
+    assert (await proxy.counters())[DROPPED] >= 2
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
+
+    async def is_marked() -> bool:
+        [*found] = await proxy.episodes(2)
+        gap = next(episode for episode in found if episode.key == "gap")
+        return "lost" in (gap.quarantined_reason or "")
+
+    assert await eventually(is_marked)
+    await until_adds_up()
+
+
+async def test_commit_that_a_full_disk_cut_off_hides_no_later_record(
+    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingester reads whole frames of a commit that is then cut off again."""
+    spool = Spool(spooled.folder / "0", segment_bytes=2**20)
+    assert await append(spool, "first")
+    real = os.write
+    half_written, read_by_ingester = threading.Event(), threading.Event()
+
+    def half(handle: int, data: memoryview) -> int:
+        if len(data) < 2 * len(encode_frame(captured("lost"))):
+            half_written.set()
+            read_by_ingester.wait(PATIENCE_S)
+            raise OSError(28, "No space left on device")
+        return real(handle, data[: len(data) // 2])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", half)
+        lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
+        assert await asyncio.to_thread(half_written.wait, PATIENCE_S)
+        assert await spooled.drainer.drain_once() == 2
+        read_by_ingester.set()
+        assert await lost == [False, False]
+    assert await append(spool, "later")
+    await spooled.drainer.drain_once()
+    assert await spooled.stored() == 3
+    spool.close()
+    await spooled.drain()
+
+
+@pytest.mark.parametrize("frames", [20, 700])
+async def test_full_disk_takes_the_gap_of_lost_records_before_anybody_is_answered(
+    spooled: Spooled, full_disk: Path, frames: int
+) -> None:
+    before = ledger()[DROPPED]
+    recorder = recorder_on(full_disk)
+    assert await recorder.take(captured("whole"))
+    balloon = fill(full_disk)
+    # The last page of the segment has room for a few.
+    episodes = [f"e-{number}" for number in range(frames)]
+    lost = [e for e in episodes if not await recorder.take(captured(e))]
+    assert len(lost) > frames // 4
+    # Nothing of it is in memory: the worker may be killed now, and the disk is still full.
+    assert recorder._gaps == {}
+    assert ledger()[DROPPED] == before + len(lost)
+    await spooled.drain()
+    assert await spooled.incomplete() == set(lost)
+    balloon.unlink()
+    assert await recorder.take(captured("later"))
+    fill(full_disk)
+    # There is a reserve again.
+    while await recorder.take(captured("again")):
+        pass
+    assert recorder._gaps == {}
+    await recorder.close()
+    await spooled.drain()
+    assert await spooled.incomplete() == {*lost, "again"}
+    assert not list(full_disk.glob("0/*.seg"))
+    assert not list(full_disk.glob("0/*.open"))
+
+
+async def test_gap_waits_in_memory_where_the_reserve_was_removed(full_disk: Path) -> None:
+    recorder = recorder_on(full_disk)
+    assert await recorder.take(captured("whole"))
+    balloon = fill(full_disk)
+    for reserve in full_disk.glob("0/*.open"):
+        if not reserve.stat().st_size:
+            reserve.unlink()
+    fill(full_disk)
+    while await recorder.take(captured("lost")):
+        pass
+    assert list(recorder._gaps) == ["lost"]
+    balloon.unlink()
+    assert await recorder.take(captured("later"))
+    await recorder.close()
+
+
+async def test_gaps_beyond_the_reserve_wait_in_memory(
+    full_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RETRY_S", 0.05)
+    recorder = recorder_on(full_disk)
+    assert await recorder.take(captured("whole"))
+    balloon = fill(full_disk)
+    long = "e" * 600_000
+    for episode in ("1" + long, "2" + long):
+        assert not await recorder.take(captured(episode))
+    assert list(recorder._gaps) == ["2" + long]
+    balloon.unlink()
+    await until(lambda: not recorder._gaps)
+    await recorder.close()
 
 
 @pytest.fixture
-async def faulty(
-    upstream: FakeUpstream,
-    tmp_path: Path,
-    own_cluster: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[Stand, Path]]:
-    """A proxy of which the worker's disk does what a file says."""
-    control, code = tmp_path / "faults", tmp_path / "code"
-    code.mkdir()
-    (code / "sitecustomize.py").write_text(FAULTS)
-    control.write_text("")
-    monkeypatch.setenv("DISK_FAULTS", str(control))
-    paths = [str(code), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-    port = int(upstream.url.split(":")[2].split("/")[0])
-    stand = await asyncio.to_thread(Stand, tmp_path, port, 1)
-    await stand.ready()
-    yield stand, control
-    if stand.supervisor.poll() is None:
-        stand.supervisor.kill()
-        stand.supervisor.wait()
-    await asyncio.to_thread(stand.postgres.stop)
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk on which five files can be, its root among them."""
+    yield from mounted(tmp_path, "size=64k,nr_inodes=5")
 
 
-CHAT = post("/v1/chat/completions", b'{"model":"m","messages":[{"role":"user","content":"q"}]}')
-
-
-async def ask(stand: Stand) -> str:
-    """A call's id; the answer has come."""
-    reply = await asyncio.wait_for(raw_ask(stand.port, CHAT), 30)
-    head = reply.partition(b"\r\n\r\n")[0]
-    assert head.startswith(b"HTTP/1.1 200"), head
-    [call] = [line[12:] for line in head.split(b"\r\n") if line.lower().startswith(b"x-pawl-call:")]
-    return call.strip().decode()
-
-
-@pytest.mark.timeout(600)
-async def test_a_proxy_serves_on_through_io_errors_and_recovers_by_itself(
-    faulty: tuple[Stand, Path],
-) -> None:
-    stand, control = faulty
-    calls = [await ask(stand)]
-    [worker] = stand.processes("worker")
-    for faults in ("fdatasync", "write ftruncate", "write fdatasync ftruncate close"):
-        control.write_text(faults)
-        for _ in range(3):
-            await ask(stand)
-        control.write_text("")
-        calls.append(await ask(stand))
-    assert [found.pid for found in stand.processes("worker")] == [worker.pid]
-
-    async def all_kept() -> bool:
-        return (await kept(stand.url, calls, own_episodes=False)).missing == 0
-
-    await eventually(all_kept)
-    scrapes = Scrapes()
-    found = await scrape(stand.admin, scrapes)
-    assert found is not None
-    assert found["pawl_records_dropped_total"] >= 9
-    assert scrapes.off == []
-    began = time.monotonic()
-    stand.supervisor.send_signal(signal.SIGTERM)
-    await asyncio.to_thread(stand.supervisor.wait, 30)
-    assert time.monotonic() - began < 20
-
-
-@pytest.mark.timeout(600)
-async def test_a_proxy_of_which_the_disk_hangs_answers_and_ends(
-    faulty: tuple[Stand, Path],
-) -> None:
-    stand, control = faulty
-    await ask(stand)
-    control.write_text("hang")
-    began = time.monotonic()
-    waiting = asyncio.create_task(ask(stand))
-
-    async def shown() -> bool:
-        found = await scrape(stand.admin, Scrapes())
-        return found is not None and found["pawl_spool_commit_seconds"] > 1
-
-    await eventually(shown)
-    await waiting
-    assert time.monotonic() - began > 5
-    # From now on nobody waits for it.
-    began = time.monotonic()
-    await ask(stand)
-    assert time.monotonic() - began < 10
-    stand.supervisor.send_signal(signal.SIGTERM)
-    await asyncio.to_thread(stand.supervisor.wait, 30)
-    assert time.monotonic() - began < 40
+async def test_worker_starts_on_a_full_disk_and_writes_once_there_is_room(small_disk: Path) -> None:
+    fillers = [small_disk / name for name in ("w", "x", "y", "z")]
+    for filler in fillers:
+        filler.write_bytes(b"")
+    recorder = recorder_on(small_disk)
+    assert not await recorder.take(captured("e"))
+    for filler in fillers:
+        filler.unlink()
+    assert await recorder.take(captured("e"))
+    await recorder.close()

@@ -1,39 +1,27 @@
-"""`pawl proxy` on a spool disk without a byte and without a file left: nothing of it goes down."""
+"""`pawl proxy` on a spool disk that is full, fails or hangs: no process and no call stops."""
 
 import asyncio
 import json
 import os
 import signal
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.faults.ledger import Scrapes, scrape
+from tests.integration.faults.conftest import mounted
+from tests.support.faults.ledger import Scrapes, kept, scrape
 from tests.support.faults.load import fetch
-from tests.support.faults.stand import Stand
-from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.faults.stand import Stand, running_stand
+from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
 CHAT = post("/v1/chat/completions", BODY)
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A real file system of 4 MB and 100 files, mounted at `folder`; only root can mount."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=100", "tmpfs", str(folder)]
-    subprocess.run(command, check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> list[Path]:
@@ -57,34 +45,20 @@ def fill(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-async def stand(tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
-    """Two workers, whose spool is a small disk."""
-    async with standing(tmp_path) as found:
-        await found.ready()
-        yield found
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The spool's folder, on a disk of 4 MB and 100 files."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    yield from mounted(folder, "size=4m,nr_inodes=100")
 
 
-@asynccontextmanager
-async def standing(
-    tmp_path: Path, prepare: Callable[[Path], object] = bool
+@pytest.fixture
+async def stand(
+    upstream: FakeUpstream, small_disk: Path, tmp_path: Path, own_cluster: None
 ) -> AsyncIterator[Stand]:
-    """The same, just started, on a disk that was prepared."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    async with fake_upstream() as upstream:
-        with small_disk(tmp_path / "spool") as disk:
-            prepare(disk)
-            found = await asyncio.to_thread(Stand, tmp_path, port_of(upstream), 2)
-            try:
-                yield found
-            finally:
-                if found.supervisor.poll() is None:
-                    await asyncio.to_thread(found.stop)
-                await asyncio.to_thread(found.postgres.stop)
-
-
-def port_of(upstream: FakeUpstream) -> int:
-    return int(upstream.url.split(":")[2].split("/")[0])
+    """Two workers, whose spool is a small disk."""
+    async with running_stand(tmp_path, upstream.url, 2) as found:
+        yield found
 
 
 async def answered(stand: Stand) -> bool:
@@ -107,7 +81,7 @@ def log_of(stand: Stand) -> str:
 
 
 @pytest.mark.timeout(240)
-async def test_a_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
+async def test_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
     assert await answered(stand)
     scrapes = Scrapes()
 
@@ -123,17 +97,17 @@ async def test_a_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
     assert await answered(stand)
     assert {process.pid for process in stand.processes("worker")} == before
 
-    # What cannot start does not take the place of what serves.
+    # A worker that cannot start does not replace one that serves.
     stand.supervisor.send_signal(signal.SIGHUP)
 
-    async def told() -> bool:
-        said = log_of(stand)
-        return '"workers_not_replaced"' in said or '"workers_replaced"' in said
+    def is_decided() -> bool:
+        log = log_of(stand)
+        return '"workers_not_replaced"' in log or '"workers_replaced"' in log
 
-    await eventually(told)
+    await until(is_decided)
     assert await answered(stand)
 
-    # Who is killed is started again, on the same full disk.
+    # A killed process is started again, on the same full disk.
     for process in [*stand.processes("worker"), *stand.processes("ingester")]:
         process.kill()
         await asyncio.to_thread(psutil.wait_procs, [process], 30)
@@ -149,14 +123,14 @@ async def test_a_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
     await eventually(stored)
     assert (scrapes.off, scrapes.failed) == ([], [])
     workers = (await readyz(stand))["workers"]
-    assert [(one["state"], one["last_exit"]) for one in workers] == [("up", -9)] * 2
+    assert [(worker["state"], worker["last_exit"]) for worker in workers] == [("up", -9)] * 2
 
 
 @pytest.mark.timeout(240)
-async def test_a_worker_that_ends_again_and_again_ends_nothing_else(
+async def test_worker_that_ends_again_and_again_ends_nothing_else(
     stand: Stand,
 ) -> None:
-    """Seven times, each soon after it has begun; readiness tells how often."""
+    """Seven times, each soon after it has begun; readiness says how often."""
     for _ in range(7):
         [*_, victim] = stand.processes("worker")
         victim.terminate()
@@ -164,12 +138,12 @@ async def test_a_worker_that_ends_again_and_again_ends_nothing_else(
         assert stand.supervisor.poll() is None
         await stand.ready()
     workers = (await readyz(stand))["workers"]
-    assert sum(one["restarts"] for one in workers) == 7
+    assert sum(worker["restarts"] for worker in workers) == 7
     assert (await fetch(stand.admin, "/readyz")).status == 200
 
 
 @pytest.mark.timeout(600)
-async def test_readiness_says_when_nobody_takes_calls(stand: Stand) -> None:
+async def test_readyz_is_503_while_no_worker_takes_calls(stand: Stand) -> None:
     for process in stand.processes("worker"):
         # It keeps the supervisor from starting another in a moment: it ends for good, and slowly.
         process.suspend()
@@ -184,11 +158,19 @@ async def test_readiness_says_when_nobody_takes_calls(stand: Stand) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_a_disk_that_is_full_at_the_first_start_is_waited_for(tmp_path: Path) -> None:
-    filling: list[Path] = []
-    async with standing(tmp_path, lambda disk: filling.extend(fill(disk))) as stand:
+@pytest.mark.usefixtures("own_cluster")
+async def test_disk_that_is_full_at_the_first_start_is_waited_for(
+    upstream: FakeUpstream, small_disk: Path, tmp_path: Path
+) -> None:
+    filling = fill(small_disk)
+    async with running_stand(tmp_path, upstream.url, 2, ready=False) as stand:
+
+        def has_ended(times: int) -> bool:
+            ends = log_of(stand).count('"child_ended"')
+            return stand.supervisor.poll() is not None or ends >= times
+
         # More often than a process may end whose settings cannot work.
-        await eventually(lambda: ended(stand, 6))
+        await until(lambda: has_ended(6))
         assert stand.supervisor.poll() is None
         for path in filling:
             path.unlink()
@@ -197,5 +179,110 @@ async def test_a_disk_that_is_full_at_the_first_start_is_waited_for(tmp_path: Pa
         assert stand.supervisor.poll() is None
 
 
-async def ended(stand: Stand, times: int) -> bool:
-    return stand.supervisor.poll() is not None or log_of(stand).count('"child_ended"') >= times
+FAULTS = """
+import os, threading, time
+control = os.environ.get("DISK_FAULTS")
+
+def wrapped(name, real):
+    def call(*args, **more):
+        if threading.current_thread().name == "pawl-spool":
+            try:
+                with open(control) as file:
+                    wanted = file.read().split()
+            except OSError:
+                wanted = []
+            if "hang" in wanted and name == "fdatasync":
+                time.sleep(600)
+            if name in wanted:
+                raise OSError(5, "Input/output error")
+        return real(*args, **more)
+    return call
+
+if control:
+    for name in ("write", "fdatasync", "ftruncate", "close"):
+        setattr(os, name, wrapped(name, getattr(os, name)))
+"""
+
+
+@pytest.fixture
+async def faulty(
+    upstream: FakeUpstream,
+    tmp_path: Path,
+    own_cluster: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Stand, Path]]:
+    """A proxy whose worker's disk fails as a file says."""
+    control, code = tmp_path / "faults", tmp_path / "code"
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(FAULTS)
+    control.write_text("")
+    monkeypatch.setenv("DISK_FAULTS", str(control))
+    paths = [str(code), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    async with running_stand(tmp_path, upstream.url, 1) as stand:
+        yield stand, control
+
+
+async def ask(stand: Stand) -> str:
+    """A call's id; the answer has come."""
+    reply = await asyncio.wait_for(raw_ask(stand.port, CHAT), 30)
+    head = reply.partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 200"), head
+    [call] = [line[12:] for line in head.split(b"\r\n") if line.lower().startswith(b"x-pawl-call:")]
+    return call.strip().decode()
+
+
+@pytest.mark.timeout(600)
+async def test_proxy_serves_on_through_io_errors_and_recovers_by_itself(
+    faulty: tuple[Stand, Path],
+) -> None:
+    stand, control = faulty
+    calls = [await ask(stand)]
+    [worker] = stand.processes("worker")
+    for faults in ("fdatasync", "write ftruncate", "write fdatasync ftruncate close"):
+        control.write_text(faults)
+        for _ in range(3):
+            await ask(stand)
+        control.write_text("")
+        calls.append(await ask(stand))
+    assert [found.pid for found in stand.processes("worker")] == [worker.pid]
+
+    async def are_all_kept() -> bool:
+        return (await kept(stand.url, calls, own_episodes=False)).missing == 0
+
+    await eventually(are_all_kept)
+    scrapes = Scrapes()
+    found = await scrape(stand.admin, scrapes)
+    assert found is not None
+    assert found["pawl_records_dropped_total"] >= 9
+    assert scrapes.off == []
+    began = time.monotonic()
+    stand.supervisor.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(stand.supervisor.wait, 30)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.timeout(600)
+async def test_proxy_whose_disk_hangs_answers_and_ends(
+    faulty: tuple[Stand, Path],
+) -> None:
+    stand, control = faulty
+    await ask(stand)
+    control.write_text("hang")
+    began = time.monotonic()
+    waiting = asyncio.create_task(ask(stand))
+
+    async def is_shown() -> bool:
+        found = await scrape(stand.admin, Scrapes())
+        return found is not None and found["pawl_spool_commit_seconds"] > 1
+
+    await eventually(is_shown)
+    await waiting
+    assert time.monotonic() - began > 5
+    # From now on nobody waits for it.
+    began = time.monotonic()
+    await ask(stand)
+    assert time.monotonic() - began < 10
+    stand.supervisor.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(stand.supervisor.wait, 30)
+    assert time.monotonic() - began < 40

@@ -1,9 +1,8 @@
-"""No record, whatever is in it, keeps the others from being stored; and no bug buries them all."""
+"""No record keeps the others from being stored, and no bug makes dead letters of them all."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -12,60 +11,14 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import batch_writer, transcribe
-from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.spool.segments import Frame, encode_frame
-from store.ids import new_id
-from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
-from tests.support.faults.counters import assert_adds_up, ledger
+from tests.integration.faults.conftest import Spooled
+from tests.support.faults.counters import assert_adds_up
 from tests.support.records import captured, reward
 from tests.support.waiting import PATIENCE_S, eventually, until
-
-
-@dataclass
-class Spooled:
-    """A spool with records, and the drain that has to get them out."""
-
-    folder: Path
-    engine: AsyncEngine
-    drainer: Drainer
-
-    def write(self, *records: Frame) -> Path:
-        """A segment that will not grow."""
-        home = self.folder / "0"
-        home.mkdir(exist_ok=True)
-        path = home / f"{new_id()}.seg"
-        path.write_bytes(b"".join(encode_frame(record) for record in records))
-        return path
-
-    async def drain(self) -> None:
-        """Until nothing moves any more, and once more."""
-        for _ in range(2):
-            while await self.drainer.drain_once():
-                pass
-        await self.drainer.count()
-
-    async def stored(self) -> int:
-        async with self.engine.connect() as connection:
-            return len(await episode_ids(connection))
-
-    def letters(self) -> list[Path]:
-        return sorted((self.folder / "dead").glob("*.letter"))
-
-    def reasons(self) -> str:
-        return "".join(path.read_text() for path in (self.folder / "dead").glob("*.reason"))
-
-    def segments(self) -> list[Path]:
-        return list(self.folder.glob("*/*.seg"))
-
-
-@pytest.fixture
-async def spooled(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Spooled]:
-    yield Spooled(tmp_path, engine, Drainer(tmp_path, lambda: engine, batch=10))
-    assert_adds_up()
 
 
 def nested(levels: int) -> bytes:
@@ -83,7 +36,7 @@ def nested(levels: int) -> bytes:
     return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
-async def test_a_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled: Spooled) -> None:
+async def test_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled: Spooled) -> None:
     poison = captured("poison", dialect="messages", streamed=True, reply=nested(2000))
     spooled.write(captured("a"), poison, captured("b"))
     await spooled.drain()
@@ -92,7 +45,7 @@ async def test_a_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled:
     assert spooled.segments() == []
 
 
-async def test_a_drain_that_is_cancelled_while_it_buries_has_counted_nothing_twice(
+async def test_drain_cancelled_while_it_writes_dead_letters_counts_nothing_twice(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ingester that stops cancels it, and tells of its counters until it has ended."""
@@ -146,16 +99,14 @@ def raising(error: BaseException, what: Callable[..., Any], poison: str) -> Call
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_whatever_reading_a_record_raises_it_alone_is_a_dead_letter(
+async def test_record_whose_reading_raises_anything_is_the_only_dead_letter(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(transcribe, "transcribe", raising(error, transcribe.transcribe, "poison"))
     spooled.write(captured("a"), captured("poison"), captured("b"), captured("poison"))
     await spooled.drain()
-    assert await spooled.stored() == 2
-    assert len(spooled.letters()) == 2
+    assert await spooled.outcome() == (2, 2, [])
     assert type(error).__name__ in spooled.reasons()
-    assert spooled.segments() == []
 
 
 @pytest.fixture
@@ -189,98 +140,50 @@ def fails(error: Exception, *episodes: str) -> Callable[[SpoolRecord], None]:
     [KeyError("k"), TypeError("t"), AssertionError(), RecursionError(), MemoryError()],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_storing_a_record_raises_it_alone_is_a_dead_letter(
+async def test_record_whose_storing_raises_anything_is_the_only_dead_letter(
     spooled: Spooled, storing: Any, error: Exception
 ) -> None:
     storing(fails(error, "poison"))
     spooled.write(*[captured(f"e{n}" if n % 5 else "poison") for n in range(20)])
     await spooled.drain()
-    assert await spooled.stored() == 16
-    assert len(spooled.letters()) == 4
+    assert await spooled.outcome() == (16, 4, [])
     assert type(error).__name__ in spooled.reasons()
-    assert spooled.segments() == []
 
 
-async def test_an_error_that_hits_all_calls_makes_no_dead_letter_of_any(
-    spooled: Spooled, storing: Any
+@pytest.mark.parametrize("next_ingester", [False, True], ids=["same ingester", "next ingester"])
+async def test_error_that_hits_all_calls_makes_no_dead_letter_of_any(
+    spooled: Spooled, storing: Any, next_ingester: bool
 ) -> None:
     """A bug, say; feedback goes on being stored. Once it is mended, all are."""
     storing(fails(KeyError("bug")))
     calls = [captured(f"e{n}") for n in range(12)]
     segment = spooled.write(*calls, reward(1.0, episode="e1"))
     await spooled.drain()
-    assert spooled.letters() == []
-    assert segment.exists()
-    assert await spooled.stored() == 0
+    assert await spooled.outcome() == (0, 0, [segment])
     assert spooled.drainer.progress.held == 12
     assert_adds_up()
-    # An ingester that starts anew finds them all.
-    follower = Drainer(
-        spooled.folder,
-        lambda: spooled.engine,
-        batch=10,
-        counted_before=int(ledger()["pawl_records_spooled"]),
-    )
-    await follower.count()
-    assert_adds_up()
-    storing(lambda record: None)
-    spooled.drainer = follower
-    await spooled.drain()
-    assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (12, [], [])
-
-
-async def test_held_records_are_stored_once_the_error_is_gone(
-    spooled: Spooled, storing: Any
-) -> None:
-    storing(fails(KeyError("bug")))
-    spooled.write(*[captured(f"e{n}") for n in range(3)])
-    await spooled.drain()
+    if next_ingester:
+        await spooled.follow()
     storing(lambda record: None)
     # The first call that can be stored shows that it was not the records' fault.
     spooled.write(captured("later"))
     await spooled.drain()
-    assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (4, [], [])
+    assert await spooled.outcome() == (13, 0, [])
 
 
-async def test_a_poison_record_alone_waits_and_blocks_nothing_behind_it(
+async def test_poison_record_without_others_waits_and_blocks_nothing_behind_it(
     spooled: Spooled, storing: Any
 ) -> None:
     storing(fails(KeyError("k"), "poison"))
     segment = spooled.write(captured("poison"))
     await spooled.drain()
-    assert segment.exists()
-    assert spooled.letters() == []
+    assert await spooled.outcome() == (0, 0, [segment])
     spooled.write(captured("a"))
     await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters()), spooled.segments()) == (1, 1, [])
+    assert await spooled.outcome() == (1, 1, [])
 
 
-async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over(
-    spooled: Spooled, storing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says that it is short of memory, over and over: the others must not wait for that."""
-    storing(fails(TimeoutError("statement"), "huge"))
-    spooled.write(captured("a"), captured("huge"), *[captured(f"e{n}") for n in range(5)])
-    tries = 0
-    while await spooled.stored() < 6:
-        tries += 1
-        assert tries < 30
-        try:
-            await spooled.drainer.drain_once()
-        except TimeoutError as error:
-            await spooled.drainer._note_failure(error)
-    assert spooled.letters() == []
-    assert len(spooled.segments()) == 1
-    await spooled.drainer.count()
-    assert spooled.drainer.progress.held == 1
-    # It is never given up: what PostgreSQL says is no word against the record.
-    storing(lambda record: None)
-    monkeypatch.setattr("proxy.ingester.batch_writer.UNANSWERED_AGAIN_S", 0.0)
-    await spooled.drain()
-    assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (7, [], [])
-
-
-async def test_counting_what_was_stored_never_stops_the_drain(
+async def test_failure_to_count_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -290,46 +193,31 @@ async def test_counting_what_was_stored_never_stops_the_drain(
     monkeypatch.setattr(batch_writer, "_count_call", broken)
     spooled.write(captured("a"), captured("b"))
     await spooled.drain()
-    assert (await spooled.stored(), spooled.segments()) == (2, [])
+    assert await spooled.outcome() == (2, 0, [])
 
 
-async def test_readyz_tells_of_a_drain_that_does_not_move(
+async def test_readyz_names_a_drain_that_is_stuck(
     proxy: Proxy, storing: Callable[[Any], None]
 ) -> None:
-    async def told() -> Any:
-        async with proxy.session.get(f"{proxy.admin}/readyz") as reply:
-            # Serving does not depend on it: a balancer must not take the proxy away.
-            assert reply.status == 200
-            return await reply.json()
+    async def ready(check: Callable[[Any], bool]) -> Any:
+        async def look() -> Any:
+            async with proxy.session.get(f"{proxy.admin}/readyz") as reply:
+                # Serving does not depend on it: a balancer must not take the proxy away.
+                assert reply.status == 200
+                found = await reply.json()
+            return found if check(found) else None
 
-    assert (await told())["status"] == "ready"
+        return await eventually(look)
 
-    async def moves() -> bool:
-        return bool((await told())["drain"]["state"] == "moving")
-
-    await eventually(moves)
+    await ready(lambda found: found["status"] == "ready" and found["drain"]["state"] == "moving")
     storing(fails(KeyError("bug")))
     assert (await proxy.chat(headers={"x-pawl-episode": "a"})).status == 200
-
-    async def stuck() -> Any:
-        found = await told()
-        return found if found["drain"]["state"] == "stuck" else None
-
-    found = await eventually(stuck)
+    found = await ready(lambda found: found["drain"]["state"] == "stuck")
     assert found["status"] == "degraded"
     assert found["drain"]["held"] == 1
     assert found["drain"]["reason"]
-
-    async def stuck_for_a_while() -> bool:
-        return bool((await told())["drain"]["for_s"] >= 0.2)
-
-    await eventually(stuck_for_a_while)
+    await ready(lambda found: found["drain"]["for_s"] >= 0.2)
     storing(lambda record: None)
     await proxy.chat(headers={"x-pawl-episode": "b"})
-
-    async def moving() -> bool:
-        found = await told()
-        return found["status"] == "ready" and found["drain"]["held"] == 0
-
-    await eventually(moving)
+    await ready(lambda found: found["status"] == "ready" and found["drain"]["held"] == 0)
     assert len(await proxy.episodes(2)) == 2

@@ -1,7 +1,6 @@
-"""A disk that stays full, and a worker that is killed: no episode passes for a complete one."""
+"""Recording outages: a full disk or a killed worker lets no episode pass for complete."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,24 +11,19 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import drain as draining
-from proxy.ingester.drain import Drainer, RecordingOutages
+from proxy.ingester.drain import RecordingOutages
 from proxy.spool import recorder as recording
 from proxy.spool import writer as segment_writer
 from proxy.spool.outages import OUTAGE, OutageFile, read_outage
 from proxy.spool.recorder import Recorder
 from store.database import make_engine
-from tests.integration.faults.spool.test_full_spool import fill, full_disk, incomplete
-from tests.integration.faults.test_failing_disk import failing
-from tests.support.faults.counters import assert_adds_up
+from tests.integration.faults.conftest import Failing, Spooled, fill
 from tests.support.records import captured
-from tests.support.waiting import eventually
+from tests.support.waiting import until
 
-__all__ = ["failing", "full_disk"]
-
-# The reserve of these workers has room for the marks of about a hundred episodes.
+# The reserve of these workers has room for the gaps of about a hundred episodes.
 RESERVE = 8192
 WORKER = """
 import asyncio, sys, time
@@ -69,20 +63,18 @@ class Worker:
         assert self._process.stdout
         self._process.stdin.write(f"{episode}\n")
         self._process.stdin.flush()
-        while (said := self._process.stdout.readline().strip()) not in ("True", "False"):
-            assert said or self._process.poll() is None
-        return said == "True"
+        while (line := self._process.stdout.readline().strip()) not in ("True", "False"):
+            assert line or self._process.poll() is None
+        return line == "True"
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        self._process.kill()
         self._process.communicate()
-
-    def stop(self) -> None:
-        self._process.communicate("\n", timeout=30)
 
 
 @contextmanager
 def working(disk: Path) -> Iterator[Worker]:
+    """Run a worker, and kill it after the block."""
     worker = Worker(disk)
     try:
         yield worker
@@ -90,68 +82,46 @@ def working(disk: Path) -> Iterator[Worker]:
         worker.kill()
 
 
-async def drain(engine: AsyncEngine, disk: Path) -> None:
-    drainer = Drainer(disk, lambda: engine, batch=100)
-    while await drainer.drain_once():
-        pass
-
-
-def lapsing(disk: Path, folder: str = "0") -> bool:
-    """Whether an outage lasts: no mark of an episode finds room in the reserve any more."""
-    outage = read_outage(disk / folder / OUTAGE).outage
+def has_outage(disk: Path) -> bool:
+    """Whether an outage lasts: no episode's gap finds room in the reserve any more."""
+    outage = read_outage(disk / "0" / OUTAGE).outage
     return outage is not None and outage.until is None
 
 
+async def stored_outages(spooled: Spooled) -> int:
+    async with spooled.engine.connect() as connection:
+        return int((await connection.execute(text("SELECT count(*) FROM lapses"))).scalar_one())
+
+
 @pytest.mark.timeout(600)
-async def test_what_a_killed_worker_had_only_in_memory_is_set_aside(
-    engine: AsyncEngine, full_disk: Path
+async def test_episodes_whose_gaps_a_killed_worker_had_only_in_memory_are_set_aside(
+    spooled: Spooled, full_disk: Path
 ) -> None:
     with working(full_disk) as worker:
         assert worker.records("cut short")
         assert worker.records("elsewhere")
-        fill(full_disk)
-        while not lapsing(full_disk):
+        balloon = fill(full_disk)
+        while not has_outage(full_disk):
             worker.records("another")
         assert not worker.records("cut short")
-        worker.kill()
-    (full_disk / "balloon").unlink()
-    await drain(engine, full_disk)
+    balloon.unlink()
+    await spooled.drain()
     # Whose record was lost is not known any more; both were under way.
-    assert {"cut short", "elsewhere"} <= await incomplete(engine)
+    assert {"cut short", "elsewhere"} <= await spooled.incomplete()
 
 
 @pytest.mark.timeout(600)
-async def test_a_worker_that_starts_on_a_full_disk_and_is_killed_leaves_its_mark(
-    engine: AsyncEngine, full_disk: Path
+async def test_worker_that_starts_on_a_full_disk_and_is_killed_leaves_its_outage(
+    spooled: Spooled, full_disk: Path
 ) -> None:
     with working(full_disk) as worker:
         assert worker.records("cut short")
-        fill(full_disk)
-        worker.kill()
+        balloon = fill(full_disk)
     with working(full_disk) as worker:
         assert not worker.records("cut short")
-        worker.kill()
-    (full_disk / "balloon").unlink()
-    await drain(engine, full_disk)
-    assert "cut short" in await incomplete(engine)
-
-
-async def stored_outages(engine: AsyncEngine) -> int:
-    async with engine.connect() as connection:
-        return int((await connection.execute(text("SELECT count(*) FROM lapses"))).scalar_one())
-
-
-@pytest.fixture
-async def recorder(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """A worker's, whose disk is full, and whose reserve is used up."""
-    monkeypatch.setattr(segment_writer, "RESERVE_BYTES", RESERVE)
-    monkeypatch.setattr(recording, "RETRY_S", 0.05)
-    recorder = recorder_on(full_disk)
-    assert await take(recorder, "whole")
-    fill(full_disk)
-    while not lapsing(full_disk):
-        await take(recorder, "another")
-    return recorder
+    balloon.unlink()
+    await spooled.drain()
+    assert "cut short" in await spooled.incomplete()
 
 
 def recorder_on(disk: Path) -> Recorder:
@@ -162,114 +132,123 @@ async def take(recorder: Recorder, episode: str) -> bool:
     return await recorder.take(captured(episode, started_at=time.time()))
 
 
-async def ended(disk: Path) -> bool:
-    return not lapsing(disk)
+@pytest.fixture
+async def recorder(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A worker's, whose disk is full, and whose reserve is used up."""
+    monkeypatch.setattr(segment_writer, "RESERVE_BYTES", RESERVE)
+    monkeypatch.setattr(recording, "RETRY_S", 0.05)
+    recorder = recorder_on(full_disk)
+    assert await take(recorder, "whole")
+    fill(full_disk)
+    while not has_outage(full_disk):
+        await take(recorder, "another")
+    return recorder
 
 
-async def test_a_worker_that_lives_names_all_and_leaves_no_outage(
-    engine: AsyncEngine, full_disk: Path, recorder: Recorder
+async def test_worker_that_lives_names_all_lost_episodes_and_leaves_no_outage(
+    spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
-    await drain(engine, full_disk)
-    # Others are not set aside for what may yet be named.
-    assert await stored_outages(engine) == 0
+    await spooled.drain()
+    # Others are not set aside while the worker may still name the lost ones.
+    assert await stored_outages(spooled) == 0
     (full_disk / "balloon").unlink()
-    assert await eventually(lambda: ended(full_disk))
+    await until(lambda: not has_outage(full_disk))
     await recorder.close()
-    await drain(engine, full_disk)
-    assert await stored_outages(engine) == 0
-    assert await incomplete(engine) == {"another", "cut short"}
-    assert_adds_up()
+    await spooled.drain()
+    assert await stored_outages(spooled) == 0
+    assert await spooled.incomplete() == {"another", "cut short"}
 
 
-async def test_more_episodes_than_are_remembered_are_a_outage(
-    engine: AsyncEngine, full_disk: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+async def test_more_lost_episodes_than_are_remembered_are_an_outage(
+    spooled: Spooled, full_disk: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_GAPS", 1)
     for episode in ("one", "two"):
         assert not await take(recorder, episode)
     (full_disk / "balloon").unlink()
     assert await take(recorder, "later")
-    assert await eventually(lambda: ended(full_disk))
+    await until(lambda: not has_outage(full_disk))
     await recorder.close()
-    await drain(engine, full_disk)
-    assert {"whole", "later"} <= await incomplete(engine)
-    assert await stored_outages(engine) == 1
-    assert_adds_up()
+    await spooled.drain()
+    assert {"whole", "later"} <= await spooled.incomplete()
+    assert await stored_outages(spooled) == 1
 
 
-async def test_a_outage_that_lasts_is_told_while_the_disk_is_full(
-    engine: AsyncEngine, full_disk: Path, recorder: Recorder
+async def test_outage_that_lasts_is_stored_while_the_disk_is_full(
+    spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
     # Before the drain, which deletes segments: the disk is not full after that.
-    telling = RecordingOutages(full_disk, patience_s=0.0)
-    await telling.store(engine)
-    assert await stored_outages(engine) == 1
-    assert telling.lasts_s > 0
-    await drain(engine, full_disk)
-    assert "whole" in await incomplete(engine)
+    recording_outages = RecordingOutages(full_disk, patience_s=0.0)
+    await recording_outages.store(spooled.engine)
+    assert await stored_outages(spooled) == 1
+    assert recording_outages.lasts_s > 0
+    await spooled.drain()
+    assert "whole" in await spooled.incomplete()
     (full_disk / "balloon").unlink()
     await recorder.close()
+    await spooled.drain()
 
 
-async def test_a_worker_that_stops_on_a_full_disk_leaves_its_mark(
-    engine: AsyncEngine, full_disk: Path, recorder: Recorder
+async def test_worker_that_stops_on_a_full_disk_leaves_its_outage(
+    spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
     await recorder.close()
     (full_disk / "balloon").unlink()
-    await drain(engine, full_disk)
-    assert "whole" in await incomplete(engine)
+    await spooled.drain()
+    assert "whole" in await spooled.incomplete()
 
 
-async def test_a_outage_waits_for_the_database_and_is_told_once(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
-    """Of a worker that is gone, and whose place no other takes."""
-    worker = recorder_on(tmp_path)
+async def test_outage_waits_for_the_database_and_is_stored_once(spooled: Spooled) -> None:
+    """It is of a worker that is gone, and whose folder no other takes."""
+    folder = spooled.folder / "0"
+    worker = recorder_on(spooled.folder)
     assert await take(worker, "cut short")
     await worker.close()
-    OutageFile(tmp_path / "0").begin(time.time())
+    OutageFile(folder).begin(time.time())
     away = make_engine("postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(OSError, match="Connect call failed"):
-        await RecordingOutages(tmp_path).store(away)
+        await RecordingOutages(spooled.folder).store(away)
     await away.dispose()
-    assert not lapsing(tmp_path)
-    await drain(engine, tmp_path)
-    assert await incomplete(engine) == {"cut short"}
-    assert read_outage(tmp_path / "0" / OUTAGE).not_stored is None
-    assert await stored_outages(engine) == 1
+    assert not has_outage(spooled.folder)
+    await spooled.drain()
+    assert await spooled.incomplete() == {"cut short"}
+    assert read_outage(folder / OUTAGE).not_stored is None
+    assert await stored_outages(spooled) == 1
 
 
-async def test_a_outage_that_cannot_be_noted_is_told_again(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_outage_that_cannot_be_noted_as_stored_is_stored_again(
+    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = recorder_on(tmp_path)
+    folder = spooled.folder / "0"
+    worker = recorder_on(spooled.folder)
     assert await take(worker, "cut short")
     await worker.close()
-    file = OutageFile(tmp_path / "0")
+    file = OutageFile(folder)
     file.begin(time.time())
     file.end(time.time(), named=False)
-    telling = RecordingOutages(tmp_path)
+    recording_outages = RecordingOutages(spooled.folder)
 
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(draining, "note_stored", refuse)
-    await telling.store(engine)
-    assert telling.trouble
-    assert await stored_outages(engine) == 1
-    assert read_outage(tmp_path / "0" / OUTAGE).not_stored is not None
+    await recording_outages.store(spooled.engine)
+    assert recording_outages.trouble
+    assert await stored_outages(spooled) == 1
+    assert read_outage(folder / OUTAGE).not_stored is not None
+    await spooled.drain()
 
 
-async def test_where_the_mark_fails_too_the_episodes_are_remembered(
-    full_disk: Path, recorder: Recorder, failing: Any
+async def test_episodes_are_remembered_where_the_outage_cannot_be_written_either(
+    full_disk: Path, recorder: Recorder, failing: Failing
 ) -> None:
     (full_disk / "balloon").unlink()
-    assert await eventually(lambda: ended(full_disk))
+    await until(lambda: not has_outage(full_disk))
     failing("write", "ftruncate", "pwrite")
     assert not await take(recorder, "cut short")
     assert list(recorder._gaps) == ["cut short"]
-    assert not lapsing(full_disk)
+    assert not has_outage(full_disk)
     await recorder.close()

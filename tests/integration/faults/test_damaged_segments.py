@@ -14,14 +14,12 @@ from proxy.ingester import batch_writer, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.recorder import Spool
 from proxy.spool.segments import HEAD_BYTES, encode_frame
-from tests.integration.faults.test_poison import Spooled, spooled
+from tests.integration.faults.conftest import Spooled
 from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 
-__all__ = ["spooled"]
 
-
-async def test_few_bytes_that_stand_for_very_many_are_not_inflated(
+async def test_reply_that_inflates_beyond_the_limit_is_a_dead_letter(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     tape = ReplyBuffer()
@@ -42,18 +40,17 @@ async def test_few_bytes_that_stand_for_very_many_are_not_inflated(
     assert_adds_up()
 
 
-async def test_a_flipped_bit_costs_one_record(spooled: Spooled) -> None:
+async def test_flipped_bit_costs_one_record(spooled: Spooled) -> None:
     path = spooled.write(*[captured(f"e{n}") for n in range(5)])
     data = bytearray(path.read_bytes())
     data[len(data) // 5 + HEAD_BYTES // 2] ^= 1
     path.write_bytes(data)
     await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters())) == (4, 1)
+    assert await spooled.outcome() == (4, 1, [])
     assert "damaged" in spooled.reasons()
-    assert spooled.segments() == []
 
 
-async def test_damage_in_a_segment_that_grows_hides_nothing(
+async def test_damage_in_a_growing_segment_costs_one_record(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
@@ -112,53 +109,31 @@ async def test_dead_letters_are_private_and_durable_before_their_segment_goes(
     assert synced[-2] == "dead"
 
 
-async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_other(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("next_ingester", [False, True], ids=["same ingester", "next ingester"])
+async def test_dead_letter_that_the_disk_refuses_waits_and_holds_up_no_other_record(
+    spooled: Spooled, monkeypatch: pytest.MonkeyPatch, next_ingester: bool
 ) -> None:
-    real = batch_writer.write_dead_letters
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(batch_writer, "write_dead_letters", full)
     bad = captured("bad", dialect="none such")
-    first = spooled.write(captured("a"), bad, captured("b"), bad, bad)
-    second = spooled.write(captured("c"))
-    await spooled.drain()
-    assert await spooled.stored() == 3
-    assert (first.exists(), second.exists()) == (True, False)
+    with monkeypatch.context() as patched:
+        patched.setattr(batch_writer, "write_dead_letters", full)
+        first = spooled.write(captured("a"), bad, captured("b"), bad, bad)
+        spooled.write(captured("c"))
+        await spooled.drain()
+    assert await spooled.outcome() == (3, 0, [first])
     assert spooled.drainer.progress.held == 3
     assert_adds_up()
-    monkeypatch.setattr(batch_writer, "write_dead_letters", real)
-    # The next ingester stores again what stands behind the first of them, and loses nothing.
-    spooled.drainer = Drainer(
-        spooled.folder,
-        lambda: spooled.engine,
-        batch=10,
-        counted_before=int(ledger()["pawl_records_spooled"]),
-    )
-    await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters()), spooled.segments()) == (3, 3, [])
-
-
-async def test_held_letters_are_written_by_the_same_ingester_too(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "full")
-
-    real = batch_writer.write_dead_letters
-    monkeypatch.setattr(batch_writer, "write_dead_letters", full)
+    # A follower stores again the records behind the first of them, and loses nothing.
     monkeypatch.setattr(batch_writer, "LETTER_AGAIN_S", 0.0)
-    spooled.write(captured("bad", dialect="none such"), captured("a"))
+    if next_ingester:
+        await spooled.follow()
     await spooled.drain()
-    assert spooled.drainer.progress.held == 1
-    monkeypatch.setattr(batch_writer, "write_dead_letters", real)
-    await spooled.drain()
-    assert (len(spooled.letters()), spooled.segments()) == (1, [])
+    assert await spooled.outcome() == (3, 3, [])
 
 
-async def test_a_segment_that_cannot_be_read_holds_up_no_other(
+async def test_segment_that_cannot_be_read_holds_up_no_other(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = spooled.write(captured("a"))
@@ -176,7 +151,7 @@ async def test_a_segment_that_cannot_be_read_holds_up_no_other(
     assert broken.exists()
 
 
-async def test_a_mark_that_is_damaged_or_cannot_be_written_costs_nothing(
+async def test_position_file_that_is_damaged_or_cannot_be_written_costs_no_record(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = spooled.write(captured("a"), captured("b"))
@@ -191,6 +166,5 @@ async def test_a_mark_that_is_damaged_or_cannot_be_written_costs_nothing(
     monkeypatch.setattr(os, "pwrite", full)
     before = ledger()["pawl_records_stored_total"]
     await spooled.drain()
-    assert await spooled.stored() == 2
+    assert await spooled.outcome() == (2, 0, [])
     assert ledger()["pawl_records_stored_total"] == before + 2
-    assert spooled.segments() == []

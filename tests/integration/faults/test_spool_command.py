@@ -24,13 +24,13 @@ def write_dead_letters(folder: Path, name: str, data: bytes, reason: str) -> Non
     (dead / f"{name}.reason").write_text(reason)
 
 
-def test_an_empty_spool(tmp_path: Path) -> None:
+def test_empty_spool_has_no_records(tmp_path: Path) -> None:
     view = look(tmp_path / "not there")
     assert (view.segments, view.records, view.dead_letters) == (0, 0, ())
     assert as_lines(view)[0].startswith("0 records")
 
 
-def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
+def test_spool_command_shows_waiting_records_and_dead_letters(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     frames = encode_frame(captured()) + encode_frame(captured())
     (tmp_path / "0" / "a.open").write_bytes(frames + b"torn")
@@ -44,7 +44,7 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
     assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
 
 
-async def test_a_tenants_letters_alone_are_shown_and_replayed(
+async def test_only_a_tenants_letters_are_shown_and_replayed(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     keys = {tenant: scoped(tenant, "e") for tenant in ("a", "b", "default")}
@@ -55,7 +55,7 @@ async def test_a_tenants_letters_alone_are_shown_and_replayed(
     write_dead_letters(tmp_path, "torn", b"torn", "a torn frame")
 
     def shown(tenant: str | None) -> list[str]:
-        return [Path(one.path).stem for one in look(tmp_path, tenant).dead_letters]
+        return [Path(letter.path).stem for letter in look(tmp_path, tenant).dead_letters]
 
     assert shown("a") == ["a", "gap"]
     assert shown("default") == ["default"]
@@ -65,7 +65,7 @@ async def test_a_tenants_letters_alone_are_shown_and_replayed(
     assert shown(None) == ["a", "b", "gap", "torn"]
 
 
-async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
+async def test_replay_stores_the_letters_that_it_can_and_keeps_the_others(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     bad = statement("nul\x00", 1.0, episode="bad")
