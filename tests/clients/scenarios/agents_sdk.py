@@ -1,38 +1,20 @@
 """Run OpenAI's Agents SDK: its runner, its sessions."""
 
 import asyncio
-import json
-from typing import Any
 
 from agents import Agent, ModelSettings, Runner, SQLiteSession, function_tool
 from conversation import (
-    ANSWER,
-    ASKED,
-    EXAMPLES,
     MAX_TOKENS,
     MODEL,
-    QUESTION,
     SYSTEM,
     report,
+    responses_history,
     turns,
     weather,
 )
 
 NAME = "the Agents SDK"
 SETTINGS = ModelSettings(temperature=0, max_tokens=MAX_TOKENS)
-
-
-def history() -> list[Any]:
-    items: list[Any] = []
-    for call_id, city, found in EXAMPLES:
-        call = {"call_id": call_id, "name": "weather", "arguments": json.dumps({"city": city})}
-        items += [
-            {"role": "user", "content": ASKED.format(city=city)},
-            {"type": "function_call", **call},
-            {"type": "function_call_output", "call_id": call_id, "output": found},
-            {"role": "assistant", "content": ANSWER.format(city=city, weather=found)},
-        ]
-    return [*items, {"role": "user", "content": QUESTION}]
 
 
 async def use_tool() -> str:
@@ -43,7 +25,7 @@ async def use_tool() -> str:
         tools=[function_tool(weather)],
         model_settings=SETTINGS,
     )
-    return str((await Runner.run(agent, history())).final_output)
+    return str((await Runner.run(agent, responses_history())).final_output)
 
 
 async def stream() -> list[list[str]]:

@@ -4,45 +4,23 @@ import json
 from typing import Any
 
 from conversation import (
-    ANSWER,
-    ASKED,
-    EXAMPLES,
+    FUNCTION,
     MAX_TOKENS,
     MODEL,
-    QUESTION,
     SYSTEM,
-    TOOL_DESCRIPTION,
     report,
+    responses_history,
     turns,
     weather,
 )
 from openai import OpenAI
 
 NAME = "openai responses"
-TOOL: Any = {
-    "type": "function",
-    "name": "weather",
-    "description": TOOL_DESCRIPTION,
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "strict": False,
-}
-
-
-def history() -> list[Any]:
-    items: list[Any] = []
-    for call_id, city, found in EXAMPLES:
-        call = {"call_id": call_id, "name": "weather", "arguments": json.dumps({"city": city})}
-        items += [
-            {"role": "user", "content": ASKED.format(city=city)},
-            {"type": "function_call", **call},
-            {"type": "function_call_output", "call_id": call_id, "output": found},
-            {"role": "assistant", "content": ANSWER.format(city=city, weather=found)},
-        ]
-    return [*items, {"role": "user", "content": QUESTION}]
+TOOL: Any = {"type": "function", **FUNCTION, "strict": False}
 
 
 def use_tool(client: OpenAI) -> str:
-    items = history()
+    items = responses_history()
     while True:
         response = client.responses.create(
             model=MODEL,

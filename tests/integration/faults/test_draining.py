@@ -1,6 +1,7 @@
 """The drain stores each record once, many at a time, and goes on where an ingester ended."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
