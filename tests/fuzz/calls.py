@@ -1,6 +1,6 @@
 """Requests and replies of the four APIs, each field as it should be or anything else."""
 
-from typing import Final
+from typing import Any, Final
 
 from tests.fuzz.tape import Grammar, Tape
 from tests.fuzz.texts import anything, damaged, deep, either, listed, one_of, quoted, shaped
@@ -14,12 +14,12 @@ FLAGS: Final = one_of(b"true", b"false", b"null", b'"true"')
 NAMES: Final = one_of(b'"call_a1b2c3d4"', b'"call_1"', b'""', b"null", b'"\\ud800"')
 
 
-def _told_deep(tape: Tape) -> bytes:
+def _quoted_deep(tape: Tape) -> bytes:
     return quoted(deep(tape))
 
 
 _plain_arguments: Final = one_of(b'"{}"', b'"{\\"a\\":1"', b'""', b"null", b'"1e400"')
-ARGUMENTS: Final = either(_plain_arguments, _plain_arguments, _plain_arguments, deep, _told_deep)
+ARGUMENTS: Final = either(_plain_arguments, _plain_arguments, _plain_arguments, deep, _quoted_deep)
 
 _function: Final = shaped({"name": NAMES, "arguments": ARGUMENTS})
 _tool_calls: Final = listed(
@@ -317,3 +317,16 @@ def _stream(tape: Tape) -> bytes:
 
 # A reply of server-sent events.
 streams: Final[Grammar] = damaged(_stream)
+
+
+def recorded(tape: Tape) -> dict[str, Any]:
+    """Make the fields of a recorded call that a client and a model server decide."""
+    streamed = bool(tape.below(2))
+    return {
+        "dialect": tape.pick(FORMATS),
+        "streamed": streamed,
+        "request": requests(tape) if tape.below(4) else anything(tape),
+        "reply": streams(tape) if streamed else wholes(tape),
+        "wanted_ids": bool(tape.below(2)),
+        "served_model": "m@1",
+    }

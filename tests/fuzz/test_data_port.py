@@ -34,7 +34,7 @@ NOBODY = UUID(int=0)
 PATIENCE_S = 10.0
 
 
-class Told(NamedTuple):
+class Exchange(NamedTuple):
     """A request, and what the model server says to it (nothing: it breaks off)."""
 
     path: bytes
@@ -47,7 +47,7 @@ class Told(NamedTuple):
     gives_ids: bool
 
 
-def _told(tape: Tape) -> Told:
+def _exchange(tape: Tape) -> Exchange:
     path = b"/feedback" if tape.rarely() else tape.pick(CALLS)
     body = one_statement(tape) if path == b"/feedback" else calls.requests(tape)
     if tape.rarely():
@@ -56,7 +56,7 @@ def _told(tape: Tape) -> Told:
     lines += [tape.pick(HEADERS) for _ in range(tape.below(3))]
     kind = tape.pick(KINDS)
     reply = calls.streams(tape) if kind.startswith(b"text/event") else calls.wholes(tape)
-    return Told(
+    return Exchange(
         path=path,
         request=b"\r\n".join([*lines, b"", b""]) + body,
         body=body,
@@ -69,35 +69,35 @@ def _told(tape: Tape) -> Told:
 
 
 @fuzzing(400)
-@given(made_of(_told))
-def test_any_request_gets_one_answer_and_any_call_one_record(told: Told) -> None:
-    frames, wire, is_done = run(lambda: _asked(told))
+@given(made_of(_exchange))
+def test_any_request_gets_one_answer_and_any_call_one_record(exchange: Exchange) -> None:
+    frames, wire, is_done = run(lambda: _ask(exchange))
     assert is_done, "nobody is answered"
     # One head, unless the upstream broke off: then it may be none.
-    assert wire.sent.count(b"HTTP/1.1 ") == 1 or (told.torn and wire.is_closing())
+    assert wire.sent.count(b"HTTP/1.1 ") == 1 or (exchange.torn and wire.is_closing())
     # Nothing here fails by itself: an exception that is answered is one all the same.
     assert not wire.sent.startswith(b"HTTP/1.1 500 ")
-    if told.path == b"/feedback":
+    if exchange.path == b"/feedback":
         assert len(frames) == wire.sent.startswith(b"HTTP/1.1 20")
     elif not frames:
         # A call that the proxy itself refuses (4xx) may have no record.
         assert b"x-pawl-fault: client" in wire.sent.lower()
     else:
         [frame] = frames
-        assert frame.request == told.body
+        assert frame.request == exchange.body
         assert transcribe(frame).episode
 
 
-async def _asked(told: Told) -> tuple[list[Any], Wire, bool]:
+async def _ask(exchange: Exchange) -> tuple[list[Any], Wire, bool]:
     """What is recorded, what the client got, and whether the proxy is done with it."""
     # Small enough that it is asked for more than there is.
     intake = Intake(budget=MOST, max_body=MOST, max_feedback=MOST)
     kept = Remembered()
-    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
+    server = SaidServer(lambda: _reply(exchange), gives=exchange.gives_ids)
     try:
         with TemporaryDirectory() as folder:
             connection, wire = data_port(server, kept, intake, Path(folder))
-            connection.data_received(told.request)
+            connection.data_received(exchange.request)
             await settle()
             if connection.task is not None:
                 await asyncio.wait({connection.task}, timeout=PATIENCE_S)
@@ -109,7 +109,7 @@ async def _asked(told: Told) -> tuple[list[Any], Wire, bool]:
     return kept.frames, wire, is_done
 
 
-def _reply(told: Told) -> SaidReply | None:
-    if told.pieces is None:
+def _reply(exchange: Exchange) -> SaidReply | None:
+    if exchange.pieces is None:
         return None
-    return SaidReply(told.status, told.headers, told.pieces, torn=told.torn)
+    return SaidReply(exchange.status, exchange.headers, exchange.pieces, torn=exchange.torn)

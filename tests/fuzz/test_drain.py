@@ -25,7 +25,6 @@ from store.ids import new_id
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
-from tests.fuzz.texts import anything
 from tests.support.ledger.shared_database import SharedDatabase
 from tests.support.records import captured
 
@@ -44,7 +43,6 @@ class Piece(NamedTuple):
 
 def _call(tape: Tape) -> CapturedCall:
     """A call as a worker may have written it, or may not."""
-    streamed = bool(tape.below(2))
     odd = {
         "episode": tape.pick(NAMES),
         "agent": tape.pick(NAMES),
@@ -67,16 +65,8 @@ def _call(tape: Tape) -> CapturedCall:
         "id": tape.pick((b"", b"x", b"x" * 16, b"x" * 17)),
     }
     strange = {name: value for name, value in odd.items() if tape.rarely() and tape.rarely()}
-    told = {
-        "episode": str(new_id()),
-        "dialect": tape.pick(calls.FORMATS),
-        "streamed": streamed,
-        "request": calls.requests(tape) if tape.below(4) else anything(tape),
-        "reply": calls.streams(tape) if streamed else calls.wholes(tape),
-        "wanted_ids": bool(tape.below(2)),
-        "served_model": tape.pick(("m@1", "m", None)),
-    }
-    return captured(**(told | strange))
+    own = {"episode": str(new_id()), "served_model": tape.pick(("m@1", "m", None))}
+    return captured(**(calls.recorded(tape) | own | strange))
 
 
 def _piece(tape: Tape) -> Piece:
@@ -157,7 +147,7 @@ async def _drained(
 
 
 async def _stored(engine: AsyncEngine, ids: list[bytes]) -> set[bytes]:
-    wanted = {"ids": [UUID(bytes=one) for one in ids if len(one) == ID_BYTES]}
+    wanted = {"ids": [UUID(bytes=id_) for id_ in ids if len(id_) == ID_BYTES]}
     async with engine.connect() as connection:
         rows = await connection.execute(
             text("SELECT id FROM transitions WHERE id = ANY(:ids)"), wanted

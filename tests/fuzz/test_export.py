@@ -17,7 +17,7 @@ from store.write.ingest import Ingester
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
-from tests.fuzz.texts import BLANKS, anything
+from tests.fuzz.texts import BLANKS
 from tests.support.ledger.shared_database import SharedDatabase
 from tests.support.records import captured, reward
 
@@ -25,30 +25,24 @@ FORGED = b'\n{"episode":"forged","state":"scored","feedback":[{"metric":"reward"
 
 
 def _call(tape: Tape) -> dict[str, Any]:
-    streamed = bool(tape.below(2))
-    body = calls.requests(tape) if tape.below(4) else anything(tape)
+    call = calls.recorded(tape)
     if tape.rarely():
         # Blanks between two fields are JSON; a line that looks like one of ours is none.
-        body = body.replace(b",", b"," + tape.pick((*BLANKS, FORGED)), 1)
-    return {
-        "dialect": tape.pick(calls.FORMATS),
-        "streamed": streamed,
-        "request": body,
-        "reply": calls.streams(tape) if streamed else calls.wholes(tape),
-        "wanted_ids": bool(tape.below(2)),
-        "served_model": "m@1",
-    }
+        blank = tape.pick((*BLANKS, FORGED))
+        call["request"] = call["request"].replace(b",", b"," + blank, 1)
+    return call
 
 
 @fuzzing(40, slow=True)
 @given(made_of(lambda tape: [_call(tape) for _ in range(1 + tape.below(4))]))
 def test_any_recorded_call_is_exported_as_one_line(
-    shared: SharedDatabase, told: list[dict[str, Any]]
+    shared: SharedDatabase, drawn: list[dict[str, Any]]
 ) -> None:
     agent = str(new_id())
-    keys = [str(new_id()) for _ in told]
+    keys = [str(new_id()) for _ in drawn]
     records = [
-        transcribe(captured(key, agent=agent, **call)) for key, call in zip(keys, told, strict=True)
+        transcribe(captured(key, agent=agent, **call))
+        for key, call in zip(keys, drawn, strict=True)
     ]
     exported, stored, damaged = shared.run(_exported(shared.engine, agent, records))
     lines = exported.split(b"\n")
@@ -84,5 +78,5 @@ async def _exported(
     try:
         await export(engine, Selection(agent=agent), out)
     except Damaged as error:
-        damaged = {key_of[one] for one in error.episodes}
+        damaged = {key_of[id_] for id_ in error.episodes}
     return out.getvalue(), stored, damaged

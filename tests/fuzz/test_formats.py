@@ -1,4 +1,4 @@
-"""Any request and any reply through each wire_format: no exception, and nothing altered unasked."""
+"""Any request and any reply through each wire format: no exception, and nothing altered unasked."""
 
 from operator import or_
 from typing import Any
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest, ReplyParser, read_request
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
-from store.records import CallRecord
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made, made_of
@@ -51,40 +50,33 @@ def test_any_request_can_be_rewritten(
         assert asked.body == body
 
 
-@fuzzing(500)
-@given(names, requests, made(calls.wholes), served, st.booleans())
-def test_any_whole_reply_can_be_followed(
-    name: str, body: bytes, reply: bytes, served_name: str | None, want_ids: bool
+def _reply(tape: Tape) -> tuple[bool, list[bytes]]:
+    """Whether it is a stream, and its pieces."""
+    if tape.below(2):
+        return True, cut(tape, calls.streams(tape))
+    return False, [calls.wholes(tape)]
+
+
+@fuzzing(1_000)
+@given(names, requests, made_of(_reply), served, st.booleans())
+def test_any_reply_can_be_followed(
+    name: str,
+    body: bytes,
+    reply: tuple[bool, list[bytes]],
+    served_name: str | None,
+    want_ids: bool,
 ) -> None:
-    asked = FORMATS[name].rewrite(read_request(body), served_name, want_ids=want_ids)
-    _follow(name, asked, served_name, [reply], streamed=False)
-
-
-def _pieces(tape: Tape) -> list[bytes]:
-    return cut(tape, calls.streams(tape))
-
-
-@fuzzing(500)
-@given(names, requests, made_of(_pieces), served, st.booleans())
-def test_any_stream_can_be_followed(
-    name: str, body: bytes, pieces: list[bytes], served_name: str | None, want_ids: bool
-) -> None:
-    asked = FORMATS[name].rewrite(read_request(body), served_name, want_ids=want_ids)
-    _follow(name, asked, served_name, pieces, streamed=True)
-
-
-def _follow(
-    name: str, asked: ModelRequest, served_name: str | None, pieces: list[bytes], *, streamed: bool
-) -> None:
-    """Follow a reply in pieces as the worker does, and read it: in pieces, and at once."""
-    spoken, reply = FORMATS[name], b"".join(pieces)
-    worker = spoken.reply(asked, served_name, streamed=streamed)
+    """As the worker does in pieces, and as the ingester reads it: in pieces, and at once."""
+    wire_format, (streamed, pieces) = FORMATS[name], reply
+    asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
+    worker = wire_format.reply(asked, served_name, streamed=streamed)
     passed = _fed(worker, pieces)
-    assert _unchanged(asked, served_name, reply) in (None, passed)
+    if _is_unchanged(asked, served_name):
+        assert passed == b"".join(pieces)
     at_once, again = (
-        spoken.reply(asked, served_name, streamed=streamed, reading=True) for _ in range(2)
+        wire_format.reply(asked, served_name, streamed=streamed, reading=True) for _ in range(2)
     )
-    assert _fed(at_once, [reply]) == _fed(again, pieces) == b""
+    assert _fed(at_once, [b"".join(pieces)]) == _fed(again, pieces) == b""
     assert at_once.ended == again.ended
     # NaN is no equal of itself.
     assert repr(at_once.facts()) == repr(again.facts())
@@ -99,41 +91,17 @@ def _fed(parser: ReplyParser, pieces: list[bytes]) -> bytes:
     return passed
 
 
-def _unchanged(asked: ModelRequest, served_name: str | None, reply: bytes) -> bytes | None:
-    """The reply, where nothing was put into the request that must be taken out of it again."""
+def _is_unchanged(asked: ModelRequest, served_name: str | None) -> bool:
+    """Whether nothing was put into the request that must be taken out of the reply again."""
     renamed = served_name is not None and asked.model not in (None, served_name)
-    return None if asked.injected or asked.path is not None or renamed else reply
+    return not (asked.injected or asked.path is not None or renamed)
 
 
-@fuzzing(500)
-@given(names, requests, made(calls.wholes), st.booleans(), ends)
-def test_any_whole_reply_is_read_again(
-    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
+@fuzzing(1_000)
+@given(made_of(calls.recorded), requests, ends)
+def test_any_recorded_call_is_read_again(
+    call: dict[str, Any], body: bytes, end: dict[str, Any]
 ) -> None:
-    record = _read_again(name, body, reply, wanted_ids, end, streamed=False)
+    """As the ingester does: facts, ids, results of tools, sampling settings."""
+    record = transcribe(captured(**(call | {"request": body} | end)))
     assert (record.request or record.request_raw or b"") == body
-
-
-@fuzzing(500)
-@given(names, requests, made(calls.streams), st.booleans(), ends)
-def test_any_stream_is_read_again(
-    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
-) -> None:
-    record = _read_again(name, body, reply, wanted_ids, end, streamed=True)
-    assert (record.request or record.request_raw or b"") == body
-
-
-def _read_again(
-    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any], *, streamed: bool
-) -> CallRecord:
-    """Read a call as the ingester does: facts, ids, results of tools, sampling settings."""
-    seen = captured(
-        dialect=name,
-        request=body,
-        reply=reply,
-        streamed=streamed,
-        wanted_ids=wanted_ids,
-        served_model="m@1",
-        **end,
-    )
-    return transcribe(seen)

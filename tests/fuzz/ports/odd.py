@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
-from tests.fuzz.ports.allowed import REPEATED, called_paths, forwarded_paths
-from tests.fuzz.ports.running import INFER, KEYS
+from tests.fuzz.ports.conftest import INFER, KEYS
+from tests.fuzz.ports.document import REPEATED, called_paths, forwarded_paths
 from tests.fuzz.tape import Tape
 from tests.fuzz.texts import damaged
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.specs.openapi import checks
 
-from tests.fuzz.ports.allowed import DOCUMENT
-from tests.fuzz.ports.document import whole_document
-from tests.fuzz.ports.running import KEYS, UPSTREAM_KEY, Ports
+from tests.fuzz.ports.conftest import KEYS, UPSTREAM_KEY, Ports
+from tests.fuzz.ports.document import DOCUMENT, whole_document
 from tests.fuzz.ports.test_requests import DOCUMENTED
 from tests.fuzz.profile import fuzzing
 

@@ -8,8 +8,8 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzz.ports.conftest import READ, UPSTREAM_KEY, Ports
 from tests.fuzz.ports.odd import connection, with_keys
-from tests.fuzz.ports.running import READ, UPSTREAM_KEY, Ports
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import made_of
 
