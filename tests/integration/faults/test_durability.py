@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.feedback.idempotency import KeyFiles
+from proxy.feedback import KeyFiles
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.spool.recorder import LONG_BYTES, Spool
 from proxy.spool.segments import encode_frame

@@ -5,8 +5,8 @@
 
 import gzip
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, running, settings_for
+from tests.integration.conftest import Proxy, StartProxy, running, settings_for
 from tests.support.servers.raw_upstream import (
     APIS,
     CHAT,
@@ -45,27 +44,9 @@ async def upstream() -> AsyncIterator[RawUpstream]:
 
 
 @pytest.fixture
-async def proxy(
-    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
-    settings = {"silence_s": SILENCE_S, "max_reply_mb": 24}
-    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
-        yield found
-
-
-@asynccontextmanager
-async def proxy_before(
-    upstream: RawUpstream,
-    changes: Mapping[str, float],
-    database_url: str,
-    engine: AsyncEngine,
-    folder: Path,
-) -> AsyncIterator[Proxy]:
+async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
     """A proxy before a server that is not vLLM: it gets the client's own bytes."""
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    settings = settings_for(database_url, upstream.url, folder)
-    async with proxy_with(settings.model_copy(update=changes), engine) as found:
+    async with start_proxy(silence_s=SILENCE_S, max_reply_mb=24) as found:
         yield found
 
 

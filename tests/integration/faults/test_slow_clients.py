@@ -4,19 +4,16 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import RECORDED, TOO_SLOW
-from tests.integration.conftest import Proxy
+from tests.integration.conftest import Proxy, StartProxy
 from tests.integration.faults.test_faults import (
     ERROR_EVENTS,
     ODD,
     SILENCE_S,
     proxy,
-    proxy_before,
     upstream,
 )
 from tests.support.servers.raw_upstream import (
@@ -46,22 +43,16 @@ MESSAGES = "/v1/messages"
 
 
 @pytest.fixture
-async def patient(
-    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
+async def patient(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
     """A proxy that leaves an upstream only because its client has left."""
-    settings = {"silence_s": 10 * PATIENCE_S}
-    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
+    async with start_proxy(silence_s=10 * PATIENCE_S) as found:
         yield found
 
 
 @pytest.fixture
-async def impatient(
-    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
+async def impatient(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
     """A proxy whose clients have a second for each step."""
-    settings = {"head_s": DEADLINE_S, "body_s": DEADLINE_S, "write_s": DEADLINE_S}
-    async with proxy_before(upstream, settings, database_url, engine, tmp_path) as found:
+    async with start_proxy(head_s=DEADLINE_S, body_s=DEADLINE_S, write_s=DEADLINE_S) as found:
         yield found
 
 
