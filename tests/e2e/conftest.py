@@ -5,7 +5,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from sqlalchemy import select
@@ -39,6 +41,18 @@ learning_rate = 2e-4
 [publish]
 tolerance = 0.01
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run these tests on one loop, as they share stacks, and give each its time."""
+    for item in items:
+        if "tests/e2e" not in item.path.as_posix():
+            continue
+        item.add_marker(pytest.mark.e2e)
+        if pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 # So deep is the model where any does; the packaged one's whole depth is 30.
@@ -89,6 +103,22 @@ def show_nats(capsys: pytest.CaptureFixture[str]) -> ShowNats:
             sys.stdout.write("\n".join(["", "nats a token, trainer and server:", *lines, ""]))
 
     return show
+
+
+async def make_episode(
+    stack: Stack, session: aiohttp.ClientSession, task: str, number: int, **body: Any
+) -> str:
+    """Try a task in an episode of its own, and reward every second; return the version's name."""
+    name = f"{task}-{number}"
+    url = f"http://{stack.plan.listen}/task/{task}/episode/{name}/v1/chat/completions"
+    asked = [{"role": "user", "content": f"Where does the {task} river end?"}]
+    async with session.post(url, json={"seed": number, "messages": asked} | body) as reply:
+        assert reply.status == 200, await reply.text()
+        version = reply.headers["x-pawl-policy"]
+    stated = {"episode": name, "value": float(number % 2)}
+    async with session.post(stack.feedback_url, json=stated) as reply:
+        assert reply.status == 200
+    return version
 
 
 async def episodes_of(connection: AsyncConnection, keys: Collection[str]) -> list[Episode]:

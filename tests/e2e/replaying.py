@@ -35,17 +35,16 @@ ALL: dict[str, Any] = {
 }
 
 
-async def post(stack: Stack, path: str, body: Mapping[str, Any], episode: str) -> None:
-    """Make a call of an episode, which succeeds."""
+async def post(url: str, path: str, body: Mapping[str, Any], episode: str) -> Mapping[str, str]:
+    """Make a call of an episode, which succeeds, and return the reply's headers."""
+    headers = {"x-pawl-episode": episode}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(
-            f"{stack.base_url}/{path}", json=body, headers={"x-pawl-episode": episode}
-        ) as response,
+        session.post(f"{url}/{path}", json=body, headers=headers) as response,
     ):
-        assert response.status == 200, await response.text()
         # A stream that is not read to its end is recorded as incomplete.
-        await response.read()
+        assert response.status == 200, await response.text()
+        return response.headers
 
 
 def row_of(call: TransitionRow) -> Row:

@@ -21,12 +21,6 @@ from store.records import Episode
 from tests.conftest import ROOT
 from tests.support.waiting import awaited
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 CLIENTS = ROOT / "tests" / "clients"
 PYTHON_CLIENTS = sorted(
     path.stem for path in (CLIENTS / "scenarios").glob("*.py") if path.stem != "conversation"

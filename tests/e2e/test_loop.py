@@ -11,12 +11,6 @@ from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY
 from tests.support.recordings import TRIES, cut_differently
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 TOOL = {
     "type": "function",
     "function": {

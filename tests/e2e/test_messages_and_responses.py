@@ -19,12 +19,6 @@ from tests.support.waiting import awaited
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 TOOL: Any = {
     "name": "calculator",
     "description": "Computes.",

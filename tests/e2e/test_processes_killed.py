@@ -27,12 +27,6 @@ from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import awaited
 from trainer.publishing.model_server import ModelServer
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 
 class Worker:
     """The example agent on a running stack, and a view of the ledger."""

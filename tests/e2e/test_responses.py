@@ -30,12 +30,6 @@ from trainer.learners.learner import Learner
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 
 def client_of(stack: Stack) -> "AsyncOpenAI":
     # All workers collect this file: one of them runs it.

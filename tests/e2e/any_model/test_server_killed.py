@@ -8,21 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
-import pytest
 
 from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
 from store.read.stats import totals
 from store.version_queries import list_versions
-from tests.e2e.conftest import PATIENCE_S, POLICY
+from tests.e2e.conftest import PATIENCE_S, POLICY, make_episode
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
 OK = 200
 # What an agent may see while its model server is away, or has not been given the version yet.
 AWAY = 502
@@ -123,20 +117,14 @@ async def killed(stack: Stack) -> None:
 async def fill(stack: Stack) -> None:
     """Four tasks, each tried four times, two of them well: what one update takes."""
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(work(stack, session, number) for number in range(16)))
-
-
-async def work(stack: Stack, session: aiohttp.ClientSession, number: int) -> None:
-    """One of the tries, and its reward."""
-    name = f"killed-{number}"
-    url = f"http://{stack.plan.listen}/task/killed-{number // 4}/episode/{name}/v1"
-    said = [{"role": "user", "content": "Where does the river end?"}]
-    body = {"model": POLICY, "max_tokens": 12, "seed": number, "messages": said}
-    async with session.post(f"{url}/chat/completions", json=body) as reply:
-        assert reply.status == 200
-    stated = {"episode": name, "value": float(number % 2)}
-    async with session.post(stack.feedback_url, json=stated) as reply:
-        assert reply.status == 200
+        await asyncio.gather(
+            *(
+                make_episode(
+                    stack, session, f"killed-{number // 4}", number, model=POLICY, max_tokens=12
+                )
+                for number in range(16)
+            )
+        )
 
 
 async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:

@@ -16,12 +16,6 @@ from trainer.publishing.model_server import Replicas
 from trainer.recipes.recipe import LoraOptions, PublishOptions, Recipe
 from trainer.updates.self_test import ServerSelfTest
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
-
 # The stack's own trainer tries its policy whenever it comes up: the two must not take the other's.
 TRIED = "tried"
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-import aiohttp
 import msgspec
-import pytest
 import torch
 from sqlalchemy import text
 
@@ -20,7 +18,7 @@ from store.records import TransitionRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 from tests.e2e.conftest import PATIENCE_S, POLICY, episodes_of
-from tests.e2e.replaying import row_of
+from tests.e2e.replaying import post, row_of
 from tests.support.training import write_adapter
 from tests.support.waiting import eventually
 from trainer.batches import Row, RowKey
@@ -28,11 +26,6 @@ from trainer.learners.learner import Learner
 from trainer.updates.plan import rows_to_compute
 
 # After the others by its name: the version that serves is another from then on.
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
 
 
 async def imported(trainer: Process, adapter: Path) -> tuple[int, str]:
@@ -69,13 +62,8 @@ async def ask(stack: Stack, episode: str, model: str = POLICY, **settings: float
     """Who answered, as the reply's header says."""
     body = {"model": model, "max_tokens": 24, "seed": 3, "temperature": 1.0} | settings
     asked = {"messages": [{"role": "user", "content": "Where does the river end?"}]}
-    url, headers = f"{stack.base_url}/chat/completions", {"x-pawl-episode": episode}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url, json=body | asked, headers=headers) as response,
-    ):
-        assert response.status == 200, await response.text()
-        return response.headers["x-pawl-policy"]
+    headers = await post(stack.base_url, "chat/completions", body | asked, episode)
+    return headers["x-pawl-policy"]
 
 
 async def stored(stack: Stack, keys: Sequence[str]) -> tuple[PolicyVersion, list[TransitionRow]]:

@@ -13,8 +13,6 @@ import torch
 from benchmarks.stack import answers, free_port, running, wait_for
 from pawl.stack.vllm import vllm_environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
 BASE, ADAPTER = "base", "strong-adapter"
 PROMPT = "The capital of France is"
 SAMPLED_TOKENS = 24

@@ -18,6 +18,7 @@ from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
+from tests.e2e.conftest import make_episode
 from tests.support.mixtures import tiny_model
 from tests.support.waiting import eventually
 from trainer.batches import bare_row
@@ -25,12 +26,6 @@ from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
 from trainer.publishing.model_server import ModelServer
 from trainer.recipes.recipe import load_recipe
-
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
 
 POLICY = "mixture"
 # As `default` trains; each update serves at once, without a trial that needs hundreds of episodes.
@@ -66,18 +61,9 @@ async def stack(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 
 async def ask(stack: Stack, session: aiohttp.ClientSession, number: int) -> str:
-    """One try of a task, and its reward; who answered, as the reply's header says."""
-    name = f"mixture-{number}"
-    url = f"http://{stack.plan.listen}/task/mixture-{number // MEMBERS}/episode/{name}/v1"
-    said = [{"role": "user", "content": f"Where does river {number // MEMBERS} end?"}]
-    body = {"model": POLICY, "max_tokens": 8, "seed": number, "messages": said}
-    async with session.post(f"{url}/chat/completions", json=body) as reply:
-        assert reply.status == 200, await reply.text()
-        policy = reply.headers["x-pawl-policy"]
-    stated = {"episode": name, "value": float(number % 2)}
-    async with session.post(stack.feedback_url, json=stated) as reply:
-        assert reply.status == 200
-    return policy
+    """One try of a task, and its reward; the name of the version that answered."""
+    task = f"mixture-{number // MEMBERS}"
+    return await make_episode(stack, session, task, number, model=POLICY, max_tokens=8)
 
 
 async def fill(stack: Stack) -> None:

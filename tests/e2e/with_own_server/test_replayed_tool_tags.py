@@ -1,4 +1,4 @@
-"""What a real vLLM with Hermes' tool parser sampled has the probabilities that we compute.
+"""A real vLLM with Hermes' tool parser samples with the probabilities that the trainer computes.
 
 The tools are strict, forced, or one at most may be called: each is held to a structural tag.
 """
@@ -24,12 +24,6 @@ from tests.e2e.replaying import (
 )
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
-
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
-]
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -105,7 +99,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
     body = {"model": POLICY, "messages": MESSAGES, "max_tokens": 48, "temperature": 1.0, **said}
     if path != "messages":
         body["seed"] = seed
-    await post(stack, path, body, f"{name}-{seed}")
+    await post(stack.base_url, path, body, f"{name}-{seed}")
 
 
 async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
@@ -138,9 +132,9 @@ async def ask_both_ways(stack: Stack, name: str, seed: int) -> None:
     body = {"model": POLICY, "temperature": 0.8, "seed": seed, **CARD}
     chat = body | {"messages": MESSAGES, "max_tokens": 48} | CHAT[name]
     response = body | {"input": MESSAGES, "max_output_tokens": 48} | RESPONSES[name]
-    await post(stack, "chat/completions", chat, f"{name}-{seed}, as a chat")
-    await post(stack, "responses", response, f"{name}-{seed}, whole")
-    await post(stack, "responses", response | {"stream": True}, f"{name}-{seed}, streamed")
+    await post(stack.base_url, "chat/completions", chat, f"{name}-{seed}, as a chat")
+    await post(stack.base_url, "responses", response, f"{name}-{seed}, whole")
+    await post(stack.base_url, "responses", response | {"stream": True}, f"{name}-{seed}, streamed")
 
 
 async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_nat(

@@ -11,26 +11,12 @@ import pytest
 from benchmarks.stack import free_port
 from pawl.scenarios.run import RunOptions, run_scenario
 from pawl.scenarios.scenario import EXAMPLES
+from tests.e2e.conftest import RECIPE
 
 # On a machine that others slow down, a wave may take minutes.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN")
-RECIPE = """
-learner = "grpo"
-dtype = "float32"
-[claim]
-group_size = 4
-groups = 1
-smallest_group = 4
-max_age_s = 20
-[batch]
-micro_batch_tokens = 256
-[optimizer]
-learning_rate = 3e-4
-[publish]
-tolerance = 0.01
-"""
 
 
 @pytest.fixture
@@ -58,7 +44,7 @@ async def test_an_example_learns_and_reports(
     examples: Path, tmp_path: Path, model_dir: str, updates: int
 ) -> None:
     recipe = tmp_path / "short.toml"
-    recipe.write_text(RECIPE)
+    recipe.write_text(RECIPE.replace("\ngroups = 4", "\ngroups = 1"))
     var = tmp_path / "var"
     options = RunOptions(
         name="math",
