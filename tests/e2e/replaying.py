@@ -43,7 +43,8 @@ async def post(url: str, path: str, body: Mapping[str, Any], episode: str) -> Ma
         session.post(f"{url}/{path}", json=body, headers=headers) as response,
     ):
         # A stream that is not read to its end is recorded as incomplete.
-        assert response.status == 200, await response.text()
+        reply = await response.read()
+        assert response.status == 200, reply
         return response.headers
 
 

@@ -65,6 +65,12 @@ class FakeUpstream:
         chunks = stream_chunks(asked, len(self.requests))
         return await streams(*chunks, DONE)(request)
 
+    def hold_streams(self) -> asyncio.Event:
+        """Begin each stream, and end it once the event that is returned is set."""
+        go_on = asyncio.Event()
+        self.behave = streams(b'data: {"choices":[]}\n\n', DONE, waits=go_on)
+        return go_on
+
 
 def answers(body: Any, status: int = 200, **headers: str) -> Handler:
     """Answer every request with this JSON, or these bytes."""
@@ -97,21 +103,6 @@ async def hang_up(request: web.Request) -> web.Response:
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
-
-    def hold_streams(self) -> asyncio.Event:
-        """Begin each stream, and end it once the event that is returned is set."""
-        go_on = asyncio.Event()
-
-        async def behave(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(b'data: {"choices":[]}\n\n')
-            await go_on.wait()
-            await response.write(b"data: [DONE]\n\n")
-            return response
-
-        self.behave = behave
-        return go_on
 
 
 async def echo(request: web.Request) -> web.Response:
