@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, BinaryIO, Final, cast
@@ -146,7 +147,10 @@ class GatheringLogger:
         if self._bytes > self.MOST_BYTES:
             self.flush()
         elif self._timer is None:
-            self._timer = self._schedule()
+            # Without an event loop in this thread a later line, or the process's exit, writes it.
+            with suppress(RuntimeError):
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self.EVERY_S, self.flush)
 
     def error(self, line: bytes) -> None:
         """Write a line at once, after the gathered ones."""
@@ -155,13 +159,6 @@ class GatheringLogger:
 
     msg = debug = info
     warning = warn = critical = fatal = exception = error
-
-    def _schedule(self) -> asyncio.TimerHandle | None:
-        try:
-            return asyncio.get_running_loop().call_later(self.EVERY_S, self.flush)
-        except RuntimeError:
-            # No event loop runs in this thread: a later line, or the process's exit, writes it.
-            return None
 
     def flush(self) -> None:
         """Write the gathered lines."""

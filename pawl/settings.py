@@ -105,14 +105,12 @@ class UnreadSettings(Exception):
 
 def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
-    names: set[str] = set()
     kinds = (
         *(ProxySettings, TrainerSettings, StackSettings),
         *(JudgeSettings, StewardSettings, ClientSettings),
     )
-    for settings in kinds:
-        names |= {PREFIX + name.upper() for name in settings.model_fields if name != "database_url"}
-    return names
+    names = {name for kind in kinds for name in kind.model_fields} - {"database_url"}
+    return {PREFIX + name.upper() for name in names}
 
 
 def refuse_unread(environment: Mapping[str, str] | None = None) -> None:

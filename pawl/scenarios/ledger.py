@@ -146,31 +146,25 @@ def curves_of(
     """Return each policy's own curve, by version: its reward at work and on held-out tasks."""
     work = {(one.policy, one.version): one for one in worked}
     held_out = {(one.policy, one.version): one for one in asked}
-    known = sorted({*work, *held_out})
-    return {
-        policy: [
-            _version_rewards(version, work.get((name, version)), held_out.get((name, version)))
-            for name, version in known
-            if name == policy
-        ]
-        for policy in policies
-    }
 
+    def mean(point: Evaluation | None) -> float | None:
+        return None if point is None or point.mean is None else round(point.mean, 4)
 
-def _version_rewards(
-    version: int, work: Evaluation | None, held_out: Evaluation | None
-) -> VersionRewards:
-    return VersionRewards(
-        version=version,
-        reward=_rounded(work),
-        episodes=work.scored if work else 0,
-        held_out=_rounded(held_out),
-        held_out_episodes=held_out.scored if held_out else 0,
-    )
-
-
-def _rounded(point: Evaluation | None) -> float | None:
-    return None if point is None or point.mean is None else round(point.mean, 4)
+    curves: dict[str, list[VersionRewards]] = {policy: [] for policy in policies}
+    for key in sorted({*work, *held_out}):
+        policy, version = key
+        if policy in curves:
+            at_work, at_held_out = work.get(key), held_out.get(key)
+            curves[policy].append(
+                VersionRewards(
+                    version=version,
+                    reward=mean(at_work),
+                    episodes=at_work.scored if at_work else 0,
+                    held_out=mean(at_held_out),
+                    held_out_episodes=at_held_out.scored if at_held_out else 0,
+                )
+            )
+    return curves
 
 
 def policy_facts(

@@ -1,4 +1,4 @@
-"""`pawl rollout` as a process, beside a stand-in for the proxy: agents, judges, versions."""
+"""`pawl rollout` as a process, beside a stand-in for the proxy: agents, judges, the terminal."""
 
 import asyncio
 import json
@@ -34,12 +34,14 @@ if __name__ == "__main__":
 async def test_program_gets_its_task_and_an_address_that_names_it(
     fake: FakeProxy, runner: Runner
 ) -> None:
-    ended = await runner.run(*COMMAND, "-n", "2", "-k", "2", "--split", "eval", "--answer", "a")
+    options = ("-n", "2", "-k", "2", "--split", "eval", "--answer", "a", "--policy", "m@2")
+    ended = await runner.run(*COMMAND, *options)
     assert (ended.status, ended.errors) == (0, "")
     assert ended.summary["runs"] == ended.summary["planned"] == 12
     assert ended.summary["reward"] == 0.5
     assert Counter(call["task"] for call in fake.calls) == {f"t{n}": 2 for n in range(6)}
     assert {call["split"] for call in fake.calls} == {"eval"}
+    assert {asked["model"] for asked in fake.asked} == {"m@2"}
     rewards = fake.rewards()
     assert rewards.keys() == {call["episode"] for call in fake.calls}
     for call in fake.calls:
@@ -136,15 +138,6 @@ async def test_judge_states_a_number_or_metrics_or_statements(
     }
 
 
-async def test_agent_is_told_which_version_to_ask_for(fake: FakeProxy, runner: Runner) -> None:
-    options = ("--policy", "m@2", "--split", "eval", "--answer", "a", "-k", "4")
-    ended = await runner.run("--python", "agent:answer", *options)
-    assert ended.status == 0
-    assert Counter(asked["model"] for asked in fake.asked) == {"m@2": 6}
-    assert {call["split"] for call in fake.calls} == {"eval"}
-    assert (ended.summary["reward"], ended.summary["high"] < 1) == (0.5, True)
-
-
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -158,7 +151,7 @@ def read_to_its_end(terminal: int) -> str:
             return b"".join(pieces).decode()
 
 
-async def test_a_terminal_gets_a_table_and_the_output_the_summary(runner: Runner) -> None:
+async def test_terminal_gets_a_table_and_the_output_the_summary(runner: Runner) -> None:
     runner.write([{"id": "t0", "a": "echo hello"}, {"id": "t1", "a": "x", "do": "exit"}])
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, 90))
