@@ -12,12 +12,7 @@ class ProgramJudge:
     """Run a command for each episode, and read its answer from standard output."""
 
     def __init__(self, command: Sequence[str], *, timeout_s: float, name: str | None = None):
-        """Store the command, after a check that its program exists.
-
-        Args:
-            command: the program and its arguments.
-            timeout_s: time limit of one run, in seconds.
-            name: the judge's name; None: the command.
+        """Store the command, which is the judge's name too if it has none, and the limit of a run.
 
         Raises:
             JudgeError: there is no such program, or it is not executable.
@@ -33,11 +28,10 @@ class ProgramJudge:
         self._timeout_s = timeout_s
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Run the program with the line on standard input, and return its statements.
+        """Return the statements that the program prints about an episode.
 
         Raises:
-            JudgeFailed: it cannot be started, takes too long, ends with a status other than 0,
-                or prints no usable answer.
+            JudgeFailed: see `answer`, or it prints no usable one.
         """
         return read_answer(await self.answer(line), episode)
 

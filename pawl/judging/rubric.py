@@ -52,18 +52,11 @@ class RubricJudge:
         api_key: str | None = None,
         name: str | None = None,
     ) -> None:
-        """Store what the model is asked.
+        """Store what the model is asked, and where: `base_url` ends with the server's `/v1`.
 
-        Args:
-            session: the HTTP client.
-            base_url: that of the model's server, with its `/v1`.
-            model: the model's name there.
-            rubric: what good work is, in words.
-            timeout_s: time limit of one judgement, in seconds.
-            max_chars: characters of a transcript that the model is shown.
-            temperature: the temperature it answers at.
-            api_key: sent as bearer token if it is not None.
-            name: the judge's name; None: model and a digest of the rubric.
+        It is shown `max_chars` characters of a transcript, and has `timeout_s` seconds. `api_key`
+        is sent as bearer token. A judge without a name is called by the model and a digest of the
+        rubric.
         """
         self.name = name or f"{model} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
         self._session = session
