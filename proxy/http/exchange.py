@@ -5,7 +5,7 @@ Pieces of a body wait here for their reader; a brake stops senders that are too 
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from proxy.http import wire
 from proxy.http.wire import Headers
@@ -16,16 +16,6 @@ HIGH_WATER: Final = 256 * 1024
 # Waiting pieces smaller than this are joined: an object for each would take many times the memory.
 SMALL: Final = 1024
 Grown = Callable[[int], None]
-
-
-class Brake(Protocol):
-    """Pause and resume a source of bytes, such as a transport."""
-
-    def pause_reading(self) -> None:
-        """Stop reading."""
-
-    def resume_reading(self) -> None:
-        """Read again."""
 
 
 class SharedBrake:
@@ -47,6 +37,10 @@ class SharedBrake:
         self._pauses -= 1
         if not self._pauses and not self._transport.is_closing():
             self._transport.resume_reading()
+
+
+# What a body's bytes come from, which is paused while too many are unread.
+Brake = asyncio.Transport | SharedBrake
 
 
 class BodyStream:

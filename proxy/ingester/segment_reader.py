@@ -33,8 +33,6 @@ RETRY_S: Final = 1.0
 # and a checksum of both.
 _MARK: Final = struct.Struct(">QQ")
 _CHECK: Final = struct.Struct(">I")
-# Content of `ID.at` as earlier versions of Pawl wrote it: the offset alone.
-_MARK_BEFORE: Final = struct.Struct(">Q")
 
 
 # `letter`: a dead letter that the disk does not take yet.
@@ -252,8 +250,6 @@ class Segment:
 
 
 def _parsed(data: bytes) -> Place | None:
-    if len(data) == _MARK_BEFORE.size:
-        return Place(_MARK_BEFORE.unpack(data)[0], None)
     if len(data) != _MARK.size + _CHECK.size:
         return None
     fields = data[: _MARK.size]
@@ -264,7 +260,7 @@ def _parsed(data: bytes) -> Place | None:
 
 
 def _mark_of(stem: str) -> bytes | None:
-    """Return the frames' mark from a segment's name; None if an earlier version wrote it."""
+    """Return the frames' mark from a segment's name; None if it has none."""
     try:
         return bytes.fromhex(stem.partition("_")[2]) or None
     except ValueError:

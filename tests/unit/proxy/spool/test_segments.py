@@ -40,46 +40,6 @@ def test_ids_and_logprobs_are_exact(ids: list[int], logprobs: list[float]) -> No
     assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
 
 
-# What a Pawl wrote whose fields were `offers` and `asks` (before `provides` and `needs`).
-WRITTEN_BEFORE = bytes.fromhex(
-    "dc001ba86361707475726564c41000000000000000000000000000000007a165a36f776ea66c696b656c79a161c0"
-    "a463686174a16d03a36d4033c3a8636f6d706c657465ccc8c2c4027b7dc4027b7dc291c410046f6f6f6f6f6f6f6f"
-    "6f6f6f6f6f6f6f92c41001747474747474747474747474747474c41003707070707070707070707070707070c001"
-    "9187a26964d92430303030303030302d303030302d303030302d303030302d303030303030303030303039a7746f"
-    "6f6c5f6964a174a46e616d65a16ea6737461747573a26f6ba664657461696cc0a26d73c0a6736f75726365a66865"
-    "61646572cb3fe0000000000000cb3ff8000000000000c0cb4000000000000000"
-)
-
-
-def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
-    record = decode_payload(WRITTEN_BEFORE)
-    assert isinstance(record, CapturedCall)
-    assert record.provides == (b"\x04" + b"o" * 15,)
-    assert record.needs == (b"\x01" + b"t" * 15, b"\x03" + b"p" * 15)
-    assert (record.http_status, record.retry, record.total_ms) == (200, 1, 2.0)
-    assert [event.tool_id for event in record.tool_events] == ["t"]
-    # What such a spool does not have was added at the end, or by its name.
-    fields = msgspec.msgpack.decode(WRITTEN_BEFORE)
-    [event] = fields[22]
-    event["quotes"] = []
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(record))[: len(fields)] == fields
-    assert record.split == "train"
-    assert (record.tool_grammars, record.explored, record.tool_tag) == (True, None, None)
-
-
-def test_a_spool_from_before_the_last_fields_is_read() -> None:
-    """Its tools' syntax, the arm of its episode and its key are then unknown, as before."""
-    last = ["hermes", "canary", "0123456789abcdef"]
-    call = captured(tool_tag=last[0], arm="canary", api_key=last[2])
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
-    assert fields[-3:] == last
-    for missing in (1, 2, 3):
-        old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
-        assert isinstance(old, CapturedCall)
-        there = last[: 3 - missing] + [None] * missing
-        assert [old.tool_tag, old.arm, old.api_key] == there
-
-
 FRAMES = [
     encode_frame(captured(f"e{number}", request=b"x" * (number * 37)))
     if number % 3
@@ -218,3 +178,16 @@ def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_aft
     episodes = [record.episode for record in records if isinstance(record, CapturedCall)]
     assert episodes == (["kept"] if damaged_after else ["kept", "after"])
     assert [piece.records for piece in found] == [1, 1, 1]
+
+
+def test_a_spool_from_before_the_last_fields_is_read() -> None:
+    """Its tools' syntax, the arm of its episode and its key are then unknown, as before."""
+    last = ["hermes", "canary", "0123456789abcdef"]
+    call = captured(tool_tag=last[0], arm="canary", api_key=last[2])
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
+    assert fields[-3:] == last
+    for missing in (1, 2, 3):
+        old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
+        assert isinstance(old, CapturedCall)
+        there = last[: 3 - missing] + [None] * missing
+        assert [old.tool_tag, old.arm, old.api_key] == there
