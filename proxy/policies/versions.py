@@ -204,9 +204,6 @@ class Versions:
         for version in versions:
             name, number = version.name, version.version
             self._newest[name] = max(number, self._newest.get(name, 0))
-            if version.files_deleted:
-                # A file of an earlier release lists these, too.
-                continue
             self._states.setdefault(name, {})[number] = version.state
             if version.state in WITH_TRAFFIC or number == 0:
                 self._names.setdefault(name, {})[number] = version.served_name
