@@ -12,18 +12,18 @@ from store.database import make_engine
 from store.ids import new_id
 from store.values.tokens import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
-from tests.e2e.conftest import POLICY
-from tests.e2e.test_messages_and_responses import (
+from tests.e2e.asking import (
     CHAT_QUESTION,
+    CHAT_TOOL,
     RESPONSES_QUESTION,
     RESPONSES_TOOL,
-    TOOL,
     check_exact,
     direct,
     post,
     recorded,
     served,
 )
+from tests.e2e.conftest import POLICY
 from tests.support.training import rows
 from trainer.learners.learner import Learner
 
@@ -39,7 +39,7 @@ def client_of(stack: Stack) -> "AsyncOpenAI":
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_response_has_exact_ids(stack: Stack, stream: bool) -> None:
+async def test_response_has_exact_ids(stack: Stack, stream: bool) -> None:
     """Cut at its length, so that no token that ends it lacks its log-probability."""
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": "Count to ten", "max_output_tokens": 9}
@@ -61,7 +61,7 @@ async def test_a_response_has_exact_ids(stack: Stack, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream: bool) -> None:
+async def test_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream: bool) -> None:
     """vLLM gives no log-probability there, and all ids: those of the same chat."""
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": RESPONSES_QUESTION, "tools": [RESPONSES_TOOL]}
@@ -83,9 +83,8 @@ async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream
     ids = unpack_ids(call.tokens.sampled_ids)
     assert len(ids) == response.usage.output_tokens
     assert call.tool_calls[0].id == item.call_id
-    function = {"name": "calculator", "parameters": TOOL["input_schema"]}
     chat: Any = {"model": served(call), "messages": CHAT_QUESTION}
-    chat |= {"tools": [{"type": "function", "function": function}]}
+    chat |= {"tools": [CHAT_TOOL]}
     wanted, _ = await post(
         f"{direct(stack)}/chat/completions",
         chat | {"temperature": 0.01, "seed": 7, "return_token_ids": True, "max_tokens": 64},
