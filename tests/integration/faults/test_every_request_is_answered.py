@@ -14,7 +14,6 @@ from tests.integration.conftest import Proxy
 from tests.support.faults.counters import ledger
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
-from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
@@ -57,14 +56,14 @@ async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     assert head.startswith(b"HTTP/1.1 500 ")
     assert b"x-pawl-fault: proxy" in head
     assert b"Connection: close" in head
-    said = json.loads(body)
-    assert said["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
-    assert ("type" in said) is (path == "/v1/messages")
+    reply = json.loads(body)
+    assert reply["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+    assert ("type" in reply) is (path == "/v1/messages")
     assert UNFORESEEN._value.get() == before + 1
     call = await proxy.only_call()
     assert call.status == "upstream_error"
     assert f"x-pawl-call: {call.id}".encode() in head
-    assert str(call.id) in said["error"]["message"]
+    assert str(call.id) in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "comes_in_events"])
@@ -108,14 +107,9 @@ async def test_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropp
         inside.setattr(recording, "CapturedCall", fails)
         assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
     assert ledger()["pawl_records_dropped_total"] == before["pawl_records_dropped_total"] + 1
-    # The next record that is durable tells the ledger of the gap.
+    # The next record that is durable brings the gap into the ledger.
     assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
-
-    async def marked() -> bool:
-        [episode] = await proxy.episodes(1)
-        return "lost" in (episode.quarantined_reason or "")
-
-    await eventually(marked)
+    await proxy.episodes(1, lambda found: "lost" in (found[0].quarantined_reason or ""))
 
 
 @pytest.mark.parametrize("path", ["/feedback", "/v1/models"])
@@ -160,18 +154,18 @@ async def test_head_is_answered_like_get_and_without_a_body(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     for path in (b"/v1/models", b"/v1/files", b"/nothing", CHAT.encode()):
-        said = {}
+        answers = {}
         for method in (b"GET", b"HEAD"):
             request = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (method, path)
-            said[method] = (await raw_ask(proxy.port, request)).partition(b"\r\n\r\n")
-        assert said[b"HEAD"][2] == b""
-        assert said[b"GET"][2] != b""
-        status = {method: answer[0].split(b" ")[1] for method, answer in said.items()}
+            answers[method] = (await raw_ask(proxy.port, request)).partition(b"\r\n\r\n")
+        assert answers[b"HEAD"][2] == b""
+        assert answers[b"GET"][2] != b""
+        status = {method: answer[0].split(b" ")[1] for method, answer in answers.items()}
         assert status[b"HEAD"] == status[b"GET"], path
         # What an error says of a method is as long as the method.
         if status[b"GET"] == b"200":
             lengths = [
                 next(x for x in answer[0].lower().split(b"\r\n") if x.startswith(b"content-length"))
-                for answer in said.values()
+                for answer in answers.values()
             ]
             assert lengths[0] == lengths[1], path
