@@ -1,4 +1,4 @@
-"""Real clients, unchanged, told nothing but the base URL: they work, and their calls are joined.
+"""Real clients, unchanged but for their base URL: they work, and their calls are joined.
 
 Each runs as a process in the clients' own environment (`scripts/install_clients.py`) and holds
 two conversations: one in which the model asks for a tool, the client runs it and the model
@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 
@@ -30,49 +29,8 @@ NODE_CLIENTS = sorted(
 )
 CALLS_A_CONVERSATION = 2
 DEADLINE_S = 60.0
-# Calls that were joined by what their content says, not by what somebody wrote into them.
+# How calls are joined that name their episode; these clients name none.
 NAMED = {"header", "url"}
-
-
-async def converse(stack: Stack, *command: str | Path) -> dict[str, Any]:
-    """Run a client to its end; what it says it saw."""
-    seen: dict[str, Any] = json.loads(await run_client(stack.base_url, *command))
-    return seen
-
-
-class Ledger:
-    """The episodes that were not there before."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._engine = make_engine(stack.database_url)
-        self._before: set[UUID] = set()
-
-    async def _ids(self) -> list[UUID]:
-        async with self._engine.connect() as connection:
-            return [i for i in await episode_ids(connection) if i not in self._before]
-
-    async def mark(self) -> None:
-        """What is there now does not count."""
-        self._before |= set(await self._ids())
-
-    async def new_episodes(self, count: int, calls: int) -> list[Episode]:
-        """The new episodes, oldest first, once so many hold so many calls, or time is up.
-
-        Calls that are joined by what was said are joined just after they are stored.
-        """
-
-        def are_joined(found: list[Episode]) -> bool:
-            return sum(len(one.calls) for one in found) >= calls and len(found) <= count
-
-        return await awaited(self._new, are_joined, DEADLINE_S)
-
-    async def _new(self) -> list[Episode]:
-        ids = await self._ids()
-        async with self._engine.connect() as connection:
-            return await read_episodes(connection, ids)
-
-    async def close(self) -> None:
-        await self._engine.dispose()
 
 
 def check_conversations(seen: dict[str, Any]) -> None:
@@ -108,13 +66,24 @@ def wants_a_stream(request: bytes | None) -> bool:
 
 
 async def check_client(stack: Stack, *command: str | Path) -> None:
-    ledger = Ledger(stack)
-    try:
-        await ledger.mark()
-        check_conversations(await converse(stack, *command))
-        check_episodes(await ledger.new_episodes(2, 2 * CALLS_A_CONVERSATION))
-    finally:
-        await ledger.close()
+    """Run a client to its end, and look at what it saw and at the episodes that it made."""
+    engine = make_engine(stack.database_url)
+    async with engine.connect() as connection:
+        before = set(await episode_ids(connection))
+    check_conversations(json.loads(await run_client(stack.base_url, *command)))
+
+    async def new_episodes() -> list[Episode]:
+        async with engine.connect() as connection:
+            ids = [key for key in await episode_ids(connection) if key not in before]
+            return await read_episodes(connection, ids)
+
+    def are_joined(found: list[Episode]) -> bool:
+        # Calls are joined by their content just after they are stored.
+        calls = sum(len(episode.calls) for episode in found)
+        return calls >= 2 * CALLS_A_CONVERSATION and len(found) <= 2
+
+    check_episodes(await awaited(new_episodes, are_joined, DEADLINE_S))
+    await engine.dispose()
 
 
 @pytest.mark.parametrize("client", PYTHON_CLIENTS)

@@ -1,4 +1,4 @@
-"""Any bytes through every door of the proxy: nothing is raised that nobody expects.
+"""Any bytes through each reader of foreign bytes: no unexpected exception.
 
 Each module states one property. `make test` tries some hundred examples of each, the same ones
 every time. The long run tries 50,000 of each, other ones every time:

@@ -63,8 +63,8 @@ def _route(path: str) -> Route:
 
 @fuzzing(500)
 @given(headers, paths, made(calls.requests) | made(anything), st.text(max_size=4))
-def test_any_headers_name_somebody_or_nobody(
-    pairs: list[tuple[bytes, bytes]], path: str, body: bytes, said: str
+def test_any_headers_identify_a_call_or_are_ignored(
+    pairs: list[tuple[bytes, bytes]], path: str, body: bytes, reply: str
 ) -> None:
     lower, route = lowered(pairs), _route(path)
     request = read_request(body)
@@ -74,7 +74,7 @@ def test_any_headers_name_somebody_or_nobody(
     for name in (found.episode, found.agent, found.task or "-"):
         assert name.isprintable()
         assert name.encode()
-    summary = ReplySummary(response_id="r", text=said)
+    summary = ReplySummary(response_id="r", text=reply)
     provides = provided_fingerprints(
         route.wire_format.turns, request.fields, summary, found.conversation
     )
@@ -98,5 +98,5 @@ def test_any_value_of_a_structured_header_is_read_or_refused(value: bytes) -> No
         str(refusal).encode(errors="replace")
         return
     for event in events:
-        for told in (event.tool_id, event.name, event.detail):
-            assert b"\0" not in (told or "").encode()
+        for field in (event.tool_id, event.name, event.detail):
+            assert b"\0" not in (field or "").encode()

@@ -90,7 +90,7 @@ def test_any_bytes_from_an_upstream_are_a_reply_or_a_broken_one(
         await settle()
         assert connection not in pool.connections
         if head is not None:
-            # Whoever waits is told: by a reply, by its end, or by how it broke.
+            # Whoever waits gets a reply, its end, or an error.
             assert head.done()
             with suppress(NoReply, Torn):
                 reply = await head

@@ -101,12 +101,12 @@ def shaped(usual: Mapping[str, Grammar], few: Mapping[str, Grammar] | None = Non
 
     def write(tape: Tape) -> bytes:
         # They come first, while there is something to choose from.
-        told = [tape.pick(rare) for _ in range(tape.below(4) if rare else 0)]
-        told += [name for name in names if not tape.rarely()]
+        chosen = [tape.pick(rare) for _ in range(tape.below(4) if rare else 0)]
+        chosen += [name for name in names if not tape.rarely()]
         if tape.rarely():
-            told.append(tape.pick((*names, "odd")))
+            chosen.append(tape.pick((*names, "odd")))
         blank = b"" if tape.calm else tape.pick(BLANKS)
-        return b"{%b}" % (b"," + blank).join([field(tape, name) for name in told])
+        return b"{%b}" % (b"," + blank).join([field(tape, name) for name in chosen])
 
     def field(tape: Tape, name: str) -> bytes:
         grammar = anything if tape.rarely() else known.get(name, anything)

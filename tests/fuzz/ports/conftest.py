@@ -42,7 +42,7 @@ models = ["writes"]
 name = "m"
 base = "m"
 """
-# A client that sends too little is told so soon.
+# A client that sends too little is answered 408 soon.
 IMPATIENT: Final = {"PAWL_HEAD_S": "1", "PAWL_BODY_S": "1", "PAWL_MAX_BODY_MB": "1"}
 # Each by what it is for; `a` is of another tenant than the others.
 KEYS: Final[Mapping[str, tuple[str, tuple[Scope, ...]]]] = {
@@ -92,7 +92,7 @@ class Ports:
             return False
 
     def check(self) -> None:
-        """See that nothing came to the model server that may not; what did is told once."""
+        """See that nothing came to the model server that may not; each is reported once."""
         wrong, self.upstream.wrong = self.upstream.wrong, []
         assert not wrong, wrong
 
@@ -106,10 +106,10 @@ class Ports:
         _, metrics = self.get(self.admin, "/metrics", "read")
         counted = dict(re.findall(r"^(\w+) (\S+)$", metrics.decode(), re.M))
         assert {name: float(counted[name]) for name in FAILURES} == dict.fromkeys(FAILURES, 0.0)
-        said = self.log.read_text(errors="replace")
-        bad = [line for line in said.splitlines() if BAD_WORDS.search(line)]
+        log = self.log.read_text(errors="replace")
+        bad = [line for line in log.splitlines() if BAD_WORDS.search(line)]
         assert not bad, "\n".join(bad)
-        assert not any(secret in said for secret in (UPSTREAM_KEY, *self.keys.values()))
+        assert not any(secret in log for secret in (UPSTREAM_KEY, *self.keys.values()))
 
 
 async def _made(database_url: str) -> dict[str, str]:

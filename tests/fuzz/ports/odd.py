@@ -236,8 +236,8 @@ def _body(tape: Tape, target: bytes) -> bytes:
         case 1:
             return b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\na-writes@1\r\n--b--'
         case _:
-            said = b'{"model":"%b","messages":[{"role":"user","content":"q"}],"stream":%b}'
-            return said % (tape.pick(MODELS), tape.pick((b"false", b"true", b"1")))
+            body = b'{"model":"%b","messages":[{"role":"user","content":"q"}],"stream":%b}'
+            return body % (tape.pick(MODELS), tape.pick((b"false", b"true", b"1")))
 
 
 def _framed(tape: Tape, lines: list[bytes], body: bytes) -> bytes:

@@ -46,8 +46,8 @@ def cases() -> st.SearchStrategy[Case]:
 
 def scopes_of(operation: Any) -> set[str]:
     """The scopes that the document asks for; none: no key is asked for."""
-    said = operation.definition.raw.get("security", [])
-    return {scope for scheme in said for scopes in scheme.values() for scope in scopes}
+    schemes = operation.definition.raw.get("security", [])
+    return {scope for scheme in schemes for scopes in scheme.values() for scope in scopes}
 
 
 @fuzzing(300)

@@ -128,8 +128,8 @@ class StrictUpstream:
             if name.lower() in NOT_HERE or name.lower().startswith(b"x-pawl-"):
                 yield f"a header {name!r}"
         # Not in the body: a request that is longer than it should be takes the next one's key in.
-        said = b"\n".join([heard.target, *(value for _, value in heard.headers)])
-        if any(secret in said for secret in self.secrets):
+        words = b"\n".join([heard.target, *(value for _, value in heard.headers)])
+        if any(secret in words for secret in self.secrets):
             yield "an agent's key"
         # As the requests of `odd` are marked.
         marks = heard.values(b"x-mark")

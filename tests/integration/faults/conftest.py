@@ -105,7 +105,7 @@ class Failing:
         self.refused: Counter[str] = Counter()
 
     def __call__(self, *names: str, error: BaseException | None = None) -> Callable[[], None]:
-        """Have these calls fail, with EIO unless it is said; what is returned mends them."""
+        """Have these calls fail, with EIO by default; the returned function mends them."""
         broken = threading.Event()
         broken.set()
 

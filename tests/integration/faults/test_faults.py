@@ -177,7 +177,7 @@ async def test_torn_stream_ends_torn_after_its_apis_error_event(
 async def test_torn_whole_reply_is_502_in_the_words_of_its_api(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
-    """Nothing of it was passed on, so the client can still be told."""
+    """Nothing of it was passed on, so the client can still get an error."""
     upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="reset")
     reply = await raw_ask(proxy.port, post(path, APIS[path]))
     assert reply.startswith(b"HTTP/1.1 502 ")
@@ -201,9 +201,9 @@ async def test_upstream_that_is_away_is_502(
         found = Proxy(settings, engine, session)
         for path, body in APIS.items():
             async with session.post(found.url + path, data=body) as response:
-                said: Any = await response.json()
+                error: Any = (await response.json())["error"]
                 assert (response.status, response.headers["x-pawl-fault"]) == (502, "upstream")
-                assert "PAWL_UPSTREAM_URL" in said["error"]["message"]
+                assert "PAWL_UPSTREAM_URL" in error["message"]
         calls = [call for episode in await found.episodes(4) for call in episode.calls]
         assert [call.status for call in calls] == ["upstream_error"] * 4
 

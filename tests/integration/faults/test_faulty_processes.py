@@ -1,4 +1,4 @@
-"""`pawl proxy` as it runs: processes killed, told to stop or start anew; a reader who sleeps.
+"""`pawl proxy` as it runs: processes killed, stopped or replaced; a reader who sleeps.
 
 `docs/decisions/016-faults.md` has the table.
 """

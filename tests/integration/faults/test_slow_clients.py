@@ -57,16 +57,16 @@ async def impatient(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
+@pytest.mark.parametrize("begun", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
 async def test_client_that_leaves_stops_the_upstream(
-    patient: Proxy, upstream: RawUpstream, said: bytes, half: bool
+    patient: Proxy, upstream: RawUpstream, begun: bytes, half: bool
 ) -> None:
     """One that closes only its sending half has left too."""
-    upstream.script = says(said, then="hang")
+    upstream.script = says(begun, then="hang")
     reader, writer = await asyncio.open_connection("127.0.0.1", patient.port)
     writer.write(post(CHAT, APIS[CHAT]))
     await upstream.asked.wait()
-    if said:
+    if begun:
         await reader.readuntil(b"\r\n\r\n")
     upstream.left.clear()
     if half:

@@ -16,7 +16,7 @@ def ledger() -> dict[str, float]:
 
 
 def count_from_here() -> None:
-    """Leave out what was counted until now; what is spooled is no count, and told anew."""
+    """Leave out what was counted until now; spooled records are no count, and read anew."""
     _before.update(ledger() | {SPOOLED: 0.0})
 
 

@@ -31,7 +31,7 @@ _REPEATED: Final = """
 
 @dataclass(slots=True)
 class Scrapes:
-    """Count what `/metrics` said.
+    """Count what `/metrics` answered.
 
     Attributes:
         read: how often it was read.
