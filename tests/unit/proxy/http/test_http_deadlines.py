@@ -3,10 +3,14 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.http.exchange import HIGH_WATER, Exchange
 from proxy.http.server import (
+    LATEST_S,
     MAX_PIPELINED,
+    SOONEST_S,
     STEP,
     ClientDeadlines,
     Connection,
@@ -22,6 +26,15 @@ LATER_S = 60.0
 def noting(late: list[str]) -> OnLate:
     """Note what a client was too slow with."""
     return lambda what, _allowed_s, _exchange: late.append(what)
+
+
+@given(st.builds(ClientDeadlines, *[st.floats(1e-3, 1e6)] * 4))
+def test_sweeps_are_as_frequent_as_the_deadlines_need_within_bounds(
+    patience: ClientDeadlines,
+) -> None:
+    shortest = min(patience.head_s, patience.body_s, patience.write_s, patience.idle_s)
+    assert SOONEST_S <= patience.sweep_s <= LATEST_S
+    assert patience.sweep_s <= max(shortest / 10, SOONEST_S)
 
 
 async def test_a_head_that_comes_byte_by_byte_is_refused() -> None:
