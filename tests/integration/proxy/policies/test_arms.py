@@ -1,7 +1,6 @@
 """Arms through the proxy: what a new episode is given, what is stored of it, and what stays."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -12,9 +11,8 @@ from proxy.policies.versions import arms_of
 from store.records import ARMS
 from store.version_queries import list_servable, numbered_version
 from store.version_states import begin_canary, make_candidate, roll_back
-from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.integration.conftest import Proxy, StartProxy
 from tests.support.ledger.lineage import promote, trained
-from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
 STORED = text(
@@ -25,9 +23,7 @@ EPISODES: Final = [f"e{number}" for number in range(24)]
 
 
 @pytest.fixture
-async def trying(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
-) -> AsyncIterator[Proxy]:
+async def trying(engine: AsyncEngine, start_proxy: StartProxy) -> AsyncIterator[Proxy]:
     """A proxy whose version 1 serves; 2 is tried on a third, and a third stays on the base."""
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
@@ -36,7 +32,7 @@ async def trying(
         made = await numbered_version(connection, "m", 2)
         assert made is not None
         await begin_canary(connection, made, 0.34, 0.33, reason="for the test", actor="steward")
-    async with proxy_with(settings_for(database_url, upstream.url, tmp_path), engine) as proxy:
+    async with start_proxy() as proxy:
         yield proxy
 
 

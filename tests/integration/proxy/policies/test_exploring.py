@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.exploring import is_chosen
 from store.read.lines import encoded_line
 from store.records import TransitionRow
 from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
+from tests.integration.conftest import Proxy, Reply, StartProxy
 from tests.support.recordings import recordings
-from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.servers.fake_upstream import FakeUpstream, answers, hang_up
 from tests.support.waiting import eventually
 
 FILE = """
@@ -62,19 +61,16 @@ NAMES = {"x-pawl-episode": "e", "x-pawl-agent": "explorer"}
 
 @pytest.fixture
 async def exploring(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy, tmp_path: Path
 ) -> AsyncIterator[Proxy]:
     """A proxy that reads such a file; `m`, which it waits for, has no version yet."""
     async with engine.begin() as connection:
-        await ensure_base(connection, "m")
         for policy in ("all", "half", "never"):
             await ensure_base(connection, policy, "m")
     path = tmp_path / "policies.toml"
     path.write_text(FILE)
     upstream.behave_otherwise = other_formats
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    settings = settings.model_copy(update={"policies": path})
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy(policies=path) as proxy:
         yield proxy
 
 
@@ -96,9 +92,7 @@ async def other_formats(request: web.Request) -> web.StreamResponse:
 
 async def post(proxy: Proxy, path: str, names: dict[str, str] | None = None, **more: Any) -> Reply:
     body = {"model": "m", "temperature": 0, "seed": 3} | ASKED[path] | more
-    url, headers = f"{proxy.url}/v1/{path}", NAMES if names is None else names
-    async with proxy.session.post(url, json=body, headers=headers) as response:
-        return Reply(response.status, response.headers, await response.read())
+    return await proxy.ask("POST", f"/v1/{path}", NAMES if names is None else names, **body)
 
 
 def sent(upstream: FakeUpstream) -> dict[str, Any]:
@@ -115,7 +109,7 @@ async def recorded(proxy: Proxy, calls: int = 1) -> list[TransitionRow]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_cold_call_of_an_exploring_episode_is_warm_and_trainable_and_says_so(
+async def test_greedy_call_of_an_exploring_episode_is_sampled_and_trainable_and_says_so(
     exploring: Proxy, upstream: FakeUpstream, path: str, streamed: bool
 ) -> None:
     reply = await post(exploring, path, stream=streamed)
@@ -162,15 +156,11 @@ async def test_without_exploration_the_same_call_is_sent_and_recorded_as_it_is(
 
 
 async def counted(proxy: Proxy) -> dict[str, float]:
-    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
-        lines = (await reply.text()).splitlines()
-    found = (
-        line.rpartition(" ") for line in lines if line.startswith("pawl_calls_explored_total{")
-    )
-    return {name: float(number) for name, _, number in found if float(number)}
+    found = await proxy.counters("pawl_calls_explored_total{")
+    return {name: number for name, number in found.items() if number}
 
 
-async def test_what_was_explored_is_counted_by_policy_and_kind_and_exported(
+async def test_explored_calls_are_counted_by_policy_and_kind_and_exported(
     exploring: Proxy,
 ) -> None:
     before = await counted(exploring)
@@ -195,7 +185,7 @@ async def test_what_was_explored_is_counted_by_policy_and_kind_and_exported(
     ]
 
 
-async def test_an_episode_explores_with_all_its_calls_or_with_none(
+async def test_episode_explores_with_all_its_calls_or_with_none(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     for number in range(12):
@@ -229,15 +219,15 @@ async def test_calls_that_are_joined_by_what_they_repeat_explore_together(
     assert explored == [is_chosen(e.key, 0.5) for e in await exploring.episodes(16)]
 
 
-async def test_a_request_that_the_server_refuses_is_sent_again_as_the_client_wrote_it(
+async def test_request_that_the_server_refuses_is_sent_again_as_the_client_wrote_it(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
-    async def refuse_warm(request: web.Request) -> web.StreamResponse:
+    async def refuse_change(request: web.Request) -> web.StreamResponse:
         if upstream.requests[-1]["temperature"]:
             return web.json_response({"error": {"message": "too warm"}}, status=400)
         return web.json_response({"id": "c", "choices": []})
 
-    upstream.behave = refuse_warm
+    upstream.behave = refuse_change
     reply = await post(exploring, "chat/completions")
     assert reply.status == 200
     assert "x-pawl-explored" not in reply.headers
@@ -249,38 +239,26 @@ async def test_a_request_that_the_server_refuses_is_sent_again_as_the_client_wro
     assert call.sampling["temperature"] == 0
 
 
-async def test_an_error_in_place_of_a_reply_says_it_too(
+OVERLOADED = answers({"error": {"message": "overloaded"}}, 503)
+
+
+async def test_error_in_place_of_a_reply_says_it_too(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
-    async def fail(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "overloaded"}}, status=503)
-
-    upstream.behave = fail
-    reply = await post(exploring, "chat/completions")
-    assert reply.status == 503
-    assert reply.headers["x-pawl-explored"] == "temperature=0.7, seed, strict"
-
-    async def hang_up(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.close()
-        return web.Response()
-
-    upstream.behave = hang_up
-    reply = await post(exploring, "chat/completions")
-    assert reply.status == 502
-    assert reply.headers["x-pawl-explored"] == "temperature=0.7, seed, strict"
+    for behave, status in ((OVERLOADED, 503), (hang_up, 502)):
+        upstream.behave = behave
+        reply = await post(exploring, "chat/completions")
+        assert reply.status == status
+        assert reply.headers["x-pawl-explored"] == "temperature=0.7, seed, strict"
     assert [call.reason for call in await recorded(exploring, 2)] == ["error_reply", "incomplete"]
 
 
-async def test_an_sdks_repetition_explores_as_the_attempt_that_failed(
+async def test_sdks_repetition_explores_as_the_attempt_that_failed(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
-    async def fail(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "overloaded"}}, status=503)
-
     names = {"x-pawl-agent": "half"}
     for number in range(6):
-        upstream.behave = fail
+        upstream.behave = OVERLOADED
         first = await post(exploring, "chat/completions", names, tools=[], user=f"u{number}")
         upstream.behave = None
         retried = names | {"x-stainless-retry-count": "1"}
@@ -290,33 +268,19 @@ async def test_an_sdks_repetition_explores_as_the_attempt_that_failed(
         assert second.headers.get("x-pawl-explored") == first.headers.get("x-pawl-explored")
 
 
-async def test_a_server_that_gives_no_ids_is_asked_as_the_client_asks(
+async def test_server_that_gives_no_ids_is_asked_as_the_client_asks(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.owned_by = "someone"
-
-    async def look() -> bool:
-        reply = await post(exploring, "chat/completions")
-        return "x-pawl-explored" not in reply.headers
-
-    await eventually(look)
+    reply = await post(exploring, "chat/completions")
+    assert "x-pawl-explored" not in reply.headers
     assert sent(upstream)["temperature"] == 0
 
 
-async def test_a_call_that_must_get_no_fields_does_not_explore(
+async def test_call_that_must_get_no_fields_does_not_explore(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     reply = await post(exploring, "completions", echo=True)
     assert "x-pawl-explored" not in reply.headers
     assert json.loads(upstream.other[-1][2])["temperature"] == 0
     assert (await exploring.only_call()).reason is not None
-
-
-async def test_the_ledger_can_find_what_was_explored(exploring: Proxy) -> None:
-    await post(exploring, "completions")
-    await post(exploring, "completions", {"x-pawl-episode": "e"})
-    await exploring.episodes(2)
-    query = "SELECT sampling->'explored'->>'temperature' FROM transitions ORDER BY 1"
-    async with exploring.engine.connect() as connection:
-        found = (await connection.execute(text(query))).scalars().all()
-    assert found == ["0.7", None]

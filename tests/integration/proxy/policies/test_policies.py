@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.ready import ClaimRule
 from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.support.ledger.lineage import promote
+from tests.integration.conftest import Proxy, StartProxy
+from tests.support.ledger.lineage import promote, trained
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
@@ -46,30 +45,20 @@ name = "elsewhere"
 urls = ["http://elsewhere.invalid/v1"]
 default = true
 """
-PUBLISHED = (
-    "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-    " VALUES (uuidv7(), 'checks', 0, 1, 'done', '{}')",
-    "INSERT INTO policies (name, version, state, served_name, update_id)"
-    " SELECT 'checks', 1, 'published', 'checks@1', id FROM updates",
-)
 
 
 @pytest.fixture
 async def several(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy, tmp_path: Path
 ) -> AsyncIterator[Proxy]:
     """A proxy that reads such a file; `m`, which it waits for, is an older policy."""
     async with engine.begin() as connection:
-        await ensure_base(connection, "m")
         for policy in ("writes", "checks"):
             assert await ensure_base(connection, policy, "m") == "m"
-    path = tmp_path / "policies.toml"
+    path, upstreams = tmp_path / "policies.toml", tmp_path / "upstreams.toml"
     path.write_text(FILE)
-    upstreams = tmp_path / "upstreams.toml"
     upstreams.write_text(UPSTREAMS.format(url=upstream.url))
-    settings = settings_for(database_url, upstream.url, tmp_path)
-    settings = settings.model_copy(update={"policies": path, "upstreams": upstreams})
-    async with proxy_with(settings, engine) as proxy:
+    async with start_proxy(policies=path, upstreams=upstreams) as proxy:
         yield proxy
 
 
@@ -113,20 +102,19 @@ async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_versi
     await eventually(claimed)
 
 
-async def test_a_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
+async def test_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
     assert await ask(several, "writer") == "writes@0"
     [episode] = await several.episodes(1)
     [sampling] = [call.sampling for call in episode.calls]
     assert (sampling["temperature"], sampling["top_k"]) == (0.6, 20)
 
 
-async def test_a_new_version_of_one_policy_leaves_the_others_alone(
+async def test_new_version_of_one_policy_leaves_the_others_alone(
     several: Proxy, upstream: FakeUpstream
 ) -> None:
     assert await ask(several, "checker") == "checks@0"
     async with several.engine.begin() as connection:
-        for statement in PUBLISHED:
-            await connection.execute(text(statement))
+        await trained(connection, 0, name="checks")
         await promote(connection, "checks", 1, reason="for the test", actor="operator")
 
     async def swapped() -> bool:
