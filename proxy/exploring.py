@@ -18,8 +18,7 @@ from proxy.formats.sampling import SamplingRules
 from proxy.trainable import STRICT_TOOLS, UNREAD_SETTINGS, sampling_settings, why_not_replayed
 from proxy.upstreams.upstreams import SamplingDefaults
 from store.policy_table import Explore
-from store.values.distribution import distribution_of
-from store.values.sampling import number_of
+from store.values.sampling import distribution_of, number_of
 
 # Keeps this choice apart from any other that is made by an episode's name.
 _PURPOSE: Final = b"pawl.explore"

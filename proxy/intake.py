@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from proxy.errors import BadRequest, Overloaded, ProxyError, TooLarge
 from proxy.http.exchange import Exchange
-from store.values.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
+from store.values.documents import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20

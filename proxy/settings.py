@@ -10,7 +10,7 @@ from proxy.tool_events import ResultReaders, parse_readers
 from store.keep_days import Periods, read_periods
 from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
-from store.values.distribution import parse_defaults
+from store.values.sampling import parse_defaults
 
 # Who may call while no key was ever made.
 Access = Literal["loopback", "keys", "anyone"]

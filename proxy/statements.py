@@ -13,7 +13,7 @@ from proxy.intake import check_depth, size_within
 from store.ids import new_id
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
 from store.tenants import DEFAULT, scoped
-from store.values.json_limits import Size
+from store.values.documents import Size
 
 TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from proxy.formats.base import ModelRequest
-from store.values.json_limits import members_in, nests_too_deep
+from store.values.documents import members_in, nests_too_deep
 
 FORM: Final = "multipart/form-data"
 # vLLM's reader (Starlette) takes as many fields, and as many files.

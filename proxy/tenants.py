@@ -26,7 +26,7 @@ from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
 from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
 from proxy.upstreams.upstreams import shown
-from store.link.responses import known_responses
+from store.link.settle import known_responses
 from store.tenants import DEFAULT, own_digests, scoped
 
 

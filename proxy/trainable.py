@@ -1,7 +1,7 @@
 """Read what a call was sampled with, and decide whether it can carry loss (pure).
 
 A trainable call has ids that the policy sampled under a distribution that the trainer can compute
-again (`store.values.distribution`). The log-probabilities that they had are recorded, or left to
+again (`store.values.sampling`). The log-probabilities that they had are recorded, or left to
 the trainer, which computes them with the version that sampled the ids.
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
@@ -22,9 +22,8 @@ from proxy.formats.registry import FORMATS
 from proxy.formats.sampling import SamplingRules
 from proxy.spool.segments import CapturedCall
 from store.records import CallStatus
-from store.values.distribution import REPLAYED, distribution_of
 from store.values.grammars import GRAMMAR
-from store.values.sampling import number_of, used_temperature
+from store.values.sampling import REPLAYED, distribution_of, number_of, used_temperature
 from store.values.tokens import may_be_sampled
 
 Reason = Literal[

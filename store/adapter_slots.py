@@ -13,8 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.recorded import OF_A_VERSION
-from store.schema.trained import CALLED_BACK, LIVE
+from store.schema.tables import CALLED_BACK, LIVE, OF_A_VERSION
 from store.version_states import change_state
 from store.versions import Actor, PolicyVersion, version_of
 

@@ -33,9 +33,7 @@ from store.ready import (
     rolled_back_episodes,
 )
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
-from store.schema.claimable import FREE, episode_policies
-from store.schema.recorded import SPLIT, episodes
-from store.schema.trained import policies, updates
+from store.schema.tables import FREE, SPLIT, episode_policies, episodes, policies, updates
 from store.version_states import add_version, lock_policies
 
 # The metric that tells an imported version's update: where the adapter came from.

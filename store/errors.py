@@ -81,7 +81,3 @@ class BadKey(StoreError):
 
 class UnknownKey(StoreError):
     """Report that no API key that is not revoked has that name or id."""
-
-
-class BadPage(StoreError):
-    """Refuse a request for a page, because of its size or the item that it begins after."""

@@ -18,9 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.read.episodes import is_of, matching
 from store.records import Record
-from store.schema.claimable import episode_policies
-from store.schema.recorded import episodes
-from store.schema.stated import judgements
+from store.schema.tables import episode_policies, episodes, judgements
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
 

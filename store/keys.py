@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import BadKey, UnknownKey
 from store.records import Record
-from store.schema.keys import STANDING, api_keys
+from store.schema.tables import STANDING, api_keys
 from store.tenants import DEFAULT, PATTERN
 
 MARK: Final = b"pawl_"

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.records import Record
-from store.schema.claimable import FREE, minute_of
+from store.schema.tables import FREE, minute_of
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32

@@ -12,9 +12,7 @@ from store.errors import UnknownNames
 from store.ids import lowest_id_at
 from store.read.episodes import is_of
 from store.records import Record
-from store.schema.keys import api_keys
-from store.schema.recorded import episodes, transitions
-from store.schema.stated import feedback, feedback_requests
+from store.schema.tables import api_keys, episodes, feedback, feedback_requests, transitions
 from store.tenants import DEFAULT, bare, scoped, tenant_of
 from store.tombstones import key_once_deleted
 

@@ -6,6 +6,7 @@ Whatever looks a name up therefore finds those of the same tenant alone, without
 (docs/decisions/068-tenants.md). Names of the tenant `default` are kept as they are.
 """
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
@@ -61,3 +62,23 @@ def own_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         return tuple(digests)
     key = digest_key(tenant)
     return tuple(one[:1] + blake2b(one, digest_size=15, key=key).digest() for one in digests)
+
+
+_FAMILY: Final = re.compile(r"[^/:]*")
+_NUMBER: Final = re.compile(r"[\W_]*\d+$")
+
+
+def task_family(task: str | None) -> str:
+    """Return the name of a task's family, whose episodes are compared with each other.
+
+    It is the part before the first `/` or `:`, or, where there is neither, the name without
+    the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.
+    Episodes without a task form one family (the empty name), and so do those whose task is
+    derived from the prompt (`prompt:…`). Each tenant's are its own: task and family are names as
+    they are kept.
+    """
+    name = bare(task or "")
+    match = _FAMILY.match(name)
+    assert match is not None
+    family = match[0] if match[0] != name else _NUMBER.sub("", name)
+    return scoped(tenant_of(task or ""), family)

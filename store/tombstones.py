@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
 from store.records import CallRecord, FeedbackRecord, GapRecord, SpoolRecord, TargetKind
-from store.schema.recorded import deleted_names
+from store.schema.tables import deleted_names
 from store.tenants import same_tenant, tenant_of
 
 # A kind of target, and a name of that kind.
@@ -224,7 +224,7 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
     await forget_unmatched(driver, names_of_late)
     # Feedback about such a call may be in the same batch.
     deleted |= digests(names_of_late)
-    # The episode may go on, and misses this call then (`store.write.gaps`).
+    # The episode may go on, and misses this call then (`store.link.outages`).
     gaps = [
         GapRecord(id=record.id, episodes=keys)
         for record in records

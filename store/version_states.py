@@ -18,16 +18,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
-from store.lineage import (
+from store.link.scores import judged_by
+from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE, policies, policy_events
+from store.tenants import DEFAULT
+from store.version_queries import (
     failed_ancestor,
     lock_descendants,
+    numbered_version,
     rejected_siblings,
     unloaded_ancestors,
+    version_before,
 )
-from store.link.scores import judged_by
-from store.schema.trained import KL_TO_BASE, MOST_KL_TO_BASE, policies, policy_events
-from store.tenants import DEFAULT
-from store.version_queries import numbered_version, version_before
 from store.versions import Actor, PolicyState, PolicyVersion, policy_name, version_of
 
 # The states that each state may become. A version begins `written`; the base model begins, and may

@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 
 from store.records import Record
-from store.values.distribution import Distribution, distribution_of
+from store.values.sampling import Distribution, distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.assign import TransitionCredit
 

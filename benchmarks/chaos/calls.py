@@ -27,8 +27,7 @@ import asyncpg
 from benchmarks.report import percentile
 from proxy.spool.segments import HEAD_BYTES, CapturedCall, decode_payload, encode_frame, frame_of
 from store.ids import new_id, time_of
-from store.link.lapses import SLACK
-from store.write.gaps import LOST_CALL
+from store.link.outages import LOST_CALL, SLACK
 from tests.support.faults.ledger import SPOOLED, Scrapes, drained, kept, scrape, scraping
 from tests.support.faults.load import EVERY, Load, Outcome
 from tests.support.faults.stand import FAULTS, PARTS, Fault, NotReady, Part, Stand

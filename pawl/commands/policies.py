@@ -21,12 +21,11 @@ from pawl.steward.gate.records import Decision
 from pawl.steward.watching import why_not_in_line, why_unwatched
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations
-from store.read.events import list_events, why_stays
-from store.read.standing import gated, promotion, terms
+from store.read.gates import gated, promotion, terms
 from store.ready import waiting_episodes
 from store.records import Record
 from store.tenants import DEFAULT
-from store.version_queries import list_versions
+from store.version_queries import list_events, list_versions, why_stays
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread
 from trainer.publishing.adapters import reading, why_altered

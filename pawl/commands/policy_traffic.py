@@ -25,7 +25,7 @@ from pawl.steward.rollback import (
 )
 from store import retraining, version_states
 from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
-from store.read.standing import gated
+from store.read.gates import gated
 from store.retraining import Retrained
 from store.selecting import Selection, named, selected
 from store.tenants import scoped

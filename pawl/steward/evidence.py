@@ -16,8 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.steward.gate.records import Decision, Episode, GateOptions
 from pawl.steward.gate.trial import Lead, Reference, Trial
-from store.read.arms import MOST, ArmEpisode, arm_episodes
-from store.read.standing import Gated, Standing
+from store.read.gates import MOST, ArmEpisode, Gated, Standing, arm_episodes
 from store.records import Arm
 from trainer.publishing.publisher import PROXY_REFRESH_S
 

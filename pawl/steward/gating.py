@@ -40,8 +40,7 @@ from pawl.steward.rollback import (
 )
 from pawl.steward.watching import READ_AGAIN, Watching
 from store.database import is_unavailable
-from store.read.events import is_why_it_stays
-from store.read.standing import (
+from store.read.gates import (
     Gated,
     Standing,
     gated,
@@ -51,7 +50,7 @@ from store.read.standing import (
 )
 from store.records import ARMS
 from store.settings import StoreSettings
-from store.version_queries import numbered_version
+from store.version_queries import is_why_it_stays, numbered_version
 from store.version_states import (
     add_event,
     begin_canary,

@@ -27,8 +27,8 @@ from pawl.steward.gate.replay import (
     verdict,
 )
 from store.database import is_unavailable
+from store.read.gates import Standing
 from store.read.replayed import Chosen, ReplayedCall, chosen_calls, replayed_calls
-from store.read.standing import Standing
 from trainer.errors import PublishError, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
 

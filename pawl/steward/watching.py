@@ -25,8 +25,7 @@ from pawl.steward.evidence import (
 from pawl.steward.gate.records import Episode
 from pawl.steward.gate.trial import Lead, joined
 from pawl.steward.gate.watch import Succession, Watch, Watched
-from store.read.arms import begin_of_newest
-from store.read.standing import Gated, Promotion, Term, promotion, terms
+from store.read.gates import Gated, Promotion, Term, begin_of_newest, promotion, terms
 from store.records import Arm
 
 # What served before is known by so many episodes at most, and not by older ones than that.

@@ -20,7 +20,7 @@ from proxy.formats.raw_json import (
 )
 from proxy.formats.sampling import SamplingRules
 from store.records import ToolCall
-from store.values.json_limits import nests_too_deep
+from store.values.documents import nests_too_deep
 
 
 class ModelRequest(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ from proxy.formats.raw_json import (
     string_or_none,
 )
 from store.records import ToolCall
-from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
+from store.values.documents import MAX_DEPTH, most_of, nests_too_deep
 
 _encode: Final = msgspec.json.Encoder().encode
 Message = dict[str, Any]

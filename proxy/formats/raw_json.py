@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from store.values.json_limits import nests_too_deep
+from store.values.documents import nests_too_deep
 
 # The top level of a JSON object; its values stay bytes until somebody needs them.
 Object = dict[str, msgspec.Raw]

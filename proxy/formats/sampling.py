@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from store.values.tool_tags import Choice, OfferedTool, ToolTag, text_of
+from store.values.grammars import Choice, OfferedTool, ToolTag, text_of
 
 Fields = Mapping[str, Any]
 # What a grammar is recorded as (`store.values.grammars`).

@@ -32,7 +32,7 @@ from proxy.tool_events import ResultReaders, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
-from store.values.json_limits import nests_too_deep
+from store.values.documents import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
 
 _RESULT: Final = "tool_result"

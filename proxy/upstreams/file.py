@@ -21,7 +21,7 @@ from pydantic import (
 from proxy.errors import BadUpstreams
 from proxy.upstreams.server import Style
 from store.toml_file import TableFile
-from store.values.distribution import parse_defaults
+from store.values.sampling import parse_defaults
 
 TABLE: Final = "upstream"
 ANTHROPIC: Final = "api.anthropic.com"

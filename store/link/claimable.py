@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.database import driver_of
 from store.link.scores import score_sums
 from store.records import CallRecord
-from store.schema.recorded import CLAIMABLE
+from store.schema.tables import CLAIMABLE
 
 _NAMES: Final = (
     "task",

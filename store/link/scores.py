@@ -2,7 +2,7 @@
 
 What such a sum is made of is in `reward_terms`, because whoever stores feedback knows no recipe.
 Every score is computed from all that was said, so neither the order of arrival nor a repetition
-changes it (`store.read.rewards`). `scored_at` is the time of the first reward. For rewards of
+changes it (`store.values.rewards`). `scored_at` is the time of the first reward. For rewards of
 single calls it is the newest, because they come while the episode still goes on.
 """
 
@@ -14,10 +14,18 @@ from sqlalchemy import delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.database import driver_of
-from store.read.rewards import ALL_TERMS, COLUMNS, TERM_ALONE, rule_of, sums
 from store.records import REWARD
-from store.schema.claimable import reward_terms
-from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm
+from store.schema.tables import reward_terms
+from store.values.rewards import (
+    ALL_TERMS,
+    COLUMNS,
+    REWARD_ALONE,
+    TERM_ALONE,
+    RewardRule,
+    RewardTerm,
+    rule_of,
+    sums,
+)
 
 # Scores of so many episodes are computed at once, as a rule changes.
 AT_ONCE: Final = 5000

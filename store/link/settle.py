@@ -11,11 +11,12 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.link.claimable import refresh_wholes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
-from store.link.lapses import AMONG, Span, find_lapsed, find_under_way, set_aside
+from store.link.outages import AMONG, Span, find_lapsed, find_under_way, set_aside
 from store.link.scores import count_late, score_episodes
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import bare, same_tenant
@@ -270,7 +271,7 @@ async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
 
 
 async def _lock(driver: Any, episodes: set[UUID]) -> None:
-    """Lock these episodes and their roots in the order of keys, as `store.write.batches` does."""
+    """Lock these episodes and their roots in the order of keys, as `store.write.ingest` does."""
     await driver.execute(
         "SELECT FROM episodes WHERE id = ANY($1)"
         " OR id IN (SELECT root FROM episodes WHERE id = ANY($1))"
@@ -322,3 +323,20 @@ async def _join(driver: Any, linked: set[UUID]) -> None:
     calls = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
     if calls:
         await driver.execute(_UPDATE_CALLS, *map(list, zip(*calls, strict=True)))
+
+
+# Responses that an API keeps under their ids, to be gone on from
+
+# Other APIs' replies may have any id, also one that their client chose.
+_KNOWN: Final = text(
+    "SELECT DISTINCT response_id FROM transitions"
+    " WHERE response_id = ANY(:names) AND dialect = :dialect"
+)
+
+
+async def known_responses(
+    connection: AsyncConnection, names: Sequence[str], dialect: str
+) -> set[str]:
+    """Return which of these ids, as kept for their tenants, calls of a wire format got."""
+    rows = await connection.execute(_KNOWN, {"names": list(names), "dialect": dialect})
+    return set(rows.scalars())

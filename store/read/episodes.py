@@ -11,9 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import Damaged
 from store.read.assembly import Texts, WholeTexts, assemble, whole_texts
 from store.records import Episode
-from store.schema.recorded import episodes, transitions
-from store.schema.stated import feedback, tool_events
-from store.schema.trained import consumptions, updates
+from store.schema.tables import consumptions, episodes, feedback, tool_events, transitions, updates
 from store.tenants import SEPARATOR, bare, beginning
 
 BATCH = 200

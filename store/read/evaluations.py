@@ -13,10 +13,10 @@ from typing import Final
 from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.read.rewards import ALL_TERMS, rewards, rule_of
 from store.records import EVAL, TRAIN, Record, Split
-from store.schema.recorded import SPLIT
+from store.schema.tables import SPLIT
 from store.values.intervals import Interval, student, wilson
+from store.values.rewards import ALL_TERMS, rewards, rule_of
 
 
 class Evaluation(Record, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from store.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
-from store.schema.recorded import episodes
-from store.schema.trained import consumptions, policies, updates
+from store.schema.tables import consumptions, episodes, policies, updates
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):

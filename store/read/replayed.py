@@ -16,9 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.ids import lowest_id_at
 from store.read.episodes import is_of, whole_calls
 from store.records import EVAL, TRAIN, Record, Split
-from store.schema.claimable import episode_policies
-from store.schema.recorded import episodes
-from store.schema.trained import consumptions, updates
+from store.schema.tables import consumptions, episode_policies, episodes, updates
 from store.values.tokens import unpack_ids
 from store.versions import PolicyVersion
 

@@ -1,12 +1,10 @@
 """Count everything stored, for the display and summary of `pawl demo` and `pawl example`."""
 
-from collections.abc import Sequence
-
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import EVAL, Record
-from store.schema.recorded import SPLIT
+from store.schema.tables import SPLIT
 
 
 class Totals(Record, frozen=True, kw_only=True):
@@ -52,14 +50,6 @@ async def totals(connection: AsyncConnection) -> Totals:
     """Count all stored calls and episodes."""
     row = (await connection.execute(_TOTALS)).one()
     return Totals(**row._mapping)
-
-
-async def stored_responses(connection: AsyncConnection, response_ids: Sequence[str]) -> int:
-    """Return how many of these responses, by response id, are stored."""
-    query = text(
-        "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:ids)"
-    )
-    return int((await connection.execute(query, {"ids": list(response_ids)})).scalar_one())
 
 
 class PolicyTotals(Record, frozen=True, kw_only=True):

@@ -1,9 +1,753 @@
-"""Collect the tables of the whole schema in one metadata."""
+"""Define the tables of the database.
 
-from typing import Final
+In this order: what was recorded, what each policy may claim of it, what was said of it, what the
+trainer made of it, and API keys (docs/decisions/001-order-free-ledger.md).
+"""
 
-from store.schema import base, claimable, keys, recorded, stated, trained
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+from uuid import UUID
 
-# Importing a module adds its tables to the metadata.
-MODULES: Final = (recorded, claimable, stated, trained, keys)
-metadata: Final = base.metadata
+from sqlalchemy import (
+    ARRAY,
+    JSON,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Date,
+    DateTime,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from store.records import (
+    ARMS,
+    CALL_STATUSES,
+    CONFIDENCES,
+    EVAL,
+    SPLITS,
+    TARGET_KINDS,
+    TOOL_SOURCES,
+    TOOL_STATUSES,
+    TRAIN,
+    UPDATE_STATES,
+    CallRecord,
+    KeptField,
+    Record,
+    kept_fields,
+)
+from store.tenants import DEFAULT
+from store.versions import ACTORS, POLICY_STATES
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+When = DateTime(timezone=True)
+
+
+def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
+    """Make a CHECK constraint that restricts `column` to `values` (or NULL)."""
+    quoted = ", ".join(f"'{value}'" for value in values)
+    return CheckConstraint(f"{column} IN ({quoted})", name=f"{column}_known")
+
+
+# What was recorded: calls, the episodes that they are in, and what joins them
+
+
+# The type of a call's column, by that of the field of its record.
+TYPES: Final[Mapping[Any, Any]] = {
+    UUID: Uuid,
+    str: Text,
+    int: Integer,
+    float: Double,
+    bool: Boolean,
+    bytes: LargeBinary,
+    datetime: DateTime(timezone=True),
+}
+
+
+def call_columns(record: type[Record]) -> list[Column[Any]]:
+    """Return a column for each field of a call's record that is marked as one.
+
+    Raises:
+        TypeError: a field has a type that no column is known for.
+    """
+    return [_column(record, field) for field in kept_fields(record)]
+
+
+def _column(record: type[Record], field: KeptField) -> Column[Any]:
+    if not field.kept.json and field.type not in TYPES:
+        raise TypeError(
+            f"{record.__name__}.{field.name} is a {field.type}, for which no type of column is "
+            f"known; mark it as json, or add the type to {__name__}.TYPES"
+        )
+    return Column(
+        field.name,
+        JSON(none_as_null=field.null) if field.kept.json else TYPES[field.type],
+        primary_key=field.name == "id",
+        nullable=field.null,
+        doc=field.kept.about or None,
+    )
+
+
+# The split of a whole episode: `eval` if any call of any of its parts says so.
+SPLIT = "COALESCE(joined_split, split)"
+# The condition for an episode that policies may claim. Parts of another episode are claimed and
+# consumed with it; quarantined ones, evaluation and what is deleted never.
+CLAIMABLE = (
+    f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}' AND deleted_at IS NULL"
+)
+# The condition for a call that can be trained once the version that sampled it has been asked for
+# its log-probabilities.
+WITHOUT_LOGPROBS = "trainable AND octet_length(sampled_logprobs) = 0"
+# The condition for a call that a trained version served, and not its base model.
+OF_A_VERSION = "policy_version > 0"
+
+episodes = Table(
+    "episodes",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    # The name that the client gave, with its namespace, or the id of the first call. Names of other
+    # tenants than the default one begin with the tenant and U+001F, in `task`, `response_id`,
+    # `target` and `idempotency_key` too. Of a deleted episode it is the digest of its name.
+    Column("key", Text, nullable=False, unique=True),
+    # How the first call was assigned to the episode, such as `header` or `own`.
+    Column("method", Text, nullable=False),
+    Column("task", Text),
+    # Whether a client named the task, and the call that the task comes from.
+    Column("task_named", Boolean, nullable=False),
+    Column("task_from", Uuid),
+    # The policy version that served the first call.
+    Column("policy", Text),
+    Column("policy_version", Integer),
+    Column("first_call_id", Uuid, nullable=False),
+    Column("last_call_id", Uuid, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    # The last call was refused for what it says (`store.records.FAILED`).
+    Column("failed", Boolean, nullable=False, server_default=text("false")),
+    # The time of its first reward, and of its newest reward for a single call.
+    Column("scored_at", When),
+    Column("call_scored_at", When),
+    # Its newest reward (of equally new ones the lowest); null before the first, or if withdrawn.
+    Column("reward", Double),
+    # At least one of its calls belongs to it with confidence `doubtful`.
+    Column("doubtful", Boolean, nullable=False, server_default=text("false")),
+    # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the
+    # episode that this one is a part of. A part keeps its own values in all other columns, so that
+    # the join can be undone. `joined_task` of a root is the task that one of its parts names.
+    Column("linked", Boolean, nullable=False, server_default=text("false")),
+    Column("root", Uuid),
+    Column("joined_task", Text),
+    # `split` is `eval` if one of the episode's own calls says so; `joined_split`, if a call of any
+    # joined episode does. Episodes of evaluation are never claimed.
+    Column("split", Text, nullable=False, server_default=text(f"'{TRAIN}'")),
+    Column("joined_split", Text),
+    # Why the episode is never claimed; null if it may be.
+    Column("quarantined_reason", Text),
+    # Nothing of the episode is left but what consumptions and other episodes' links refer to
+    # (docs/decisions/070-deleting-episodes.md).
+    Column("deleted_at", When),
+    # Evaluation by policy: the rewards of each version.
+    Index(
+        "ix_episodes_eval",
+        "policy",
+        "policy_version",
+        postgresql_where=text(f"{SPLIT} = '{EVAL}'"),
+    ),
+    Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
+    # In the order of their first calls, which never changes: what is outdated is looked for here.
+    Index("ix_episodes_there", "id", postgresql_where=text("deleted_at IS NULL")),
+    # Those of which a later call was stored first: they are few.
+    Index(
+        "ix_episodes_first_call_id",
+        "first_call_id",
+        postgresql_where=text("first_call_id <> id"),
+    ),
+    # BRIN, because a later call then changes no index entry (a heap-only tuple update).
+    Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
+    one_of("split", SPLITS),
+    one_of("joined_split", SPLITS),
+)
+
+# Partitioned by day through its UUIDv7 key, so that the primary key is `id` alone. No foreign key
+# refers to it, so that a day can be dropped. It has no foreign keys itself: the check would add a
+# third to the cost of storing a row, and only `store.write.ingest` writes there.
+transitions = Table(
+    "transitions",
+    metadata,
+    *call_columns(CallRecord),
+    Column("episode_id", Uuid, nullable=False),
+    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only the
+    # bytes that they add to that call's (`store.values.delta`), and these columns count the shared
+    # bytes.
+    Column("parent_id", Uuid),
+    Column("request_prefix", Integer),
+    Column("request_suffix", Integer),
+    Column("prompt_prefix", Integer),
+    Column("request", LargeBinary),
+    # Token ids are little-endian int32; log-probabilities are little-endian float32, in nats. They
+    # are empty if the server gave none: then the trainer computes them.
+    Column("prompt_ids", LargeBinary, nullable=False),
+    Column("sampled_ids", LargeBinary, nullable=False),
+    Column("sampled_logprobs", LargeBinary, nullable=False),
+    one_of("status", CALL_STATUSES),
+    one_of("confidence", CONFIDENCES),
+    one_of("split", SPLITS),
+    one_of("arm", ARMS),
+    CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_transitions_episode_id", "episode_id"),
+    Index("ix_transitions_response_id", "response_id"),
+    # The newest calls of each trained version: whether anybody uses it.
+    Index(
+        "ix_transitions_called",
+        "policy",
+        "policy_version",
+        "id",
+        postgresql_where=text(OF_A_VERSION),
+    ),
+    Index(
+        "ix_transitions_without_logprobs",
+        "policy",
+        "policy_version",
+        postgresql_where=text(WITHOUT_LOGPROBS),
+    ),
+    postgresql_partition_by="RANGE (id)",
+)
+
+# `provided_fingerprints`: what later calls may repeat of a call, such as the id of a tool call.
+# `needed_fingerprints`: what a call repeats of earlier ones, where its proxy could not join it to
+# an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size.
+# `links` holds the matches, which are few.
+provided_fingerprints = Table(
+    "provided_fingerprints",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    Index("ix_provided_fingerprints_digest", "digest"),
+    # BRIN, because it is looked up when an episode is deleted, and every call adds rows.
+    Index("ix_provided_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
+)
+
+needed_fingerprints = Table(
+    "needed_fingerprints",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("call_id", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    # 0 is the surest. Only the matches of a call's lowest level that has any count.
+    Column("level", Integer, nullable=False),
+    Index("ix_needed_fingerprints_digest", "digest"),
+    Index("ix_needed_fingerprints_call_id", "call_id"),
+    Index("ix_needed_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
+)
+
+# Tombstones: the first 16 bytes of the SHA-256 of the kind and name of what was deleted
+# (`store.tombstones`). Nothing is stored again under such a name. `deletion` counts
+# deletions, so that whoever remembers stored calls knows when some of them may be gone.
+deleted_names = Table(
+    "deleted_names",
+    metadata,
+    Column("digest", Uuid, primary_key=True),
+    Column("deletion", BigInteger, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    Index("ix_deleted_names_deletion", "deletion"),
+)
+
+# Days whose partition was dropped: no call of these days is stored any more.
+dropped_days = Table(
+    "dropped_days",
+    metadata,
+    Column("day", Date, primary_key=True),
+    Column("calls", BigInteger, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+)
+
+# The last day of each tenant of which records were removed: no call of it, or of a day before, is
+# stored any more (`store.retaining`).
+outdated_days = Table(
+    "outdated_days",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("day", Date, nullable=False),
+)
+
+# Matches of needed and provided fingerprints; `store.link` computes from them which episodes are
+# one.
+links = Table(
+    "links",
+    metadata,
+    Column("call_id", Uuid, primary_key=True),
+    Column("level", Integer, primary_key=True),
+    Column("provided_by", Uuid, primary_key=True),
+    Column("needed_by", Uuid, nullable=False),
+    # Too many episodes provide the digest: the link is not followed from one episode to another.
+    Column("too_common", Boolean, nullable=False, server_default=text("false")),
+    Index("ix_links_provided_by", "provided_by"),
+    Index("ix_links_needed_by", "needed_by"),
+)
+
+# Times in which a worker lost records without knowing whose, each taken longer at both ends
+# (`store.link.outages`). Episodes with a call since then that began before this UUIDv7 was made are
+# set aside.
+lapses = Table(
+    "lapses",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("called_since", When, nullable=False),
+    Column("began_before", Uuid, nullable=False),
+    Index("ix_lapses_began_before", "began_before"),
+)
+
+
+# What each policy may claim of an episode, and what its reward is the sum of
+
+
+# The condition for an episode that a policy may claim now.
+FREE = "claimed_by IS NULL AND claimable"
+
+
+def minute_of(time: str) -> str:
+    """Return the SQL of the minute that a time is in.
+
+    `date_trunc` of a time with a zone depends on the session, so no index may contain it.
+    """
+    return f"date_bin('00:01:00'::interval, {time}, '1970-01-01 00:00:00+00'::timestamptz)"
+
+
+# What a policy's reward is the sum of, where its recipe names metrics. A policy without a row has
+# the metric `reward`, as `episodes` has it (docs/decisions/017-credit.md).
+reward_terms = Table(
+    "reward_terms",
+    metadata,
+    Column("policy", Text, primary_key=True),
+    Column("metric", Text, primary_key=True),
+    # The order in which they are added.
+    Column("place", Integer, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("low", Double, nullable=False),
+    Column("high", Double, nullable=False),
+    # What counts where it was not stated; null: then there is no reward.
+    Column("fallback", Double),
+    # The values of what may be stated in words, by text.
+    Column("texts", JSONB, nullable=False),
+)
+
+# One row for each episode and policy that sampled a call of it
+# (docs/decisions/041-several-policies.md). All but the versions and the claim is copied from the
+# episode (`store.link.claimable`), so that one index answers what is ready for a policy.
+episode_policies = Table(
+    "episode_policies",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("policy", Text, primary_key=True),
+    # The lowest and the highest version that served a call under the episode's own key (null: only
+    # calls of its parts), then those that served a call of the whole episode. The lowest is what
+    # staleness is about, the highest is what the episode goes on with
+    # (docs/decisions/041-several-policies.md).
+    Column("own_version", Integer),
+    Column("own_latest", Integer),
+    Column("version", Integer, nullable=False),
+    Column("latest", Integer, nullable=False),
+    Column("claimed_by", Uuid, ForeignKey("updates.id")),
+    # Copied from the episode and its parts; the four about rewards are those of the policy's own
+    # sum, where its recipe has one (`reward_terms`).
+    Column("task", Text),
+    Column("scored_at", When),
+    Column("call_scored_at", When),
+    Column("reward", Double),
+    # Why there is no reward although something of it was stated (`store.values.rewards.Lack`).
+    Column("lacks", Text),
+    Column("failed", Boolean, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    Column("claimable", Boolean, nullable=False),
+    # Scored episodes that may be claimed, by task, with what tells whether they differ, so that the
+    # table itself, with a row for each policy, need not be read; then all that may be claimed once
+    # they are scored, by the version that sampled them.
+    Index(
+        "ix_episode_policies_ready",
+        "policy",
+        "task",
+        "version",
+        "scored_at",
+        postgresql_include=["reward", "episode_id"],
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    # The same episodes in the order in which groups of one are claimed (`store.ready`).
+    Index(
+        "ix_episode_policies_latest",
+        "policy",
+        text(f"{minute_of('scored_at')} DESC"),
+        text("version DESC"),
+        "scored_at",
+        "episode_id",
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_waiting",
+        "policy",
+        "version",
+        "episode_id",
+        postgresql_where=text(FREE),
+    ),
+    Index(
+        "ix_episode_policies_call_scored",
+        "policy",
+        "task",
+        "version",
+        postgresql_where=text(f"call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_failed",
+        "policy",
+        "task",
+        postgresql_where=text(f"failed AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_lacking",
+        "policy",
+        "lacks",
+        postgresql_where=text(f"lacks IS NOT NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_claimed_by",
+        "claimed_by",
+        postgresql_where=text("claimed_by IS NOT NULL"),
+    ),
+)
+
+
+# What is said about calls and episodes: tool events, feedback, judgements
+
+tool_events = Table(
+    "tool_events",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    # Null until the target is seen.
+    Column("episode_id", Uuid, ForeignKey("episodes.id")),
+    # The call whose reply asked for the tool.
+    Column("asked_by", Uuid),
+    # The target that feedback named; null if a call stated the event.
+    Column("target_kind", Text),
+    Column("target", Text),
+    Column("tool_id", Text),
+    Column("name", Text),
+    Column("status", Text, nullable=False),
+    Column("detail", Text),
+    Column("ms", Double),
+    Column("source", Text, nullable=False),
+    # Digests of the texts among the tool call's arguments: a call that no reply asked for is
+    # matched by them to the reply that it quotes.
+    Column("quotes", ARRAY(Uuid)),
+    Column("at", When, nullable=False),
+    one_of("status", TOOL_STATUSES),
+    one_of("target_kind", TARGET_KINDS),
+    one_of("source", TOOL_SOURCES),
+    Index("ix_tool_events_episode_id", "episode_id"),
+    Index(
+        "ix_tool_events_pending",
+        "target_kind",
+        "target",
+        postgresql_where=text("episode_id IS NULL"),
+    ),
+)
+
+# Append-only. The newest statement of a metric about a target counts.
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("metric", Text, nullable=False),
+    # A number (`true` is 1, `false` 0), or a text in `label`. Both null withdraw what was stated.
+    Column("value", Double),
+    Column("label", Text),
+    Column("target_kind", Text, nullable=False),
+    Column("target", Text, nullable=False),
+    # Null until the target is seen; `call_id` stays null where the target is an episode.
+    Column("episode_id", Uuid, ForeignKey("episodes.id")),
+    Column("call_id", Uuid),
+    Column("request_id", Uuid, ForeignKey("feedback_requests.id"), nullable=False),
+    Column("at", When, nullable=False),
+    one_of("target_kind", TARGET_KINDS),
+    CheckConstraint("value IS NULL OR label IS NULL", name="one_value"),
+    Index("ix_feedback_episode_id", "episode_id"),
+    Index("ix_feedback_request_id", "request_id"),
+    Index(
+        "ix_feedback_pending", "target_kind", "target", postgresql_where=text("episode_id IS NULL")
+    ),
+)
+
+# One row for each stored POST to /feedback. `api_key` is the id of its key; null if let in without.
+feedback_requests = Table(
+    "feedback_requests",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("idempotency_key", Text),
+    Column("body_hash", Text),
+    Column("at", When, nullable=False),
+    Column("api_key", Text),
+    # Two bodies with one key may both be stored, if their proxies could not reach the database.
+    UniqueConstraint("idempotency_key", "body_hash"),
+)
+
+# Idempotency keys taken within the last day, including those whose bodies are not stored yet.
+feedback_keys = Table(
+    "feedback_keys",
+    metadata,
+    Column("idempotency_key", Text, primary_key=True),
+    Column("body_hash", Text, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    Index("ix_feedback_keys_at", "at"),
+)
+
+# The results of asking judges about episodes. A judge is not asked again, or not before `due_at`.
+# Its scores are feedback. An episode without a score waits again once it has a call later than
+# `last_call_at`.
+judgements = Table(
+    "judgements",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("judge", Text, primary_key=True),
+    Column("outcome", Text, nullable=False),
+    Column("reason", Text),
+    Column("attempts", Integer, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    Column("due_at", When),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    one_of("outcome", ("judged", "cannot_tell", "failed")),
+)
+
+
+# Policy versions, the updates that made them, and what these consumed
+
+# Among the figures of an update that made a version: the SHA-256 of the version's manifest.
+MANIFEST_SHA256: Final = "manifest_sha256"
+# Among the figures of an update that trained: how far its version is from the base model, as KL in
+# nats a token.
+KL_TO_BASE: Final = "kl_to_base"
+# In the evidence of a rejection: the bound that this was held against.
+MOST_KL_TO_BASE: Final = "most_kl_to_base"
+# How far what is served of a version may be from what was trained: a key of its update's recipe.
+PROBE_TOLERANCE: Final = "probe_tolerance"
+# The condition for a version that is loaded, or that will be: of all that there ever were few are.
+LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
+# The condition for a published version that had the traffic: a canary which made way for another
+# before it got that is published too, for its episodes, and keeps its share, which serving ends.
+ONCE_SERVED = "state = 'published' AND (version = 0 OR share IS NULL)"
+# The condition for a version (`p`) that was retired, and is published again to serve. By the clock
+# of the database: ids are made by those of several machines.
+CALLED_BACK = """p.state = 'published' AND 'retired' IS NOT DISTINCT FROM (
+    SELECT v.from_state FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+    ORDER BY v.at DESC, v.id DESC LIMIT 1)"""
+
+# One row for each version of a policy; version 0 is the base model.
+policies = Table(
+    "policies",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    # Whose the policy is, which never changes.
+    Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
+    Column("state", Text, nullable=False),
+    # The model name on the upstream: `NAME@N`, or the name of the base model.
+    Column("served_name", Text, nullable=False),
+    # The folder of the adapter and the update that made it; null for version 0.
+    Column("adapter_path", Text),
+    Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
+    Column("created_at", When, nullable=False, server_default=text("now()")),
+    Column("changed_at", When, nullable=False, server_default=text("now()")),
+    # The files are gone, as nothing could ask for them any more; null while they are there.
+    Column("files_deleted_at", When),
+    # Of a canary, its share of new episodes, also after it was rolled back. Of version 0, the share
+    # that stays on the base model.
+    Column("share", Double),
+    # The rule by which a candidate is judged, as its recipe had it.
+    Column("gate", JSONB),
+    # It was rolled back, which stays so: nothing is trained from it, or on its episodes.
+    Column("rolled_back_at", When),
+    # The policy's line started again before it (`store.retraining`): it never serves again, nothing
+    # is trained from it, and it makes no episode older.
+    Column("ended_at", When),
+    # Of version 0: nothing but an operator changes which of the policy's versions has traffic.
+    Column("frozen_at", When),
+    one_of("state", POLICY_STATES),
+    CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),
+    CheckConstraint(
+        "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back'"
+        " ELSE state IN ('rolled_back', 'retired') END",
+        name="rolled_back_for_good",
+    ),
+    CheckConstraint(
+        "ended_at IS NULL OR state IN ('published', 'rolled_back', 'retired', 'rejected')",
+        name="ended_for_good",
+    ),
+    CheckConstraint(
+        "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
+        name="deleted_is_not_servable",
+    ),
+    CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
+    # Several policies may have one base model, and so one name for their version 0.
+    Index(
+        "uq_policies_served_name",
+        "served_name",
+        unique=True,
+        postgresql_where=text("version > 0"),
+    ),
+    Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
+    Index("uq_policies_canary", "name", unique=True, postgresql_where=text("state = 'canary'")),
+    # Few of all versions, and most policies have none.
+    Index(
+        "ix_policies_rolled_back",
+        "name",
+        "version",
+        postgresql_where=text("rolled_back_at IS NOT NULL"),
+    ),
+    # So that what is asked once a second does not grow with the number of versions.
+    Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
+    Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
+    Index("ix_policies_retired", "name", "changed_at", postgresql_where=text("state = 'retired'")),
+    Index(
+        "ix_policies_with_files",
+        "name",
+        "version",
+        postgresql_where=text("files_deleted_at IS NULL"),
+    ),
+)
+
+# Each change of a version's state (`store.version_states`); a trigger refuses to alter one.
+policy_events = Table(
+    "policy_events",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("version", Integer, nullable=False),
+    # Null for its first state.
+    Column("from_state", Text),
+    Column("to_state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    # What the decision rested on.
+    Column("evidence", JSONB),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    ForeignKeyConstraint(["name", "version"], ["policies.name", "policies.version"]),
+    one_of("from_state", POLICY_STATES),
+    one_of("to_state", POLICY_STATES),
+    one_of("actor", ACTORS),
+    Index("ix_policy_events_version", "name", "version", "id"),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("policy", Text, nullable=False),
+    # The version that training starts from, and the one that it made.
+    Column("parent_version", Integer, nullable=False),
+    Column("version", Integer),
+    # `expired`: the update only consumed episodes that could not be trained any more. `abandoned`:
+    # its episodes are free again; one that has a version was of a line that a retraining ended.
+    Column("state", Text, nullable=False),
+    # The whole recipe, so that an update can be repeated.
+    Column("recipe", JSONB, nullable=False),
+    Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
+    # The size up to which its groups are filled with members that were consumed before; the first
+    # version whose episodes it may train; and the state of the moving baselines after it.
+    Column("group_size", Integer, nullable=False, server_default=text("1")),
+    Column("oldest_version", Integer, nullable=False, server_default=text("0")),
+    Column("baselines", JSONB),
+    Column("claimed_at", When, nullable=False, server_default=text("now()")),
+    Column("finished_at", When),
+    one_of("state", UPDATE_STATES),
+    UniqueConstraint("policy", "version"),
+    Index("ix_updates_policy_claimed_at", "policy", "claimed_at"),
+    Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
+)
+
+# Episodes of a policy with a call in such a time are set aside (`store.ready`).
+fault_times = Table(
+    "fault_times",
+    metadata,
+    Column("policy", Text, primary_key=True),
+    # Those that had a call since then and began before this UUIDv7 was made.
+    Column("called_since", When, primary_key=True),
+    Column("began_before", Uuid, nullable=False),
+)
+
+# Episodes that an update has spent, whether it trained on them or not: once for each policy.
+consumptions = Table(
+    "consumptions",
+    metadata,
+    Column("episode_id", Uuid, primary_key=True),
+    Column("policy", Text, primary_key=True),
+    Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
+    Column("trained", Boolean, nullable=False),
+    # Why it was not trained, such as `stale`, `aged`, `alone`, `too_long`, `rolled_back` or
+    # `left_out`.
+    Column("reason", Text),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    ForeignKeyConstraint(
+        ["episode_id", "policy"], ["episode_policies.episode_id", "episode_policies.policy"]
+    ),
+    CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_consumptions_update_id", "update_id"),
+)
+
+# Consumptions of updates that a retraining ended, which freed the episodes (`store.retraining`).
+freed_consumptions = Table(
+    "freed_consumptions",
+    metadata,
+    Column("episode_id", Uuid, primary_key=True),
+    Column("policy", Text, primary_key=True),
+    Column("update_id", Uuid, ForeignKey("updates.id"), primary_key=True),
+    Column("trained", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("at", When, nullable=False),
+)
+
+
+# API keys
+
+# The condition for a key that is not revoked.
+STANDING: Final = "revoked_at IS NULL"
+
+# A revoked key keeps its row: a database that ever had a key never serves anybody without one.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    # Whose the key is: its bearer sees, scores and trains what is this tenant's alone.
+    Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
+    # SHA-256 of the whole key; the key itself is kept nowhere.
+    Column("hash", LargeBinary, nullable=False),
+    Column("scopes", ARRAY(Text), nullable=False),
+    # Requests that may begin in a minute, and run at once; null: any number.
+    Column("per_minute", Integer),
+    Column("at_once", Integer),
+    Column("created_at", When, nullable=False, server_default=text("now()")),
+    Column("revoked_at", When),
+    # Tokens of the calls that ended in a minute; null: any number.
+    Column("tokens_per_minute", Integer),
+    CheckConstraint("per_minute > 0 AND at_once > 0", name="limits_let_some_in"),
+    CheckConstraint("tokens_per_minute > 0", name="tokens_let_some_in"),
+    Index("uq_api_keys_name", "name", unique=True, postgresql_where=text(STANDING)),
+)

@@ -1,6 +1,10 @@
 """Describe a grammar that a reply was held to, as it is recorded and replayed (pure)."""
 
+import json
+from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
+
+import msgspec
 
 from store.records import Record
 
@@ -15,7 +19,7 @@ class Grammar(Record, frozen=True, kw_only=True):
 
     `text` is a JSON schema (`json`) or a list of texts (`choice`) as JSON, whose order of keys
     counts, a regular expression, a grammar in EBNF or Lark, or what a structural tag is made of
-    (`tools`, see `store.values.tool_tags`).
+    (`tools`, see `ToolTag`).
     """
 
     kind: Kind
@@ -28,3 +32,44 @@ def read_grammar(value: Any) -> Grammar | None:
         return None
     known = value["kind"] in KINDS and isinstance(value["text"], str)
     return Grammar(kind=value["kind"], text=value["text"]) if known else None
+
+
+# Calls of tools in a model's own syntax: vLLM calls such a grammar a structural tag. It is recorded
+# as what the tag is made of: the tag itself is several times as long, and made by xgrammar.
+
+# Any call or none, any call, or a call of the only tool.
+Choice = Literal["auto", "required", "forced"]
+
+
+class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Describe a tool that may be called; without `parameters` its arguments are any JSON."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+
+
+class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Hold what a structural tag is made of.
+
+    `model` is the syntax, by the name that vLLM and xgrammar have for it. `one_call` says whether
+    a reply may call one tool at most.
+    """
+
+    model: str
+    choice: Choice
+    tools: tuple[OfferedTool, ...]
+    one_call: bool = False
+
+
+def text_of(tag: ToolTag) -> str:
+    """Return the text that `tag_from` reads; the order of a schema's keys counts, and is kept."""
+    return json.dumps(msgspec.to_builtins(tag), separators=(",", ":"))
+
+
+def tag_from(text: str) -> ToolTag:
+    """Return what was recorded.
+
+    Raises:
+        ValueError: the text is no such record.
+    """
+    return msgspec.convert(json.loads(text), type=ToolTag)

@@ -1,7 +1,7 @@
 """Keep the idempotency keys of feedback, shared by all proxies of one database.
 
 A body takes its key here when it is accepted; it is stored later, maybe much later
-(`store.write.batches`). Keys that were taken are deleted after a day. Keys of stored bodies are
+(`store.write.ingest`). Keys that were taken are deleted after a day. Keys of stored bodies are
 kept (docs/decisions/031-idempotency-across-workers.md).
 """
 

@@ -5,9 +5,13 @@ with, an episode's fields are merged by rules that commute, and a reference to s
 is not stored yet (feedback, a call that repeats another's reply) is resolved whenever its
 target arrives (docs/decisions/001-order-free-ledger.md).
 
-The first transaction writes a batch's rows. Only the second (`store.link.settle`) reads what other
-drainers wrote. By then both sides of a reference are committed, so the later of two drainers
-sees them.
+The first transaction writes a batch's rows by COPY, on the driver's own connection. Row locks are
+taken in the order of episode keys, so that drainers cannot deadlock. A call that is stored already
+shows as a violation of its primary key. That is rare, so only then the batch is written again,
+after a query for the calls that are stored.
+
+Only the second transaction (`store.link.settle`) reads what other drainers wrote. By then both
+sides of a reference are committed, so the later of two drainers sees them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +26,264 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.database import driver_of, is_no_records_fault
 from store.errors import Refused
-from store.ids import days_of
-from store.link.settle import meets_others, settle, settle_lapses
-from store.records import CallRecord, SpoolRecord
+from store.ids import days_of, time_of
+from store.link.claimable import add_policies
+from store.link.joins import DOUBTFUL_CALL
+from store.link.outages import mark_gaps, note_lapses
+from store.link.settle import Written, meets_others, settle, settle_lapses
+from store.records import (
+    EVAL,
+    OWN_EPISODE,
+    SPLITS,
+    CallRecord,
+    FeedbackRecord,
+    GapRecord,
+    LapseRecord,
+    SpoolRecord,
+)
 from store.schema.partitions import ensure_partition
 from store.tombstones import admit
-from store.write.bases import Bases
-from store.write.batches import key_conflicts, write
-from store.write.rows import QuestionOf, no_question
+from store.values.digests import as_uuid, levels
+from store.write.bases import Bases, Batch
+from store.write.rows import (
+    EVENT_COLUMNS,
+    FEEDBACK_COLUMNS,
+    TRANSITION_COLUMNS,
+    QuestionOf,
+    Row,
+    episode_row,
+    event_row,
+    feedback_row,
+    no_question,
+    storable_call,
+    transition_row,
+)
+
+# A named task beats a derived one; among equals the earliest call's task counts. Policy and API key
+# are the earliest call's, too. Of two reasons to exclude an episode the lesser text counts. So the
+# result does not depend on the order of arrival.
+_TAKES_TASK = (
+    "excluded.task IS NOT NULL AND (episodes.task IS NULL"
+    " OR (excluded.task_named AND NOT episodes.task_named)"
+    " OR (excluded.task_named = episodes.task_named"
+    " AND excluded.task_from < episodes.task_from))"
+)
+_IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
+_UPSERT_EPISODES = f"""
+    INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
+                          first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          split, quarantined_reason)
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id,
+        last_call_id, last_call_at, failed, doubtful, split,
+        CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
+                $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
+                $12::boolean[], $13::text[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
+                 last_call_id, last_call_at, failed, doubtful, split)
+    ON CONFLICT (key) DO UPDATE SET
+        last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
+        first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
+        last_call_id = GREATEST(episodes.last_call_id, excluded.last_call_id),
+        failed = CASE WHEN excluded.last_call_id > episodes.last_call_id THEN excluded.failed
+                 ELSE episodes.failed END,
+        method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
+        task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
+        task_from = CASE WHEN {_TAKES_TASK} THEN excluded.task_from ELSE episodes.task_from END,
+        task_named = episodes.task_named OR excluded.task_named,
+        policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
+        policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
+                         ELSE episodes.policy_version END,
+        doubtful = episodes.doubtful OR excluded.doubtful,
+        split = CASE WHEN excluded.split = '{EVAL}' THEN '{EVAL}' ELSE episodes.split END,
+        quarantined_reason = LEAST(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING key, id, linked, xmax <> 0 AS was_there, first_call_id, last_call_at
+"""
+
+_INSERT_REQUESTS = """
+    INSERT INTO feedback_requests (id, idempotency_key, body_hash, at, api_key)
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[], $5::text[])
+    ON CONFLICT DO NOTHING RETURNING id
+"""
+
+
+async def write(
+    driver: Any,
+    records: Sequence[SpoolRecord],
+    batch: Batch,
+    question_of: QuestionOf = no_question,
+    *,
+    repeated: bool,
+) -> Written:
+    """Write `records` in the driver's current transaction.
+
+    `repeated` means that some may be stored already; these are left as they are. `question_of`
+    tells what a call asks whose episode has no other task.
+
+    Raises:
+        asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
+        asyncpg.PostgresError: the database is away, or refuses a record.
+    """
+    calls = {
+        record.id: storable_call(record) for record in records if isinstance(record, CallRecord)
+    }
+    statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
+    written = Written()
+    if calls:
+        known = await _known(driver, list(calls)) if repeated else set[UUID]()
+        await _place_calls(driver, list(calls.values()), question_of, written)
+        await _write_calls(driver, known, batch, written)
+    gaps = [record for record in records if isinstance(record, GapRecord)]
+    if gaps:
+        written.linked += await mark_gaps(driver, gaps)
+    lapses = [record for record in records if isinstance(record, LapseRecord)]
+    if lapses:
+        written.lapses += await note_lapses(driver, lapses)
+    if statements:
+        pending = list(statements.values())
+        written.keyed += await _write_feedback(driver, pending)
+        written.rescored += await _set_back(driver, [one for one in pending if one.idempotency_key])
+        written.statements += statements.values()
+    return written
+
+
+async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
+    rows = await driver.fetch("SELECT id FROM transitions WHERE id = ANY($1)", ids)
+    return {row[0] for row in rows}
+
+
+async def _place_calls(
+    driver: Any, calls: list[CallRecord], question_of: QuestionOf, written: Written
+) -> None:
+    """Write the calls' episodes, and note which call is of which."""
+    episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
+    written.calls += [(call, episode_ids[call.episode]) for call in calls]
+    written.provided += [
+        as_uuid(digest, split) for call in calls for digest in call.provides for split in SPLITS
+    ]
+    await add_policies(driver, written.calls, changed)
+
+
+async def _write_calls(driver: Any, known: set[UUID], batch: Batch, written: Written) -> None:
+    """Write the rows of the calls in `written`, but for those that are `known`."""
+    new = written.calls
+    if known:
+        new = [(call, episode) for call, episode in new if call.id not in known]
+    # A generator, so that each row is in memory only until it is sent.
+    rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
+    provided = [
+        (as_uuid(digest, call.split), episode) for call, episode in new for digest in call.provides
+    ]
+    needed = [
+        (as_uuid(digest, call.split), call.id, episode, level)
+        for call, episode in new
+        for digest, level in levels(call.needs)
+    ]
+    events = [
+        event_row(event, time_of(call.id), episode_id=episode)
+        for call, episode in new
+        for event in call.tool_events
+    ]
+    if new:
+        await driver.copy_records_to_table("transitions", columns=TRANSITION_COLUMNS, records=rows)
+    await _copy(driver, "provided_fingerprints", ("digest", "episode_id"), provided)
+    columns = ("digest", "call_id", "episode_id", "level")
+    await _copy(driver, "needed_fingerprints", columns, needed)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+
+
+async def _upsert_episodes(
+    driver: Any, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
+) -> tuple[dict[str, UUID], list[UUID]]:
+    """Return each key's episode, and the episodes that were stored before and are not linked.
+
+    What linked ones are to their policies is settled later.
+    """
+    by_key: dict[str, list[CallRecord]] = {}
+    for call in sorted(calls, key=lambda call: (call.episode, call.id)):
+        by_key.setdefault(call.episode, []).append(call)
+    rows = [episode_row(calls, question_of) for calls in by_key.values()]
+    columns = zip(*rows, strict=True)
+    upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
+    written.span = (min(row[4] for row in upserted), max(row[5] for row in upserted))
+    for key, episode_id, linked, was_there, *_ in upserted:
+        if linked:
+            written.linked.append(episode_id)
+        elif was_there and by_key[key][0].method == OWN_EPISODE:
+            written.rescored.append(episode_id)
+    ids = {row[0]: row[1] for row in upserted}
+    return ids, [row[1] for row in upserted if row[3] and not row[2]]
+
+
+async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    if rows:
+        await driver.copy_records_to_table(table, columns=columns, records=rows)
+
+
+# Of two requests in one batch, the later one is the conflict.
+_CONFLICTS = """
+    SELECT n.id FROM feedback_requests n WHERE n.id = ANY($1) AND EXISTS (
+        SELECT FROM feedback_requests o
+        WHERE o.idempotency_key = n.idempotency_key AND o.body_hash <> n.body_hash
+            AND (o.id < n.id OR o.id <> ALL ($1)))
+"""
+
+
+async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+    """Write feedback requests and their items; return the new requests that have a key.
+
+    A request whose key and body are stored already is skipped; the same key with another body is
+    not.
+    """
+    ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
+    rows = [(r.id, r.idempotency_key, r.body_hash, r.at, r.api_key) for r in ordered]
+    inserted = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
+    new = {row[0] for row in inserted}
+    statements, events = [], []
+    for record in records:
+        for item in record.items if record.id in new else ():
+            if item.tool is None:
+                statements.append(feedback_row(item, record))
+            else:
+                events.append(event_row(item.tool, record.at, item=item))
+    await _copy(driver, "feedback", FEEDBACK_COLUMNS, statements)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+    return [record.id for record in records if record.id in new and record.idempotency_key]
+
+
+# One that was sent again, and taken again as nobody could know, may be stored first. What counts is
+# when it was said first: else it would count after what corrected it.
+_SET_BACK = """
+    WITH said AS (
+        SELECT q.id, min(s.at) AS at
+        FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (key, hash, at)
+            JOIN feedback_requests q ON (q.idempotency_key, q.body_hash) = (s.key, s.hash)
+        GROUP BY q.id),
+    earlier AS (
+        UPDATE feedback_requests q SET at = said.at
+        FROM said WHERE q.id = said.id AND q.at > said.at RETURNING q.id, q.at)
+    UPDATE feedback f SET at = earlier.at FROM earlier WHERE f.request_id = earlier.id
+    RETURNING f.episode_id
+"""
+
+
+async def _set_back(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+    """Date stored repeats of these requests back to these; return the episodes they are about."""
+    if not records:
+        return []
+    columns = zip(*[(one.idempotency_key, one.body_hash, one.at) for one in records], strict=True)
+    rows = await driver.fetch(_SET_BACK, *map(list, columns))
+    return [row[0] for row in rows if row[0] is not None]
+
+
+async def key_conflicts(driver: Any, written: Written) -> list[UUID]:
+    """Return the batch's feedback requests whose key is stored with another body, too.
+
+    Call it after the batch is committed: of two batches committed at the same time, at least the
+    later one sees the other.
+    """
+    conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
+    return [row[0] for row in conflicts]
 
 
 class Ingester:

@@ -22,9 +22,9 @@ from store.records import (
     FeedbackItem,
     FeedbackRecord,
     ToolEvent,
+    kept_fields,
 )
 from store.tenants import bare, same_tenant
-from store.values.call_fields import kept_fields
 from store.write.bases import Stored
 
 Row = tuple[Any, ...]
@@ -151,7 +151,7 @@ def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
 def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
     """Return the row of an episode, from those of its calls that are in one batch, earliest first.
 
-    The columns are in the order of the upsert in `store.write.batches`. The episode's id is the id
+    The columns are in the order of the upsert in `store.write.ingest`. The episode's id is the id
     of its first call in the first batch that has one, so that no further id need be made.
     """
     first = calls[0]

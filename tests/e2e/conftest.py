@@ -17,7 +17,7 @@ from benchmarks.stack import TOOL_PARSER, small_plan
 from pawl.stack.stack import Stack, running_stack
 from store.read.episodes import read_episodes
 from store.records import Episode
-from store.schema.recorded import episodes
+from store.schema.tables import episodes
 from tests.support.shallow import write_shallow
 from tests.support.training import recipe
 from trainer.learners.learner import Learner

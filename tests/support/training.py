@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import (

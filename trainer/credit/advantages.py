@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from store.records import Record
-from store.values.families import task_family
+from store.tenants import task_family
 from trainer.credit.baselines import (
     BASELINES,
     NORMALISATIONS,

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from store.claims import NON_FINITE
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row, split_steps
 from trainer.errors import Unusable
 from trainer.learners.adapter import (

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter, detach

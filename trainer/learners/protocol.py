@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 
 

@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row, Tree, bare_row, build_tree, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import head_logprobs

@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_queries, version_states
 from store.errors import StateChanged
-from store.read.standing import gated, newest_promoted
-from store.schema.trained import KL_TO_BASE, MOST_KL_TO_BASE
+from store.read.gates import gated, newest_promoted
+from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE
 from store.version_states import change_state, lock_policies, set_state
 from store.versions import UNSERVED, PolicyVersion
 from trainer.errors import FailedProbe, PublishError, TooFar

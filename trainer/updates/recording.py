@@ -17,7 +17,7 @@ from store import claims
 from store.claims import IMPORTED_FROM, Claim, Outcome
 from store.database import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
-from store.schema.trained import MANIFEST_SHA256
+from store.schema.tables import MANIFEST_SHA256
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread
 from trainer.metrics import EPISODES, UPDATE, UPDATES

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row, bare_row
 from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol

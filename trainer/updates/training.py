@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from store.claims import Claim
-from store.values.distribution import distribution_of
+from store.values.sampling import distribution_of
 from store.values.tokens import unpack_ids
 from trainer.batches import Row, RowKey
 from trainer.errors import AdapterError, Interrupted

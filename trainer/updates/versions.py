@@ -6,7 +6,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims, lineage, version_queries, version_states
+from store import claims, version_queries, version_states
 from store.link.scores import reward_rule, set_reward_rule
 from store.records import REWARD
 from store.tenants import DEFAULT
@@ -81,12 +81,14 @@ class Versions:
     async def head(self) -> PolicyVersion:
         """Return the newest version that may still serve, which a gated policy trains on from."""
         async with self._engine.connect() as connection:
-            return await lineage.head_of(connection, self._policy)
+            return await version_queries.head_of(connection, self._policy)
 
     async def updates_since_candidate(self, version: PolicyVersion) -> int:
         """Return how many updates lie between a version and the last that was loaded before it."""
         async with self._engine.connect() as connection:
-            return await lineage.updates_since_candidate(connection, self._policy, version.version)
+            return await version_queries.updates_since_candidate(
+                connection, self._policy, version.version
+            )
 
     async def reject_orphan(self, version: PolicyVersion) -> str | None:
         """Reject a version if what it was trained from was rolled back; return why it was."""

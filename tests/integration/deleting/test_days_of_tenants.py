@@ -19,11 +19,11 @@ from store import retaining, tombstones
 from store.ids import lowest_id_at
 from store.judging import Judgement, note
 from store.keep_days import Periods
+from store.link.outages import LOST_CALL
 from store.records import CallRecord, FeedbackRecord, SpoolRecord
 from store.retaining import LOST_CALLS, remove_some, tenant_in
 from store.tenants import DEFAULT, own_digests, scoped, tenant_of
 from store.values.digests import PREFIX
-from store.write.gaps import LOST_CALL
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
 from tests.integration.deleting.test_keeping_for_days import NOON, PARTITIONS, made

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy import text
 
-from store.values.json_limits import MAX_DEPTH
+from store.values.documents import MAX_DEPTH
 from tests.integration.conftest import Proxy, Reply
 from tests.support.faults.stand import Stand, standing
 from tests.support.servers.fake_upstream import DONE, FakeUpstream, answers, streams, whole_reply

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.read.arms import ArmEpisode, arm_episodes
+from store.read.gates import ArmEpisode, arm_episodes
 from store.records import CallRecord, SpoolRecord
 from store.tenants import scoped
 from store.versions import policy_name

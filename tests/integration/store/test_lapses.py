@@ -16,12 +16,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
-from store.link.lapses import AMONG, LAPSED, SLACK
+from store.link.outages import AMONG, LAPSED, LOST_CALL, SLACK
 from store.ready import ClaimRule, waiting_updates
 from store.records import CallRecord, GapRecord, LapseRecord, SpoolRecord
 from store.values.digests import PREFIX
 from store.version_states import ensure_base
-from store.write.gaps import LOST_CALL
 from store.write.ingest import Ingester
 from tests.integration.store.test_joins import digest, own
 from tests.support.faults.killing import Killed
@@ -197,7 +196,7 @@ async def written_by(engine: AsyncEngine) -> dict[str, str]:
 async def test_a_lapse_of_days_is_told_in_transactions_of_bounded_size(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.lapses.MOST", 3)
+    monkeypatch.setattr("store.link.outages.MOST", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)), at(99, "after"))
     # It overlaps another one, which is stored with it.
     await store(engine, lapse(0, 9), lapse(2, 4))
@@ -210,7 +209,7 @@ async def test_a_lapse_of_days_is_told_in_transactions_of_bounded_size(
 async def test_a_lapse_of_which_some_was_told_when_its_ingester_was_killed_is_told_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.lapses.MOST", 3)
+    monkeypatch.setattr("store.link.outages.MOST", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
     told = lapse(0, 9)
     real, batches = settle.set_aside, 0

@@ -14,11 +14,10 @@ from store import claims, version_states
 from store.claims import Claim, expire, oldest_version
 from store.deleting import delete_episode
 from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.lineage import head_of
 from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
-from store.version_queries import numbered_version, rollback_targets
+from store.version_queries import head_of, numbered_version, rollback_targets
 from store.version_states import begin_canary, ensure_base, make_candidate, reject_orphan
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claims import begin_update, consume
 from store.read.stats import totals
-from store.schema.trained import MANIFEST_SHA256
+from store.schema.tables import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
 from store.version_states import ensure_base

@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import version_states
 from store.ids import new_id
-from store.schema.trained import updates
+from store.schema.tables import updates
 from store.version_states import ALLOWED, add_version, ensure_base, lock_version
 from store.versions import Actor, PolicyState
 

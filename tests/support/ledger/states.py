@@ -4,8 +4,7 @@ from itertools import pairwise
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.read.events import list_events
-from store.version_queries import list_versions, numbered_version
+from store.version_queries import list_events, list_versions, numbered_version
 from store.version_states import begin_canary, make_candidate
 from store.versions import PolicyState, PolicyVersion
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from proxy.formats.base import Sampled, read_request
 from proxy.formats.registry import FORMATS
 from proxy.trainable import Reason, first_reason, sampling_settings, why_not_replayed
-from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
+from store.values.sampling import distribution_of
 
 SAMPLED = Sampled(
     prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1

@@ -26,8 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.chaos.trainer import Computing, Place
 from store.database import make_engine
-from store.read.events import list_events
-from store.version_queries import list_versions
+from store.version_queries import list_events, list_versions
 from store.versions import PolicyEvent, PolicyState, PolicyVersion
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.stand import PARTS, NotReady, Stand

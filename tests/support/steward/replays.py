@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.gating import Gating
-from store.read.events import list_events
+from store.version_queries import list_events
 from store.versions import PolicyEvent
 from store.write.ingest import ingest
 from tests.support.records import ago, call, tokens

@@ -14,7 +14,7 @@ from pawl.settings import StewardSettings
 from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.steward.run import app_of
 from store.claims import begin_update, consume
-from store.schema.trained import MANIFEST_SHA256
+from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
 from trainer.learners.scoring import score_rows, why_separate

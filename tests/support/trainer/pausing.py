@@ -8,8 +8,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import select
 
 from store import claims
-from store.schema.claimable import episode_policies
-from store.schema.trained import consumptions
+from store.schema.tables import consumptions, episode_policies
 from tests.support.trainer.recovery import Bench
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas

@@ -22,7 +22,7 @@ from proxy.intake import (
     cost_of,
     takes_long,
 )
-from store.values.json_limits import MAX_DEPTH
+from store.values.documents import MAX_DEPTH
 
 LIMIT = 10 * SMALL
 SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.integers(0, 2 * LIMIT)

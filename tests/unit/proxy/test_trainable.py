@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.formats.base import NOTHING_SAMPLED, Sampled, read_request
 from proxy.formats.registry import FORMATS
 from proxy.trainable import judged_settings, sampling_settings, why_not_replayed
-from store.values.distribution import distribution_of
+from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import why_not_trainable
 from tests.support.records import captured
 

@@ -8,10 +8,8 @@ from typing import Annotated
 
 import pytest
 
-from store.records import CallFacts, CallRecord, Kept, Record
-from store.schema.call_columns import call_columns
-from store.schema.recorded import transitions
-from store.values.call_fields import kept_fields
+from store.records import CallFacts, CallRecord, Kept, Record, kept_fields
+from store.schema.tables import call_columns, transitions
 from store.write.rows import TRANSITION_COLUMNS
 from tests.support.docs.documents import split_blocks
 
@@ -30,7 +28,7 @@ from types import SimpleNamespace
 
 from proxy.ingester.transcribe import transcribe
 from store.read.assembly import assemble, whole_texts
-from store.schema.recorded import transitions
+from store.schema.tables import transitions
 from store.write.rows import storable_call
 from store.write.bases import Bases
 from store.write.rows import TRANSITION_COLUMNS, transition_row

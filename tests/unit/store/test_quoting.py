@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.read.quoting import quoted_calls
+from store.read.assembly import quoted_calls
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 A, B, C = (UUID(int=number) for number in (1, 2, 3))

@@ -14,9 +14,9 @@ from store.tenants import (
     own_digests,
     same_tenant,
     scoped,
+    task_family,
     tenant_of,
 )
-from store.values.families import task_family
 
 TENANTS = st.one_of(st.just(DEFAULT), st.from_regex(re.compile(PATTERN, re.ASCII), fullmatch=True))
 # What a client may send: names that look like another tenant's among them.

@@ -5,7 +5,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import (
     Row,
     build_tree,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.kernels.layers import product
 from trainer.learners.replay.shaping import Group, History, Places, replay, shape

@@ -16,9 +16,8 @@ import structlog
 import torch
 from pydantic import BaseModel
 
-from store.values.distribution import Distribution
-from store.values.grammars import Grammar
-from store.values.tool_tags import ToolTag, tag_from
+from store.values.grammars import Grammar, ToolTag, tag_from
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import Unreplayable
 

@@ -1,4 +1,4 @@
-"""Shape logits as the server shaped its own, in its order (`store.values.distribution`).
+"""Shape logits as the server shaped its own, in its order (`store.values.sampling`).
 
 Masks come after penalties here and before them there: −∞ stays −∞ under every bias and penalty.
 The sampled token always counts as a survivor, though rounding may have put it past an edge that
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.replay.grammars import allowed
 

@@ -16,7 +16,7 @@ from pawl.steward import evidence
 from pawl.steward.evidence import LookTooLong
 from pawl.steward.gating import Gating
 from store import version_states
-from store.read.standing import Gated, gated
+from store.read.gates import Gated, gated
 from store.version_queries import list_versions
 from store.version_states import freeze, make_candidate
 from tests.support.faults.killing import Killed, killing

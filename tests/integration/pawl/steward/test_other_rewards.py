@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of, versions_of
 from pawl.steward.gating import Gating
-from store.read.standing import gated
+from store.read.gates import gated
 from tests.integration.pawl.steward.test_untried import RULE as UNTRIED
 from tests.integration.pawl.steward.test_untried import gives, serves
 from tests.support.ledger.history import let_events_change

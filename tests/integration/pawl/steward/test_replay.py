@@ -21,10 +21,9 @@ from pawl.steward.gating import Gating
 from pawl.steward.replays import Replay
 from store import version_states
 from store.ids import new_id
-from store.lineage import head_of
-from store.read.standing import gated
-from store.schema.trained import updates
-from store.version_queries import list_versions
+from store.read.gates import gated
+from store.schema.tables import updates
+from store.version_queries import head_of, list_versions
 from store.version_states import add_version, freeze, reject_orphan
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, trained

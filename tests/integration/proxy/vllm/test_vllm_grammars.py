@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.messages import chat_request
 from proxy.formats.registry import FORMATS
-from store.values.distribution import distribution_of
+from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import (
     CHAT,
     CHOICES,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.ingester.transcribe import transcribe
 from proxy.trainable import NUMBERS
 from store.records import CallRecord
-from store.values.distribution import distribution_of
+from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import recorded, written
 from tests.support.records import captured
 

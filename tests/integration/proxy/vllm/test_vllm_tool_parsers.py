@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.formats.sampling import WITHOUT_GRAMMARS, has_grammars
-from store.values.distribution import distribution_of
+from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import (
     CHAT,
     CHOICES,

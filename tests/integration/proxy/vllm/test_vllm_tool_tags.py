@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.formats.messages import chat_request
 from proxy.formats.sampling import TAGS, has_grammars, tag_model
-from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
+from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import (
     CHAT,
     CHOICES,

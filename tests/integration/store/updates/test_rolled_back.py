@@ -8,10 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.claims import expire, release
 from store.errors import HoldsRolledBack
-from store.lineage import head_of
 from store.ready import ClaimRule, find_ready, waiting_updates
 from store.records import SpoolRecord
-from store.version_queries import numbered_version
+from store.version_queries import head_of, numbered_version
 from store.write.ingest import ingest
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.updates import claimed, consume_all

@@ -7,9 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import version_states
 from store.errors import NotGated, RolledBack
-from store.read.events import list_events
-from store.read.standing import newest_promoted
-from store.version_queries import version_before
+from store.read.gates import newest_promoted
+from store.version_queries import list_events, version_before
 from store.version_states import change_state, make_ready, roll_back
 from store.versions import PolicyState
 from tests.support.ledger.history import let_events_change

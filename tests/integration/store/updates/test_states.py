@@ -11,8 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.adapter_slots import retire_longest
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.read.events import list_events
-from store.version_queries import is_frozen, list_live, list_servable
+from store.version_queries import list_events, list_live, list_servable
 from store.version_states import (
     begin_canary,
     change_state,
@@ -197,12 +196,10 @@ async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine)
         await trained(connection, 0)
         await make_ready(connection, "m", 1, reason=TEST, actor="trainer")
         await freeze(connection, "m", frozen=True, reason="holidays", actor="operator")
-        assert await is_frozen(connection, "m")
         assert await promote_together(connection, ["m"], 0.0) == []
         [event] = await list_events(connection, "m", 0, most=1)
         assert (event.reason, event.actor) == ("frozen: holidays", "operator")
         await freeze(connection, "m", frozen=False, reason="back", actor="operator")
-        assert not await is_frozen(connection, "m")
         assert len(await promote_together(connection, ["m"], 0.0)) == 1
         with pytest.raises(UnknownPolicy):
             await freeze(connection, "other", frozen=True, reason=TEST, actor="operator")

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from tests.support.trainer.merging import (
     TINY,
     gradient,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.values.distribution import Distribution
+from store.values.sampling import Distribution
 from tests.integration.trainer.learners.test_learner import gradients, shake
 from tests.integration.trainer.learners.test_replay import EACH, WORDS, made, packed, row
 from tests.support.trainer.merging import (

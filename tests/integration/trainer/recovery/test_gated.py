@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 
 from store import claims, version_states
 from store.claims import IMPORTED_FROM
-from store.read.events import list_events
-from store.version_queries import numbered_version
+from store.version_queries import list_events, numbered_version
 from store.version_states import begin_canary, roll_back
 from store.versions import PolicyVersion
 from tests.support.faults.killing import Killed, killing

@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import select
 
-from store.schema.recorded import episodes
+from store.schema.tables import episodes
 from tests.support.trainer.pausing import (
     consumed,
     held_by_an_update,

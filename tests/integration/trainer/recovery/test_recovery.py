@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from store import claims, version_queries
 from store.read.episodes import episode_ids
-from store.schema.trained import consumptions, updates
+from store.schema.tables import consumptions, updates
 from store.write.ingest import ingest
 from tests.support.faults.killing import Killed, killing
 from tests.support.faults.unreadable import unreadable

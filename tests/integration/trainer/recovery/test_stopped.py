@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from store import claims
 from store.database import make_engine
 from store.errors import ClaimLost
-from store.schema.claimable import episode_policies
+from store.schema.tables import episode_policies
 from tests.support.trainer.recovery import Bench, FakeLearner, bench, run_once
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion

@@ -8,8 +8,7 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import version_states
-from store.read.events import list_events
-from store.version_queries import numbered_version
+from store.version_queries import list_events, numbered_version
 from tests.support.faults.killing import Killed, killing
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.recovery import Bench, FakeLearner, run_once

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import version_states
-from store.schema.trained import policies
+from store.schema.tables import policies
 from store.version_queries import numbered_version
 from store.version_states import roll_back
 from tests.support.servers.fake_server import fake_model_server

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.distribution import (
+from store.values.sampling import (
     REPLAYED,
     WITH_DEFAULTS,
     Distribution,

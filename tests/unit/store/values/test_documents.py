@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.documents import compact, parse
-from store.values.json_limits import MAX_DEPTH, nests_too_deep
+from store.values.documents import MAX_DEPTH, compact, nests_too_deep, parse
 
 SPACE = st.text(" \t\r\n", max_size=3)
 NUMBERS = st.sampled_from(["0", "-0.0", "1.10", "1e400", "-1E-400", "1" + "0" * 400, "12345678901"])

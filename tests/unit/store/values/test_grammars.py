@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from store.values.distribution import Distribution, distribution_of
 from store.values.grammars import KINDS, Grammar, read_grammar
+from store.values.sampling import Distribution, distribution_of
 
 
 @pytest.mark.parametrize("kind", KINDS)

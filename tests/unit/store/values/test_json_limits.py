@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from store.values import json_limits
-from store.values.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep
+from store.values import documents
+from store.values.documents import MAX_DEPTH, Size, most_of, nests_too_deep
 
 UNLIMITED = Size(10**9, 10**9)
 
 
 def size_of(data: bytes) -> Size:
-    return json_limits.size_of(data, UNLIMITED)
+    return documents.size_of(data, UNLIMITED)
 
 
 def reference(data: bytes) -> tuple[int, int, int]:
@@ -78,13 +78,13 @@ def test_strings_across_windows_are_kept_apart() -> None:
 
 
 def test_what_is_too_large_is_not_counted_to_its_end() -> None:
-    size = json_limits.size_of(b"[" + b"{}," * 10**6, Size(1000, 10**9))
+    size = documents.size_of(b"[" + b"{}," * 10**6, Size(1000, 10**9))
     assert 1000 < size.containers < 10**5
 
 
 @pytest.mark.parametrize("piece", range(1, 12))
 def test_no_cut_changes_what_is_counted(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_limits, "_PIECE", piece)
+    monkeypatch.setattr(documents, "_PIECE", piece)
     texts = ['a"[', "\\", "\\\\", '\\"', '\\\\"{', "]" * 9, "\\" * 40, '"""', ""]
     data = json.dumps([{text: text} for text in texts] + [[texts]]).encode()
     deepest, containers, commas = reference(data)
@@ -160,13 +160,13 @@ def test_json_is_counted_exactly(value: Any, around: int) -> None:
 def test_what_is_called_flat_is_flat(parts: list[bytes], limit: int, piece: int) -> None:
     data = b"".join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "MAX_DEPTH", limit)
-        patch.setattr(json_limits, "_PIECE", piece)
-        if json_limits._certainly_flat(data):
+        patch.setattr(documents, "MAX_DEPTH", limit)
+        patch.setattr(documents, "_PIECE", piece)
+        if documents._certainly_flat(data):
             assert reference(data)[0] <= limit
 
 
 def test_a_long_reply_with_log_probabilities_is_called_flat() -> None:
     token = {"token": "a", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": []}
     reply = json.dumps({"content": [token] * 2000, "token_ids": list(range(2000))}).encode()
-    assert json_limits._certainly_flat(reply)
+    assert documents._certainly_flat(reply)

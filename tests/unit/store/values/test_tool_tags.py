@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.tool_tags import OfferedTool, ToolTag, tag_from, text_of
+from store.values.grammars import OfferedTool, ToolTag, tag_from, text_of
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

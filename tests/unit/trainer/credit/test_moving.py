@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.records import Episode, Group, ToolCall
-from store.values.families import task_family
+from store.tenants import task_family
 from tests.support.records import tool_event
 from tests.support.stored import episode, transition
 from trainer.credit.assign import Credited, assign_credit

@@ -1,6 +1,9 @@
-"""Set aside the episodes that were under way while records were lost, nobody knows whose.
+"""Exclude episodes from training that lost a call, or may have, before it could be kept.
 
-A lapse is such a time of one worker. An episode may have lost a call in it if it had one before its
+A gap is a call that was lost of known episodes. A lapse is a time in which records were lost,
+nobody knows whose.
+
+A lapse is one worker's. An episode may have lost a call in it if it had one before its
 end and one after its beginning; its first or last call may be the one that is lost, so the time is
 taken longer by `SLACK` at both ends. Any worker of any proxy may have stored the others of its
 calls, so that nothing but the time tells (docs/decisions/032-bad-disks.md).
@@ -14,8 +17,9 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from store.ids import lowest_id_at
-from store.records import LapseRecord
+from store.ids import lowest_id_at, new_id, time_of
+from store.link.claimable import refresh_wholes
+from store.records import OWN_EPISODE, GapRecord, LapseRecord
 
 # Longest time between two calls of an episode that is taken to be one: how long tools and people
 # may take in between, and how far the clocks of several proxies may differ.
@@ -92,3 +96,33 @@ async def find_under_way(driver: Any, lapses: Sequence[UUID]) -> dict[UUID, bool
 async def set_aside(driver: Any, episodes: Sequence[UUID]) -> None:
     """Mark these episodes as doubtful; the caller holds the locks on their rows."""
     await driver.execute(_SET_ASIDE, episodes)
+
+
+# Gaps
+
+LOST_CALL = "a call of this episode was lost: its record could not be written to disk"
+
+# The episode may have no other call, now or later. It gets a row all the same, with the reason.
+_MARK = f"""
+    INSERT INTO episodes (id, key, method, task_named, first_call_id, last_call_id,
+                          last_call_at, doubtful, quarantined_reason)
+    SELECT id, key, '{OWN_EPISODE}', false, call, call, at, true, '{LOST_CALL}'
+    FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::timestamptz[]) AS g (id, key, call, at)
+    ON CONFLICT (key) DO UPDATE SET doubtful = true,
+        quarantined_reason = LEAST(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING id, linked
+"""
+
+
+async def mark_gaps(driver: Any, gaps: Sequence[GapRecord]) -> list[UUID]:
+    """Exclude these episodes from training, in the driver's current transaction.
+
+    Return those that are linked to others, which are to be excluded with them.
+    """
+    keys = {key: gap for gap in gaps for key in gap.episodes}
+    rows = [(new_id(), key, gap.id, time_of(gap.id)) for key, gap in sorted(keys.items())]
+    if not rows:
+        return []
+    marked = await driver.fetch(_MARK, *map(list, zip(*rows, strict=True)))
+    await refresh_wholes(driver, [row[0] for row in marked])
+    return [row[0] for row in marked if row[1]]
