@@ -14,8 +14,8 @@ from pawl.steward import watching
 from pawl.steward.evidence import KNOWN, STORED, OnTrial, PromotedOn
 from pawl.steward.gate.trial import CELLS, Reference
 from pawl.steward.watching import OnSuccession, OnWatch
-from store import version_queries
 from store.ids import lowest_id_at
+from store.read import gates
 from store.read.gates import (
     ArmPart,
     Gated,
@@ -324,21 +324,21 @@ async def test_episodes_kept_back_by_a_long_reward_delay_do_not_count_as_known(
 async def test_terms_reach_back_as_far_as_the_newest_episodes_that_count(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_queries, "FAR", 2)
+    monkeypatch.setattr(gates, "FAR", 2)
     async with engine.begin() as connection:
         await trained(connection, *range(6))
     for number in range(1, 7):
         async with engine.begin() as connection:
             await promote(connection, "m", number, reason="as made", actor="trainer")
     async with engine.connect() as connection:
-        found = await version_queries.terms(connection, "m", 6, datetime.now(UTC))
+        found = await gates.terms(connection, "m", 6, datetime.now(UTC))
         assert [one.version for one in found] == [5, 6]
-        counted = (await version_queries.terms(connection, "m", 3, found[0].since))[-1].since
-        assert [one.version for one in await version_queries.terms(connection, "m", 6, counted)] == [
+        counted = (await gates.terms(connection, "m", 3, found[0].since))[-1].since
+        assert [one.version for one in await gates.terms(connection, "m", 6, counted)] == [
             *(2, 3, 4, 5, 6)
         ]
         long_ago = counted - timedelta(days=1)
-        assert [one.version for one in await version_queries.terms(connection, "m", 6, long_ago)] == [
+        assert [one.version for one in await gates.terms(connection, "m", 6, long_ago)] == [
             *range(7)
         ]
 
