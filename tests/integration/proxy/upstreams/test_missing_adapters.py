@@ -6,23 +6,20 @@ So it is after a model server was restarted, until its adapters are loaded again
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from aiohttp import web
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls import call as steps
 from proxy.policies.version_file import VersionFile
 from proxy.upstreams.server import Upstream
 from store.version_queries import mark_deleted
-from store.version_states import ensure_base
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.support.ledger.lineage import promote, set_state
-from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
+from tests.integration.conftest import Proxy, StartProxy
+from tests.support.ledger.lineage import promote, set_state, trained
+from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream, whole_reply
 from tests.support.waiting import PATIENCE_S, eventually, until
 
 VERSION = "m@1"
@@ -45,23 +42,12 @@ def like_vllm(server: FakeUpstream) -> FakeUpstream:
     return server
 
 
-WRITTEN = text(
-    """
-    WITH made AS (
-        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
-        VALUES (uuidv7(), 'm', 0, :version, 'done', '{}') RETURNING id)
-    INSERT INTO policies (name, version, state, served_name, update_id)
-    SELECT 'm', :version, 'written', 'm@' || CAST(:version AS integer), id FROM made
-    """
-)
-
-
 async def publish(engine: AsyncEngine, *states: str) -> None:
     """Versions 1, 2, … in these states; one that serves, if none is named."""
+    states = states or ("serving",)
     async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-        for version, state in enumerate(states or ["serving"], 1):
-            await connection.execute(WRITTEN, {"version": version})
+        await trained(connection, *[0] * len(states))
+        for version, state in enumerate(states, 1):
             if state == "serving":
                 await promote(connection, "m", version, reason="for the test", actor="operator")
             else:
@@ -72,20 +58,13 @@ async def publish(engine: AsyncEngine, *states: str) -> None:
                 assert await mark_deleted(connection, "m", [version]) == {version}
 
 
-@asynccontextmanager
-async def proxy_to(url: str, database_url: str, engine: AsyncEngine, folder: Path) -> Any:
-    settings = settings_for(database_url, url, folder)
-    async with proxy_with(settings, engine) as made:
-        yield made
-
-
 @pytest.fixture
 async def proxy(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy
 ) -> AsyncIterator[Proxy]:
     like_vllm(upstream)
     await publish(engine)
-    async with proxy_to(upstream.url, database_url, engine, tmp_path) as made:
+    async with start_proxy() as made:
         yield made
 
 
@@ -98,7 +77,7 @@ async def later(server: FakeUpstream, after_s: float = 0.5) -> None:
 
 @pytest.mark.parametrize("asked", ["m", VERSION])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_waits_until_its_version_is_loaded(
+async def test_call_waits_until_its_version_is_loaded(
     proxy: Proxy, upstream: FakeUpstream, asked: str, stream: bool
 ) -> None:
     loading = asyncio.create_task(later(upstream))
@@ -113,7 +92,7 @@ async def test_a_call_waits_until_its_version_is_loaded(
     assert call.trainable
 
 
-async def test_a_call_that_waited_too_long_may_be_repeated(
+async def test_call_that_waited_too_long_may_be_repeated(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.calls.call.WAIT_S", 0.3)
@@ -130,7 +109,7 @@ async def test_a_call_that_waited_too_long_may_be_repeated(
 @pytest.mark.parametrize(
     ("asked", "status", "said"), [(VERSION, 404, "is retired"), ("m", 503, "was retired meanwhile")]
 )
-async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
+async def test_version_that_is_retired_meanwhile_is_not_waited_for(
     proxy: Proxy,
     upstream: FakeUpstream,
     engine: AsyncEngine,
@@ -142,11 +121,7 @@ async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
     # Longer than the test waits, however slow the machine is.
     monkeypatch.setattr(steps, "WAIT_S", 10 * PATIENCE_S)
     waiting = asyncio.create_task(proxy.chat("/episode/e", model=asked))
-
-    async def is_asked() -> bool:
-        return bool(upstream.requests)
-
-    await eventually(is_asked)
+    await until(lambda: bool(upstream.requests))
     async with engine.begin() as connection:
         await promote(connection, "m", 0, reason="for the test", actor="operator")
         await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
@@ -167,7 +142,7 @@ async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: Fa
     assert upstream.looks - before < 50
 
 
-async def test_an_ordinary_call_and_a_base_models_404_cost_no_look(
+async def test_ordinary_call_and_a_base_models_404_cost_no_look(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.models.append(VERSION)
@@ -180,21 +155,16 @@ async def test_an_ordinary_call_and_a_base_models_404_cost_no_look(
     assert upstream.looks == before
 
 
-async def test_a_404_about_something_else_is_passed_on(
-    proxy: Proxy, upstream: FakeUpstream
-) -> None:
+async def test_404_about_something_else_is_passed_on(proxy: Proxy, upstream: FakeUpstream) -> None:
     upstream.models.append(VERSION)
 
-    async def no_such_thing(_: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "no such image"}}, status=404)
-
-    upstream.behave = no_such_thing
+    upstream.behave = answers({"error": {"message": "no such image"}}, 404)
     for asked in ("m", VERSION):
         reply = await proxy.chat(model=asked)
         assert (reply.status, reply.json["error"]["message"]) == (404, "no such image")
 
 
-async def test_a_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
+async def test_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     """The server that has the version refuses what the proxy adds."""
@@ -216,13 +186,9 @@ async def test_a_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
     assert ["return_token_ids" in body for body in asked] == [True, True, False]
 
 
-async def test_a_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: FakeUpstream) -> None:
     waiting = asyncio.create_task(proxy.chat())
-
-    async def asked() -> bool:
-        return bool(upstream.requests)
-
-    await eventually(asked)
+    await until(lambda: bool(upstream.requests))
     waiting.cancel()
     call = await proxy.only_call()
     assert call.status == "client_gone"
@@ -232,24 +198,24 @@ async def test_a_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: Fak
     assert len(upstream.requests) == 1
 
 
-async def test_a_retired_version_is_a_404_that_says_why(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+async def test_retired_version_is_a_404_that_says_why(
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy
 ) -> None:
     like_vllm(upstream)
     await publish(engine, "retired")
-    async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
+    async with start_proxy() as proxy:
         reply = await proxy.chat(model=VERSION)
         assert reply.status == 404
         assert "is retired" in reply.json["error"]["message"]
 
 
 async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+    engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy
 ) -> None:
     """However many there were: what proxies know is bounded by the versions that have files."""
     like_vllm(upstream)
     await publish(engine, *["deleted"] * 20, "retired", "serving")
-    async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
+    async with start_proxy() as proxy:
         listed = VersionFile(proxy.settings.spool_dir).read() or []
         assert [one.version for one in listed] == [0, 21, 22]
         reply = await proxy.chat(model="m@7")
@@ -258,7 +224,7 @@ async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
 
 
 async def test_another_replica_that_has_the_version_is_asked(
-    database_url: str, engine: AsyncEngine, tmp_path: Path
+    engine: AsyncEngine,
 ) -> None:
     await publish(engine)
     async with AsyncExitStack() as exits:

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import BadUpstreams
-from proxy.upstreams.upstreams import check_upstreams, open_upstreams
-from store.version_states import ensure_base
+from proxy.settings import ProxySettings
+from proxy.upstreams.upstreams import SamplingDefaults, check_upstreams, open_upstreams
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.support.ledger.lineage import promote
+from tests.integration.conftest import Proxy, StartProxy, settings_for
+from tests.support.ledger.lineage import promote, trained
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -40,14 +38,6 @@ api_key_env = "HOSTED_KEY"
 """
 
 
-PUBLISHED = (
-    "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-    " VALUES (uuidv7(), 'm', 0, 1, 'done', '{}')",
-    "INSERT INTO policies (name, version, state, served_name, update_id)"
-    " SELECT 'm', 1, 'published', 'm@1', id FROM updates",
-)
-
-
 @dataclass
 class Setup:
     """A proxy before two servers; only the first is vLLM."""
@@ -59,31 +49,25 @@ class Setup:
 
 @pytest.fixture(params=["default = true"])
 async def setup(
-    database_url: str,
-    engine: AsyncEngine,
+    upstream: FakeUpstream,
+    start_proxy: StartProxy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> AsyncIterator[Setup]:
     monkeypatch.setenv("HOSTED_KEY", "sk-ours")
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        local = await exits.enter_async_context(fake_upstream())
-        hosted = await exits.enter_async_context(fake_upstream())
+    path = tmp_path / "upstreams.toml"
+    async with fake_upstream() as hosted:
         hosted.owned_by, hosted.models = "somebody", ["gpt-4", "m", "other"]
-        path = tmp_path / "upstreams.toml"
-        path.write_text(FILE.format(local=local.url, hosted=hosted.url, default=request.param))
-        settings = settings_for(database_url, "http://127.0.0.1:9/v1", tmp_path)
-        settings = settings.model_copy(update={"upstreams": path})
-        proxy = await exits.enter_async_context(proxy_with(settings, engine))
-        yield Setup(proxy, local, hosted)
+        path.write_text(FILE.format(local=upstream.url, hosted=hosted.url, default=request.param))
+        async with start_proxy(upstreams=path) as proxy:
+            yield Setup(proxy, upstream, hosted)
 
 
 without_default = pytest.mark.parametrize("setup", [""], indirect=True)
 
 
-async def test_a_policy_is_served_and_captured_where_it_is(setup: Setup) -> None:
+async def test_policy_is_served_and_captured_where_it_is(setup: Setup) -> None:
     response = await setup.proxy.chat()
     assert response.headers["x-pawl-policy"] == "m@0"
     assert (await setup.proxy.only_call()).trainable
@@ -107,16 +91,15 @@ async def test_another_model_goes_elsewhere_with_our_key_recorded_and_not_traine
     assert (call.trainable, call.reason) == (False, "no_token_ids")
 
 
-async def test_the_clients_own_key_goes_where_none_of_ours_does(setup: Setup) -> None:
+async def test_clients_own_key_goes_where_none_of_ours_does(setup: Setup) -> None:
     await setup.proxy.chat(headers={"Authorization": "Bearer client"})
     assert setup.local.headers[0]["Authorization"] == "Bearer client"
 
 
 @without_default
-async def test_a_version_goes_where_its_policy_is(setup: Setup) -> None:
+async def test_version_goes_where_its_policy_is(setup: Setup) -> None:
     async with setup.proxy.engine.begin() as connection:
-        for statement in PUBLISHED:
-            await connection.execute(text(statement))
+        await trained(connection, 0)
         await promote(connection, "m", 1, reason="for the test", actor="operator")
 
     async def swapped() -> bool:
@@ -133,13 +116,13 @@ async def test_a_version_goes_where_its_policy_is(setup: Setup) -> None:
     assert [asked["model"] for asked in setup.hosted.requests] == ["gpt-x@3"]
 
 
-async def test_a_model_that_nobody_claims_goes_to_the_default(setup: Setup) -> None:
+async def test_model_that_nobody_claims_goes_to_the_default(setup: Setup) -> None:
     assert (await setup.proxy.chat(model="who")).status == 200
     assert setup.local.requests[0]["model"] == "who"
 
 
 @without_default
-async def test_a_model_that_nobody_answers_for_is_refused_and_recorded(setup: Setup) -> None:
+async def test_model_that_nobody_answers_for_is_refused_and_recorded(setup: Setup) -> None:
     response = await setup.proxy.chat(model="who")
     assert (response.status, response.headers["x-pawl-fault"]) == (404, "client")
     error = response.json["error"]
@@ -151,16 +134,13 @@ async def test_a_model_that_nobody_answers_for_is_refused_and_recorded(setup: Se
 
 
 @without_default
-async def test_it_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> None:
-    url = f"{setup.proxy.url}/v1/messages"
-    async with setup.proxy.session.post(url, json={"model": "who", "messages": []}) as reply:
-        assert reply.status == 404
-        body = await reply.json()
-    assert body["type"] == "error"
-    assert "There is no model 'who' here" in body["error"]["message"]
+async def test_unknown_model_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> None:
+    reply = await setup.proxy.ask("POST", "/v1/messages", model="who", messages=[])
+    assert (reply.status, reply.json["type"]) == (404, "error")
+    assert "There is no model 'who' here" in reply.json["error"]["message"]
 
 
-async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(
+async def test_server_that_refuses_its_list_is_not_asked_before_every_call(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.upstreams.server.LOOK_AGAIN_S", 600.0)
@@ -171,63 +151,75 @@ async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(
     assert "return_token_ids" not in setup.hosted.requests[-1]
 
 
-async def test_the_lists_of_models_are_one(setup: Setup) -> None:
-    async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
-        assert "x-pawl-warning" not in reply.headers
-        listed = (await reply.json())["data"]
+async def test_lists_of_models_are_one(setup: Setup) -> None:
+    reply = await setup.proxy.ask("GET", "/v1/models")
+    assert "x-pawl-warning" not in reply.headers
     # What a request for it would not reach is not listed as the server's.
-    assert [(model["id"], model["owned_by"]) for model in listed] == [
+    assert [(model["id"], model["owned_by"]) for model in reply.json["data"]] == [
         ("m", "vllm"),
         ("gpt-4", "somebody"),
     ]
 
 
-async def test_a_list_that_is_missing_is_warned_of(setup: Setup) -> None:
+async def test_list_that_is_missing_is_warned_of(setup: Setup) -> None:
     setup.hosted.list_status = 401
-    async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
-        assert reply.status == 200
-        assert reply.headers["x-pawl-warning"] == "no list of models from upstream hosted"
-        assert [model["id"] for model in (await reply.json())["data"]] == ["m"]
+    reply = await setup.proxy.ask("GET", "/v1/models")
+    assert reply.status == 200
+    assert reply.headers["x-pawl-warning"] == "no list of models from upstream hosted"
+    assert [model["id"] for model in reply.json["data"]] == ["m"]
     setup.local.list_status = 503
-    async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
-        assert reply.status == 502
-        assert "local, hosted" in (await reply.json())["error"]["message"]
+    reply = await setup.proxy.ask("GET", "/v1/models")
+    assert reply.status == 502
+    assert "local, hosted" in reply.json["error"]["message"]
 
 
 async def test_other_requests_go_by_the_model_in_their_body(setup: Setup) -> None:
-    async def post(path: str, data: bytes) -> bytes:
-        async with setup.proxy.session.post(setup.proxy.url + path, data=data) as reply:
-            assert reply.headers["x-upstream"] == "1"
-            return await reply.read()
-
-    asked = b'{ "model":"text-embedding", "input":"\xc3\xa9"}'
-    assert await post("/v1/embeddings?x=1", asked) == b"other:" + asked
-    assert await post("/tokenize", b'{"model":"m"}') == b'other:{"model":"m"}'
-    assert await post("/detokenize", b"\x00") == b"other:\x00"
-    assert setup.hosted.other == [("POST", "/v1/embeddings?x=1", asked)]
+    embed = b'{ "model":"text-embedding", "input":"\xc3\xa9"}'
+    for path, data in (
+        ("/v1/embeddings?x=1", embed),
+        ("/tokenize", b'{"model":"m"}'),
+        ("/detokenize", b"\x00"),
+    ):
+        reply = await setup.proxy.ask("POST", path, data=data)
+        assert (reply.headers["x-upstream"], reply.body) == ("1", b"other:" + data)
+    assert setup.hosted.other == [("POST", "/v1/embeddings?x=1", embed)]
     assert [path for _, path, _ in setup.local.other] == ["/tokenize", "/detokenize"]
     for model in ("gpt-4", "m@1"):
-        async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models/{model}") as reply:
-            assert await reply.read() == b"other:"
+        assert (await setup.proxy.ask("GET", f"/v1/models/{model}")).body == b"other:"
     assert setup.hosted.other[-1] == ("GET", "/v1/models/gpt-4", b"")
     assert setup.local.other[-1] == ("GET", "/v1/models/m@1", b"")
 
 
-async def test_a_body_too_large_to_be_read_is_refused(setup: Setup) -> None:
-    url = f"{setup.proxy.url}/v1/embeddings"
-    async with setup.proxy.session.post(url, data=io.BytesIO(b"x" * 2**21)) as reply:
-        assert reply.status == 413
-        assert "PAWL_MAX_BODY_MB" in (await reply.json())["error"]["message"]
+async def test_body_too_large_to_be_read_is_refused(setup: Setup) -> None:
+    reply = await setup.proxy.ask("POST", "/v1/embeddings", data=io.BytesIO(b"x" * 2**21))
+    assert reply.status == 413
+    assert "PAWL_MAX_BODY_MB" in reply.json["error"]["message"]
 
 
 @without_default
-async def test_a_request_without_a_model_needs_a_default(setup: Setup) -> None:
-    async with setup.proxy.session.post(f"{setup.proxy.url}/tokenize", data=b"{}") as reply:
-        assert reply.status == 404
-        assert "names no model" in (await reply.json())["error"]["message"]
+async def test_request_without_a_model_needs_a_default(setup: Setup) -> None:
+    reply = await setup.proxy.ask("POST", "/tokenize", data=b"{}")
+    assert reply.status == 404
+    assert "names no model" in reply.json["error"]["message"]
 
 
-async def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+async def test_each_upstream_samples_with_defaults_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "upstreams.toml"
+    file.write_text(
+        '[[upstream]]\nname = "a"\nurls = ["http://a/v1"]\nmodels = ["a"]\n'
+        "default_sampling = { temperature = 0.6, top_p = 0.9, top_k = 20 }\n"
+        '[[upstream]]\nname = "b"\nurls = ["http://b/v1"]\nmodels = ["b"]\n'
+    )
+    known = open_upstreams(
+        ProxySettings(upstreams=file, default_temperature=0.8, default_sampling={"top_p": 0.95})
+    )
+    assert known.sampling_defaults("a@3") == SamplingDefaults(0.6, {"top_p": 0.9, "top_k": 20})
+    assert known.sampling_defaults("b") == SamplingDefaults(0.8, {"top_p": 0.95})
+    assert known.sampling_defaults("neither") == SamplingDefaults(1.0, {})
+    await known.close()
+
+
+async def test_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text("[[upstream]]\nname = 'a'\nurl = 'x'")
     settings = settings_for(None, "http://a/v1", tmp_path).model_copy(update={"upstreams": path})
@@ -289,7 +281,7 @@ def test_litellm_that_is_not_there_is_asked_for(
         check_upstreams(settings)
 
 
-async def test_the_file_is_read_again_at_sighup_unless_it_cannot_be_used(
+async def test_file_is_read_again_at_sighup_unless_it_cannot_be_used(
     database_url: str, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as exits:
