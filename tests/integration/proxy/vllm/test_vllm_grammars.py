@@ -105,27 +105,6 @@ def test_these_are_replayed(vllm_grammar: Any, api: str, said: dict[str, Any]) -
     assert both.ours == both.theirs
 
 
-@pytest.mark.parametrize(
-    ("api", "said"),
-    [
-        ("chat", {"response_format": FORM, "tools": TOOLS}),
-        ("chat", {"response_format": FORM, "guided_regex": "a"}),
-        ("chat", {"response_format": FORM, "structured_outputs": {"json": {}}}),
-        ("chat", {"response_format": FORM, "tools": TOOLS, "tool_choice": "required"}),
-        ("chat", {"response_format": {"type": "structural_tag", "format": {}}}),
-        ("chat", {"structured_outputs": {"structural_tag": "{}"}}),
-        ("chat", {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}),
-        ("chat", {"tools": [*TOOLS, *TOOLS], "tool_choice": "required"}),
-        ("chat", {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": 0}),
-        ("chat", {"tools": [{"type": "custom", "custom": F}], "tool_choice": "required"}),
-        ("responses", {"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"}),
-    ],
-)
-def test_these_are_not(api: str, said: dict[str, Any]) -> None:
-    asked = {"chat": CHAT, "responses": RESPONSES}
-    assert recorded(api, json.dumps(asked[api] | said))[1] == "constrained_sampling"
-
-
 def test_a_message_has_the_grammar_of_the_chat_that_it_is_sent_as(vllm_grammar: Any) -> None:
     asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
     tools = [{"name": "f", "input_schema": SCHEMA}]

@@ -7,6 +7,7 @@ import pytest
 
 from proxy.formats.registry import FORMATS
 from proxy.trainable import sampling_settings
+from tests.support.proxy.grammars import recorded
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"$ref": "#/$defs/x"}}}
 DEFINED = SCHEMA | {"$defs": {"x": {"type": "integer"}}}
@@ -108,37 +109,64 @@ def test_vllms_own_field(api: str, kind: str, value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("api", "fields"),
     [
-        ("chat", {}),
-        ("chat", {"response_format": {"type": "text"}, "tools": CHAT_TOOLS}),
         ("chat", {"response_format": FORM, "tools": CHAT_TOOLS}),
         ("chat", {"response_format": FORM, "tools": CHAT_TOOLS, "tool_choice": "required"}),
-        ("chat", {"response_format": FORM, "guided_json": SCHEMA}),
-        ("chat", {"response_format": FORM, "structured_outputs": {"regex": "a"}}),
+        *(
+            ("chat", {"response_format": FORM, **more})
+            for more in (
+                {"guided_json": SCHEMA},
+                {"guided_regex": "a"},
+                {"structured_outputs": {"regex": "a"}},
+                {"structured_outputs": {"json": {}}},
+                {"function_call": {"name": "f"}},
+            )
+        ),
         ("chat", {"response_format": {"type": "structural_tag", "format": {}}}),
         ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}),
-        ("chat", {"structured_outputs": {"json": SCHEMA, "regex": "a"}}),
-        ("chat", {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}),
-        ("chat", {"structured_outputs": {"structural_tag": "{}"}}),
-        ("chat", {"structured_outputs": {"json_object": False}}),
-        ("chat", {"structured_outputs": {"choice": ["a", 7]}}),
-        ("chat", {"structured_outputs": "json"}),
-        ("chat", {"tool_choice": "required"}),
-        ("chat", {"tools": CHAT_TOOLS * 2, "tool_choice": "required"}),
-        ("chat", {"tools": CHAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": "no"}),
-        ("chat", {"tools": CHAT_TOOLS, "tool_choice": {"type": "allowed_tools"}}),
-        ("chat", {"tools": [{"type": "custom", "custom": F}], "tool_choice": "required"}),
-        (
-            "chat",
-            {"tools": CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
+        *(
+            ("chat", {"structured_outputs": own})
+            for own in (
+                {"json": SCHEMA, "regex": "a"},
+                {"json": SCHEMA, "whitespace_pattern": " "},
+                {"structural_tag": "{}"},
+                {"json_object": False},
+                {"choice": ["a", 7]},
+                "json",
+            )
         ),
-        ("chat", {"response_format": FORM, "function_call": {"name": "f"}}),
+        ("chat", {"tool_choice": "required"}),
+        *(
+            ("chat", {"tools": CHAT_TOOLS, **more})
+            for more in (
+                {"tools": CHAT_TOOLS * 2, "tool_choice": "required"},
+                {"tool_choice": "required", "parallel_tool_calls": "no"},
+                {"tool_choice": "required", "parallel_tool_calls": 0},
+                {"tool_choice": {"type": "allowed_tools"}},
+                {"tool_choice": {"type": "function", "function": {"name": "h"}}},
+                {"tools": [{"type": "custom", "custom": F}], "tool_choice": "required"},
+            )
+        ),
         ("responses", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
+        ("responses", {"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"}),
         ("responses", {"text": "odd"}),
-        ("messages", {"thinking": "odd", "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}),
+        (
+            "messages",
+            MESSAGE | {"thinking": "odd", "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}},
+        ),
     ],
 )
-def test_what_is_not_certain_is_not_recorded(api: str, fields: dict[str, Any]) -> None:
-    assert grammar(api, MESSAGE | fields if api == "messages" else fields) is None
+def test_uncertain_grammar_is_not_recorded_and_not_trained(
+    api: str, fields: dict[str, Any]
+) -> None:
+    found, reason = recorded(api, json.dumps({"model": "m", **fields}))
+    assert "grammar" not in found
+    odd = "odd" in fields.values()
+    assert reason == ("unreadable_sampling" if odd else "constrained_sampling")
+
+
+@pytest.mark.parametrize("more", [{}, {"response_format": {"type": "text"}, "tools": CHAT_TOOLS}])
+def test_plain_request_has_no_grammar(more: dict[str, Any]) -> None:
+    assert grammar("chat", more) is None
 
 
 def test_definitions_of_one_name_must_be_equal() -> None:
