@@ -2,12 +2,23 @@
 
 import math
 from array import array
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.sampling import LEAST_TEMPERATURE, number_of, used_temperature
+from store.values.sampling import (
+    LEAST_TEMPERATURE,
+    REPLAYED,
+    WITH_DEFAULTS,
+    Distribution,
+    distribution_of,
+    number_of,
+    parse_defaults,
+    used_temperature,
+)
 from store.values.tokens import are_logprobs, may_be_sampled, pack_logprobs
 from tests.support.stored import transition
 from trainer.batches import training_rows
@@ -73,3 +84,122 @@ def test_rows_are_scored_at_what_was_used(recorded: object, used: float) -> None
 def test_a_list_may_be_sampled_if_each_of_its_values_may(values: list[float]) -> None:
     each = all(-9999.0 < value <= 1e-3 for value in values)
     assert may_be_sampled(values) is each
+
+
+def read(**settings: Any) -> Distribution:
+    return distribution_of({"temperature": 1.0} | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"top_p": 1}, {"top_p": "1.0"}, {"top_p": True}, {"top_k": 0}, {"top_k": -1.0}),
+        *({"min_p": 0}, {"presence_penalty": False}, {"frequency_penalty": -0.0}),
+        *({"repetition_penalty": "1"}, {"logit_bias": {}}, {"logit_bias": {"5": 0}}),
+        *({"bad_words": []}, {"min_tokens": 0}, {"stop_token_ids": [7]}, {"top_p": None}),
+        *({"max_tokens": 5}, {"seed": 3}, {"stop_token_ids": "odd"}),
+    ],
+)
+def test_what_shapes_nothing_is_plain(settings: dict[str, Any]) -> None:
+    found = read(**settings)
+    assert found == Distribution(temperature=1.0)
+    assert found.is_plain
+    assert not found.needs_history
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"temperature": "1e-6"}, {"temperature": 0.01}),
+        ({"top_p": "0.5"}, {"top_p": 0.5}),
+        ({"top_k": 20.0}, {"top_k": 20}),
+        ({"min_p": 1}, {"min_p": 1.0}),
+        ({"logit_bias": {"7": 150, "3": "-2"}}, {"logit_bias": ((3, -2.0), (7, 100.0))}),
+        ({"allowed_token_ids": [4, 2, 4]}, {"allowed_token_ids": (2, 4)}),
+        ({"bad_words": ["b", "a", "b"]}, {"bad_words": ("a", "b")}),
+        (
+            {"min_tokens": "3", "stop_token_ids": [9, 1]},
+            {"min_tokens": 3, "stop_token_ids": (1, 9)},
+        ),
+    ],
+)
+def test_what_shapes_something(settings: dict[str, Any], found: dict[str, Any]) -> None:
+    wanted = msgspec.structs.replace(Distribution(temperature=1.0), **found)
+    assert read(**settings) == wanted
+    assert hash(read(**settings)) == hash(wanted)
+    assert wanted.is_plain == ("temperature" in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", 0), ("temperature", "hot"), ("temperature", None), ("temperature", -1)),
+        *(("top_p", 0), ("top_p", 1.1), ("top_p", []), ("top_k", -2), ("top_k", 1.5)),
+        ("top_k", 10**30),
+        *(("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", "x")),
+        *(("repetition_penalty", 0), ("repetition_penalty", -1), ("logit_bias", [])),
+        *(("logit_bias", {"a": 1}), ("logit_bias", {"05": 1}), ("logit_bias", {"5": "x"})),
+        *(("allowed_token_ids", []), ("allowed_token_ids", [True]), ("allowed_token_ids", ["5"])),
+        *(("bad_words", ["a", ""]), ("bad_words", "a"), ("min_tokens", -1), ("min_tokens", 1.5)),
+    ],
+)
+def test_what_nothing_is_sampled_with_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is "):
+        read(**{name: value})
+
+
+def test_stops_are_read_where_they_are_masked() -> None:
+    with pytest.raises(ValueError, match="stop_token_ids is"):
+        read(min_tokens=1, stop_token_ids=["x"])
+
+
+def test_which_settings_look_back() -> None:
+    back: list[dict[str, Any]] = [
+        *({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 1.1}),
+        *({"bad_words": ["a"]}, {"min_tokens": 1}),
+    ]
+    assert all(read(**one).needs_history for one in back)
+    assert not read(top_p=0.5, top_k=3, logit_bias={"1": 1}, allowed_token_ids=[1]).needs_history
+
+
+def test_the_ids_that_settings_name() -> None:
+    found = read(
+        logit_bias={"3": 1},
+        allowed_token_ids=[5],
+        bad_words=["a"],
+        min_tokens=1,
+        stop_token_ids=[8],
+    )
+    assert msgspec.structs.replace(found, banned_ids=((6, 7),)).token_ids == {3, 5, 6, 7, 8}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("0123456789a", max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(REPLAYED)), JSON))
+def test_any_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
+    try:
+        found = distribution_of(settings)
+    except ValueError:
+        return
+    assert found.temperature > 0
+    assert 0 < found.top_p <= 1
+    assert hash(found) == hash(distribution_of(settings))
+
+
+def test_a_servers_defaults() -> None:
+    card = {"temperature": 0.6, "top_p": "0.95", "top_k": 20}
+    assert parse_defaults(card) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert parse_defaults({"temperature": 0}) == {"temperature": 0.0}
+    with pytest.raises(ValueError, match="'bad_words' is none of temperature, top_p"):
+        parse_defaults({"bad_words": ["a"]})
+    for name in WITH_DEFAULTS:
+        with pytest.raises(ValueError, match=f"{name} is 'x'"):
+            parse_defaults({name: "x"})
