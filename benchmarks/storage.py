@@ -31,7 +31,7 @@ from store.ids import new_id
 from store.records import CallRecord, Tokens, ToolCall
 from store.schema.migrate import upgrade
 from store.values.digests import PREFIX
-from store.values.tokens import pack_ids, pack_logprobs
+from store.values.packing import pack_ids, pack_logprobs
 from store.write.ingest import Ingester
 from tests.support.records import call, captured
 

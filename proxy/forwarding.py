@@ -21,8 +21,7 @@ from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
-from proxy.upstreams.replies import Reply, check_redirect, comes_in_events
-from proxy.upstreams.server import Upstream
+from proxy.upstreams.server import Reply, Upstream, check_redirect, comes_in_events
 from proxy.upstreams.upstreams import Upstreams
 from store.tenants import DEFAULT
 

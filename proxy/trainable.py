@@ -23,8 +23,8 @@ from proxy.formats.sampling import SamplingRules
 from proxy.spool.segments import CapturedCall
 from store.records import CallStatus
 from store.values.grammars import GRAMMAR
+from store.values.packing import may_be_sampled
 from store.values.sampling import REPLAYED, distribution_of, number_of, used_temperature
-from store.values.tokens import may_be_sampled
 
 Reason = Literal[
     "incomplete",

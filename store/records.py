@@ -84,7 +84,7 @@ class Tokens(Record, frozen=True, kw_only=True):
     """Hold the token ids of a prompt and of its sampled reply, with log-probabilities.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
-    little-endian int32 and float32 arrays that the store keeps (`store.values.tokens`). A server
+    little-endian int32 and float32 arrays that the store keeps (`store.values.packing`). A server
     may give all ids and not all log-probabilities: then there are none, and the trainer computes
     them with the version that sampled the ids.
     """

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
-from store.link.scores import judged_by
+from store.link.claimable import judged_by
 from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE, policies, policy_events
 from store.tenants import DEFAULT
 from store.version_queries import (

@@ -10,8 +10,8 @@ from uuid import UUID
 import msgspec
 
 from store.records import Record
+from store.values.packing import unpack_ids, unpack_logprobs
 from store.values.sampling import Distribution, distribution_of
-from store.values.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.assign import TransitionCredit
 
 # The key of a transition within an update: its episode's id and its call's index there.

@@ -42,7 +42,7 @@ from benchmarks.air.task import (
 )
 from store.ids import new_id
 from store.records import Group, Tokens, ToolCall, ToolEvent, TransitionRow
-from store.values.tokens import pack_ids, pack_logprobs
+from store.values.packing import pack_ids, pack_logprobs
 from tests.support.stored import episode, transition
 from trainer.batches import Row, training_rows
 from trainer.credit.assign import assign_credit

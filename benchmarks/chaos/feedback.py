@@ -20,7 +20,7 @@ from sqlalchemy import text
 
 from benchmarks import wire
 from store.database import make_engine
-from store.link.scores import set_reward_rule
+from store.link.claimable import set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Feedback
 from store.values.rewards import RewardRule, RewardTerm, reward_of

@@ -17,7 +17,7 @@ from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
 from proxy.metrics import FIRST_CHUNK_SECONDS
-from proxy.upstreams.replies import Reply, as_came
+from proxy.upstreams.server import Reply, as_came
 from store.records import CallStatus
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from proxy.tenants import (
 )
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_events import ToolStatusError, parse_tool_status
-from proxy.upstreams.replies import Reply, check_redirect, comes_in_events, readable
+from proxy.upstreams.server import Reply, check_redirect, comes_in_events, readable
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
 from store.ids import new_name
 from store.records import EVAL, CallStatus, ToolEvent

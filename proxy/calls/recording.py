@@ -18,7 +18,7 @@ from proxy.identity.call_memory import provided_fingerprints
 from proxy.keys import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.segments import CapturedCall
-from proxy.upstreams.replies import comes_in_events
+from proxy.upstreams.server import comes_in_events
 from store.records import CallStatus
 from store.tenants import DEFAULT, own_digests
 

@@ -36,7 +36,7 @@ from proxy.tool_events import ResultReaders
 from store.database import answers, is_no_records_fault, is_read_only, is_refusal
 from store.errors import Refused
 from store.records import CallRecord, SpoolRecord
-from store.values.tokens import ITEM_BYTES
+from store.values.packing import ITEM_BYTES
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()

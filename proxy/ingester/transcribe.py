@@ -33,7 +33,7 @@ from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judge
 from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
 from store.values.documents import nests_too_deep
-from store.values.tokens import pack_ids, pack_logprobs
+from store.values.packing import pack_ids, pack_logprobs
 
 _RESULT: Final = "tool_result"
 

@@ -20,7 +20,7 @@ from proxy.formats.errors import OPENAI
 from proxy.http.client import Torn
 from proxy.http.wire import JSON, Headers
 from proxy.upstreams.file import UpstreamSpec
-from proxy.upstreams.replies import Reply
+from proxy.upstreams.server import Reply
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"

@@ -14,10 +14,9 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.link.claimable import refresh_wholes, share_policies
+from store.link.claimable import count_late, refresh_wholes, score_episodes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.link.outages import AMONG, Span, find_lapsed, find_under_way, set_aside
-from store.link.scores import count_late, score_episodes
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import bare, same_tenant
 from store.values.digests import MATCHES

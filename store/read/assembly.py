@@ -29,10 +29,9 @@ from store.records import (
     ToolEvent,
     TransitionRow,
 )
-from store.values.delta import rebuild
 from store.values.documents import parse
+from store.values.packing import ITEM_BYTES, are_logprobs, rebuild
 from store.values.sampling import distribution_of
-from store.values.tokens import ITEM_BYTES, are_logprobs
 
 
 class QuotedCall(Record, frozen=True, kw_only=True):

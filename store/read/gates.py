@@ -20,7 +20,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
-from store.link.scores import reward_rule
+from store.link.claimable import reward_rule
 from store.records import FAILED, Arm, Record
 from store.schema.tables import CLAIMABLE, LIVE, ONCE_SERVED
 from store.tenants import bare, task_family

@@ -19,8 +19,8 @@ from store.records import (
 )
 from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
+from store.values.packing import unpack_ids, unpack_logprobs
 from store.values.rewards import newest
-from store.values.tokens import unpack_ids, unpack_logprobs
 from store.versions import policy_name
 
 # An episode without a reward counts as finished this long after its last call.

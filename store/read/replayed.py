@@ -17,7 +17,7 @@ from store.ids import lowest_id_at
 from store.read.episodes import is_of, whole_calls
 from store.records import EVAL, TRAIN, Record, Split
 from store.schema.tables import consumptions, episode_policies, episodes, updates
-from store.values.tokens import unpack_ids
+from store.values.packing import unpack_ids
 from store.versions import PolicyVersion
 
 # The newest so many episodes of a split are drawn from: older ones say less about today's traffic,

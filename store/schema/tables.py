@@ -197,9 +197,8 @@ transitions = Table(
     metadata,
     *call_columns(CallRecord),
     Column("episode_id", Uuid, nullable=False),
-    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only the
-    # bytes that they add to that call's (`store.values.delta`), and these columns count the shared
-    # bytes.
+    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only what
+    # they add to that call's (`store.values.packing`), and these columns count the shared bytes.
     Column("parent_id", Uuid),
     Column("request_prefix", Integer),
     Column("request_suffix", Integer),

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from store.ids import day_of
 from store.records import CallRecord, Record
-from store.values.delta import LEAST_SHARED, delta, shared_prefix
+from store.values.packing import LEAST_SHARED, delta, shared_prefix
 
 CAPACITY_BYTES: Final = 64 * 2**20
 # Approximate memory that Python uses for a tip in addition to its bytes.

@@ -9,7 +9,7 @@ import pytest
 from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.records import TransitionRow
-from store.values.tokens import unpack_ids, unpack_logprobs
+from store.values.packing import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import awaited
 

@@ -11,8 +11,8 @@ import torch
 from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.records import TransitionRow
+from store.values.packing import unpack_ids, unpack_logprobs
 from store.values.sampling import distribution_of
-from store.values.tokens import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually

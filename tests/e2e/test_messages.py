@@ -8,7 +8,7 @@ import pytest
 
 from pawl.stack.stack import Stack
 from store.ids import new_id
-from store.values.tokens import unpack_ids
+from store.values.packing import unpack_ids
 from tests.e2e.asking import (
     CHAT_QUESTION,
     CHAT_TOOL,

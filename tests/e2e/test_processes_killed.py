@@ -22,7 +22,7 @@ from store.database import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.read.stats import totals
 from store.records import Episode
-from store.values.tokens import unpack_ids, unpack_logprobs
+from store.values.packing import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import awaited

@@ -10,7 +10,7 @@ import pytest
 from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.ids import new_id
-from store.values.tokens import unpack_ids, unpack_logprobs
+from store.values.packing import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.asking import (
     CHAT_QUESTION,

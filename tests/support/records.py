@@ -9,7 +9,7 @@ import msgspec
 from proxy.spool.segments import CapturedCall
 from store.ids import lowest_id_at, new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
-from store.values.tokens import pack_ids, pack_logprobs
+from store.values.packing import pack_ids, pack_logprobs
 
 REPLY = (
     b'{"id":"r","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},'

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from store.read.facts import MatchedEvent, has_failed, matched_events
 from store.records import Episode, Record, TransitionRow
+from store.values.packing import unpack_ids
 from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward, RewardRule, reward_of
-from store.values.tokens import unpack_ids
 from trainer.credit.air import air_reward
 from trainer.credit.means import mean_of
 from trainer.recipes.recipe import CreditOptions

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 
 from store.claims import Claim
+from store.values.packing import unpack_ids
 from store.values.sampling import distribution_of
-from store.values.tokens import unpack_ids
 from trainer.batches import Row, RowKey
 from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol

@@ -7,7 +7,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, version_queries, version_states
-from store.link.scores import reward_rule, set_reward_rule
+from store.link.claimable import reward_rule, set_reward_rule
 from store.records import REWARD
 from store.tenants import DEFAULT
 from store.version_queries import deleted_versions

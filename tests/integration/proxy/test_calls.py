@@ -13,7 +13,7 @@ from proxy.calls import recording
 from proxy.errors import SpoolInUse
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Arms
-from store.values.tokens import unpack_ids, unpack_logprobs
+from store.values.packing import unpack_ids, unpack_logprobs
 from tests.integration.conftest import Proxy, StartProxy, proxy_with, running, settings_for
 from tests.support.ledger.lineage import promote, trained
 from tests.support.servers.fake_upstream import (

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.values.tokens import unpack_ids
+from store.values.packing import unpack_ids
 from tests.integration.conftest import Proxy, StartProxy, running, settings_for
 from tests.support.servers.listening import listening
 from tests.support.servers.raw_upstream import (

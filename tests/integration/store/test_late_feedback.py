@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.link.scores import set_reward_rule
+from store.link.claimable import set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import rewards_of_work
 from store.read.lines import encoded_line

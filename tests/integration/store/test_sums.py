@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.link.scores import lacking, reward_rule, set_reward_rule
+from store.link.claimable import lacking, reward_rule, set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import rewards_of_work
 from store.records import Episode, SpoolRecord

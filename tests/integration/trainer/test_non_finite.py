@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from store import claims
 from store.records import Tokens
-from store.values.tokens import pack_logprobs
+from store.values.packing import pack_logprobs
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from store.database import make_engine
 from store.records import CallRecord, SpoolRecord, Tokens
 from store.schema.migrate import upgrade
-from store.values.tokens import pack_ids, pack_logprobs
+from store.values.packing import pack_ids, pack_logprobs
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import START, call, reward

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.export import Selection, export
 from store.errors import Damaged
 from store.records import ToolCall
-from store.values.tokens import pack_logprobs
+from store.values.packing import pack_logprobs
 from tests.integration.store.test_damage import Threads, damage
 from tests.integration.store.test_groups import store
 from tests.integration.store.test_unreadable import DEEP, NAN, bench, fill, read_all

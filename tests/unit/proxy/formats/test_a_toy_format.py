@@ -19,7 +19,7 @@ from proxy.intake import Intake
 from proxy.routing import Kind, find_route
 from proxy.spool.segments import CapturedCall
 from store.records import CallRecord
-from store.values.tokens import unpack_ids
+from store.values.packing import unpack_ids
 from store.write.rows import derived_task
 from tests.support.doubles import MOST, Remembered, SaidReply, SaidServer, data_port
 from tests.support.http_wires import settle

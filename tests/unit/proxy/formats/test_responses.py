@@ -8,7 +8,7 @@ import pytest
 from proxy.formats.base import ModelRequest, ReplyFacts, read_request
 from proxy.formats.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
 from proxy.ingester.transcribe import transcribe
-from store.values.tokens import unpack_ids
+from store.values.packing import unpack_ids
 from tests.support.recordings import follow
 from tests.support.records import captured
 

@@ -20,7 +20,7 @@ from proxy.spool.segments import (
     read_frames,
     read_pieces,
 )
-from store.values.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from store.values.packing import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.support.records import captured, reward
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from proxy.errors import Redirected
 from proxy.upstreams.litellm import LitellmReply
-from proxy.upstreams.replies import check_redirect
-from proxy.upstreams.server import VERSION, Key, Style
+from proxy.upstreams.server import VERSION, Key, Style, check_redirect
 
 CLIENT = [
     (b"authorization", b"Bearer client"),

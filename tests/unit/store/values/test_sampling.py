@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.values.packing import are_logprobs, may_be_sampled, pack_logprobs
 from store.values.sampling import (
     LEAST_TEMPERATURE,
     REPLAYED,
@@ -19,7 +20,6 @@ from store.values.sampling import (
     parse_defaults,
     used_temperature,
 )
-from store.values.tokens import are_logprobs, may_be_sampled, pack_logprobs
 from tests.support.stored import transition
 from trainer.batches import training_rows
 from trainer.credit.assign import TransitionCredit

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store.ids import lowest_id_at
 from store.read.assembly import whole_texts
 from store.records import CallRecord
-from store.values.delta import delta, rebuild, shared_prefix
+from store.values.packing import delta, rebuild, shared_prefix
 from store.write.bases import TIPS, Bases
 from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.support.records import call, tokens
