@@ -30,7 +30,7 @@ from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON
 from proxy.intake import Claim, Intake
 from proxy.lookup import Lookup
-from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
+from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.spool.recorder import Recorder
 from proxy.spool.segments import CapturedCall
 from proxy.statements import parse_feedback
@@ -239,6 +239,15 @@ class RecentTargets:
             # An episode that consists of one call only has that call's id.
             return self._earners.get(("call", target))
         return earner
+
+
+# A client may state metrics of any name, so only the names that Pawl defines become labels.
+NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
+
+
+def metric_label(metric: str) -> str:
+    """Return the label of a statement's metric: its name if Pawl defines it, else `other`."""
+    return metric if metric in NAMED_METRICS else "other"
 
 
 class FeedbackEndpoint:

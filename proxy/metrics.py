@@ -28,14 +28,7 @@ def labelled(metric: Metric, *values: str) -> Metric:
     return metric.labels(*values)
 
 
-# A client may state metrics of any name, so only the names that Pawl defines become labels.
-NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
 STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
-
-
-def metric_label(metric: str) -> str:
-    """Return the label of a statement's metric: its name if Pawl defines it, else `other`."""
-    return metric if metric in NAMED_METRICS else "other"
 
 
 def status_label(status: int) -> str:

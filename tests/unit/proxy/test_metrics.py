@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from proxy import metrics, shared_memory
-from proxy.metrics import metric_label, status_label
+from proxy.feedback import metric_label
+from proxy.metrics import status_label
 from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, count_in, registry
 
 # Counts in the folder, does what each line says, and is killed.
