@@ -25,7 +25,7 @@ from tests.integration.store.test_groups import SHORT, keys, reasons, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
-from tests.support.trainer.recovery import Bench, run_once
+from tests.support.trainer.bench import Bench
 from trainer.metrics import EPISODES
 from trainer.updates.claiming import Claiming
 
@@ -60,7 +60,9 @@ def thread(episode: str, task: str, member: int) -> list[CallRecord]:
 class Threads(Bench):
     """Groups whose calls add to each other."""
 
-    async def fill(self, name: str = "t", groups: int = 2, members: int = 2) -> None:
+    async def fill(  # type: ignore[override]
+        self, name: str = "t", groups: int = 2, members: int = 2
+    ) -> None:
         async with self.engine.begin() as connection:
             await ensure_base(connection, "m")
         for task in range(groups):
@@ -102,7 +104,7 @@ async def test_an_update_goes_on_without_it(bench: Threads, kind: str) -> None:
     what, told = DAMAGES[kind]
     await bench.damage("t0-1", what)
     counted = EPISODES.labels("m", "damaged")._value.get()
-    assert await run_once(bench)
+    assert await bench.run_once()
     # The damaged one is spent; the member of its group that is left waits for others.
     trained = {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
     assert await reasons(bench.engine) == trained | {"t0-1": "damaged"}
@@ -125,10 +127,10 @@ async def test_an_update_goes_on_without_it(bench: Threads, kind: str) -> None:
     )
 
     # Nothing of it comes back, and the one that waited is trained with the next of its task.
-    assert not await run_once(bench)
+    assert not await bench.run_once()
     await Ingester().store(bench.engine, [*thread("t0-2", "t0", 2), reward(5.0, episode="t0-2")])
     await bench.fill("u", groups=1)
-    assert await run_once(bench)
+    assert await bench.run_once()
     spent = await reasons(bench.engine)
     assert len(spent) == 9
     assert {key for key, reason in spent.items() if reason} == {"t0-1"}
@@ -138,7 +140,7 @@ async def test_several_are_set_aside_at_once(bench: Threads) -> None:
     await bench.fill(groups=4)
     for episode in ("t0-0", "t1-0", "t1-1"):
         await bench.damage(episode)
-    assert await run_once(bench)
+    assert await bench.run_once()
     spent = await reasons(bench.engine)
     assert [key for key in sorted(spent) if spent[key] == "damaged"] == ["t0-0", "t1-0", "t1-1"]
     assert [key for key in sorted(spent) if spent[key] is None] == ["t2-0", "t2-1", "t3-0", "t3-1"]
@@ -150,9 +152,9 @@ async def test_several_are_set_aside_at_once(bench: Threads) -> None:
 async def test_where_nothing_else_waits_there_is_no_update(bench: Threads) -> None:
     await bench.fill()
     await bench.damage("t0-0")
-    assert not await run_once(bench)
+    assert not await bench.run_once()
     assert await reasons(bench.engine) == {"t0-0": "damaged"}
-    assert not await run_once(bench)
+    assert not await bench.run_once()
 
 
 async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
@@ -170,10 +172,10 @@ async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
 
     monkeypatch.setattr("trainer.updates.claiming.set_aside", killed)
     with pytest.raises(Killed):
-        await run_once(bench)
+        await bench.run_once()
     monkeypatch.undo()
     assert await reasons(bench.engine) == {}
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert (await reasons(bench.engine)).pop("t0-0") == "damaged"
     await bench.assert_spent_once(5)
 

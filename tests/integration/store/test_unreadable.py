@@ -27,7 +27,6 @@ from tests.integration.store.test_damage import Threads
 from tests.integration.store.test_groups import reasons, store
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
-from tests.support.trainer.recovery import run_once
 from trainer.credit.lines import read_lines
 
 PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)
@@ -80,7 +79,7 @@ async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Threads]:
 @pytest.mark.parametrize("kind", UNREADABLE)
 async def test_the_trainer_spends_it_and_goes_on(bench: Threads, kind: str) -> None:
     await fill(bench.engine, kind)
-    assert await run_once(bench)
+    assert await bench.run_once()
     trained = {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
     assert await reasons(bench.engine) == trained | {"t0-1": "damaged"}
 
@@ -117,7 +116,7 @@ async def test_texts_that_are_no_document_are_exported_by_nobody(
         await export(bench.engine, Selection(), out)
     assert len(out.getvalue().splitlines()) == 5
     # The trainer reads no text.
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert (await reasons(bench.engine)).get("odd", "not yet") in (None, "not yet")
 
 

@@ -1,37 +1,36 @@
-"""What the tests of grammars share: a tokenizer, our masks, and the parts of vLLM's own."""
+"""Trainers in this process, on real tables and scripted model servers."""
 
-import warnings
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from trainer.learners.replay.grammars import Grammars
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: str) -> Any:
-    return AutoTokenizer.from_pretrained(model_dir)
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.trainer.bench import Bench
+from tests.support.trainer.policies import Policies
 
 
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Grammars:
-    return Grammars(tokenizer, 49152)
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as found:
+        yield found
 
 
-@pytest.fixture(scope="module")
-def vllm_own() -> Any:
-    pytest.importorskip("vllm")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-        from vllm.v1.structured_output import backend_xgrammar, utils
-        from vllm.v1.structured_output.request import get_structured_output_key
-    return SimpleNamespace(
-        backend=backend_xgrammar,
-        utils=utils,
-        SamplingParams=SamplingParams,
-        Params=StructuredOutputsParams,
-        key=get_structured_output_key,
-    )
+@pytest.fixture
+def bare(engine: AsyncEngine, server: FakeModelServer, tmp_path: Path) -> Bench:
+    """A trainer of the policy `m` without an episode."""
+    return Bench(engine, server, tmp_path)
+
+
+@pytest.fixture
+async def bench(bare: Bench) -> Bench:
+    """A trainer of the policy `m` with two claimable groups of two."""
+    await bare.fill()
+    return bare
+
+
+@pytest.fixture
+def policies(engine: AsyncEngine, server: FakeModelServer, tmp_path: Path) -> Policies:
+    """A trainer of two policies without an episode."""
+    return Policies(engine, server, tmp_path)

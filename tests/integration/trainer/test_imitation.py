@@ -1,6 +1,5 @@
 """A trainer that imitates, on real tables: the best are trained, and everything is spent once."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +7,19 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.credit import explain_update
-from store import claims
 from store.records import Tokens
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
 from tests.integration.trainer.test_non_finite import RealBench
 from tests.support.records import call, reward, tokens
-from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.trainer.recovery import run_once
+from tests.support.servers.fake_server import FakeModelServer
 from tests.support.training import sft_recipe
 from trainer.recipes.recipe import SftOptions
 
 pytestmark = pytest.mark.timeout(240)
 BEST = SftOptions(min_reward=1.0, most_per_task=1)
 GREEDY = b'{"temperature": 0.0}'
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeModelServer]:
-    async with fake_model_server() as found:
-        yield found
 
 
 @pytest.fixture
@@ -61,37 +52,31 @@ async def two_groups(engine: AsyncEngine, *values: float) -> None:
             await episode(engine, f"t{task}-{member}", f"t{task}", value, made)
 
 
-async def last_metrics(engine: AsyncEngine) -> Any:
-    async with engine.connect() as connection:
-        *_, last = await claims.list_updates(connection, "m")
-    return last.metrics
-
-
 async def test_the_best_are_trained_and_the_others_spent(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 1.0, 0.5)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert await reasons(engine) == {
         "t0-0": None,
         "t0-1": "low_reward",
         "t1-0": None,
         "t1-1": "low_reward",
     }
-    metrics = await last_metrics(engine)
+    metrics = await bench.last_metrics()
     assert (metrics["trained_episodes"], metrics["dropped"]) == (2, {"low_reward": 2})
     assert metrics["rows"] == 2
     assert metrics["loss"] > 0
-    assert await bench.updates() == [("done", 1)]
+    assert await bench.outcomes() == [("done", 1)]
     await bench.assert_spent_once(4)
-    assert not await run_once(bench)
+    assert not await bench.run_once()
 
 
 async def test_groups_without_spread_are_not_held_back(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 1.0, 1.0)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert sorted((await reasons(engine)).items()) == [
         ("t0-0", "not_best"),
         ("t0-1", None),
@@ -104,9 +89,9 @@ async def test_where_nothing_succeeds_no_version_is_made(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 0.0, 0.5)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert set((await reasons(engine)).values()) == {"low_reward"}
-    assert await bench.updates() == [("done", None)]
+    assert await bench.outcomes() == [("done", None)]
     await bench.assert_spent_once(4)
 
 
@@ -119,9 +104,9 @@ async def test_greedy_calls_are_imitated_and_explained_afterwards(
         for member in range(2):
             made = tokens([5, 6, 7], [20 + member, 30], -0.1)
             await episode(engine, f"{task}{member}", task, float(member), made, **greedy)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert (await reasons(engine))["a1"] is None
-    assert (await last_metrics(engine))["sampled_tokens"] == 4
+    assert (await bench.last_metrics())["sampled_tokens"] == 4
     explained = await explain_update(engine, 1, "m")
     assert [line.reason for line in explained.lines] == ["low_reward", None] * 2
     assert explained.notes == []
@@ -135,8 +120,8 @@ async def test_ids_of_another_vocabulary_spend_their_episode_alone(
     # Of equal groups the first by name is claimed first.
     await episode(engine, "odd-0", "odd", 1.0, tokens([5, 6, 7], [20, 97]))
     await episode(engine, "odd-1", "odd", 0.0, tokens([5, 6, 7], [21]))
-    assert await run_once(bench)
+    assert await bench.run_once()
     spent = await reasons(engine)
     assert spent["odd-0"] == "damaged"
     assert (spent["t0-0"], spent["t1-0"]) == (None, None)
-    assert await bench.updates() == [("expired", None), ("done", 1)]
+    assert await bench.outcomes() == [("expired", None), ("done", 1)]

@@ -1,7 +1,6 @@
 """A loss or gradient that is not finite spends the episode that is to blame, and no other."""
 
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,17 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from transformers import AutoModelForCausalLM
 
-from store import claims
 from store.records import Tokens
 from store.values.packing import pack_logprobs
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.store.test_groups import reasons
 from tests.support.records import call, reward, tokens
-from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.trainer.recovery import Bench, run_once
+from tests.support.servers.fake_server import FakeModelServer
+from tests.support.trainer.bench import Bench
 from tests.support.training import ppo_recipe, recipe, sft_recipe
 from trainer.learners.learner import Learner
-from trainer.loop import Loop
-from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
-from trainer.recipes.recipe import ClaimOptions, CreditOptions, PublishOptions, Recipe
-from trainer.settings import TrainerSettings
+from trainer.recipes.recipe import CreditOptions, Recipe
 
 GROUPS = 3
 
@@ -38,18 +32,9 @@ class RealBench(Bench):
         self, engine: AsyncEngine, server: FakeModelServer, folder: Path, model: str, rule: Recipe
     ) -> None:
         super().__init__(engine, server, folder)
-        self.rule = rule.model_copy(
-            update={
-                "claim": ClaimOptions(group_size=2, groups=GROUPS - 1, max_age_s=1e9),
-                "publish": PublishOptions(retire_after_s=1e9),
-            }
-        )
-        self.real = Learner(model, self.rule, 0, folder / ".scratch")
-
-    def loop(self, server: Replicas) -> Loop:
-        publisher = Publisher(self.engine, server, "m", self.rule.publish)
-        settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
-        return Loop(settings, self.rule, self.engine, publisher, self.real, "m")
+        common = {"claim": self.recipe.claim, "publish": self.recipe.publish}
+        self.recipe = rule.model_copy(update=common)
+        self.learner = Learner(model, self.recipe, 0, folder / ".scratch")
 
     async def fill_with(self, odd: Tokens | None = None, value: float = 1.0) -> None:
         """Groups of two; the second member of the first has what is `odd`."""
@@ -63,15 +48,8 @@ class RealBench(Bench):
                     paid = value if is_odd else float(member)
                     await ingest(connection, [record, reward(paid, episode=key)])
 
-    async def updates(self) -> list[tuple[str, int | None]]:
-        async with self.engine.connect() as connection:
-            return [(one.state, one.version) for one in await claims.list_updates(connection, "m")]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeModelServer]:
-    async with fake_model_server() as found:
-        yield found
+    async def outcomes(self) -> list[tuple[str, int | None]]:
+        return [(one.state, one.version) for one in await self.updates()]
 
 
 def far_off() -> Tokens:
@@ -119,15 +97,15 @@ async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
     bench = RealBench(engine, server, tmp_path, tiny_model, rule_of(learner, steps))
     odd, reason = CASES[case]
     await bench.fill_with(**odd)
-    before = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
-    assert await run_once(bench)
+    before = {n: p.detach().clone() for n, p in bench.learner._model.named_parameters()}
+    assert await bench.run_once()
     spent = await reasons(engine)
     assert spent.pop("t0-1") == reason
     assert spent == {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
-    assert await bench.updates() == [("expired", None), ("done", 1)]
+    assert await bench.outcomes() == [("expired", None), ("done", 1)]
 
     # What was undone left nothing: the version is that of an update without the episode.
-    trained = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
+    trained = {n: p.detach().clone() for n, p in bench.learner._model.named_parameters()}
     assert any(not torch.equal(before[n], trained[n]) for n in before)
     assert all(bool(torch.isfinite(p).all()) for p in trained.values())
     # What gives one policy no finite gradient may give another one.
@@ -157,19 +135,17 @@ async def test_where_nobody_is_to_blame_nothing_is_spent(
 ) -> None:
     bench = RealBench(engine, server, tmp_path, broken_model, rule_of(learner, 1))
     await bench.fill_with()
-    async with Replicas([server.url]) as replicas:
-        loop = bench.loop(replicas)
-        await loop.recover()
+    async with bench.working() as loop:
         assert not await loop.update_once()
         assert await reasons(engine) == {}
-        assert await bench.updates() == [("abandoned", None)] * 2
+        assert await bench.outcomes() == [("abandoned", None)] * 2
         # Not at once again, and not before a step on other rows is a finite one.
         for _ in range(2):
             assert not await loop.update_once()
             loop._breaker._test_at = 0.0
             await loop.try_again()
         assert not await loop.update_once()
-        assert len(await bench.updates()) == 2
+        assert len(await bench.outcomes()) == 2
         assert re.search("nan|not finite|too far", loop._breaker.why or "")
     query = text("SELECT count(*) FROM episode_policies WHERE claimed_by IS NOT NULL")
     async with engine.connect() as connection:

@@ -9,18 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from store.claims import list_updates
 from store.read.past import past_update
 from store.read.stats import totals
-from store.records import SpoolRecord, Tokens
 from store.version_queries import mark_deleted
-from store.write.ingest import ingest
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.lineage import set_state
-from tests.support.records import call, reward
-from tests.support.trainer.recovery import Bench, bench, run_once
+from tests.support.records import tokens
+from tests.support.trainer.bench import Bench
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
 from trainer.batches import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
@@ -29,8 +26,6 @@ from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import LeftOut, plan_update
-
-__all__ = ["bench"]
 
 RECIPES = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}
 
@@ -181,38 +176,28 @@ def test_a_version_of_another_base_does_not_fit(tiny_model: str, tmp_path: Path)
 # The loop
 
 
-async def fill(bench: Bench, name: str, version: int, *, told: bool = False) -> None:
-    """Two groups, of which one call each came without log-probabilities."""
-    records: list[SpoolRecord] = []
-    for task in range(2):
-        for member in range(2):
-            made = call(f"{name}{task}-{member}", task=f"{name}{task}", policy_version=version)
-            if not member and not told:
-                whole = made.tokens
-                ids = Tokens(prompt_ids=whole.prompt_ids, sampled_ids=whole.sampled_ids)
-                made = msgspec.structs.replace(made, tokens=ids)
-            records += [made, reward(float(member), episode=made.episode)]
-    async with bench.engine.begin() as connection:
-        await ingest(connection, records)
+async def fill(bench: Bench, name: str, version: int, *, has_logprobs: bool = False) -> None:
+    """Store two groups, of which one call each came without log-probabilities."""
+    silent = msgspec.structs.replace(tokens([1, 2, 3], [4, 5]), sampled_logprobs=b"")
 
+    def each(_: int, member: int) -> dict[str, Any]:
+        return {} if member or has_logprobs else {"tokens": silent}
 
-async def last_metrics(bench: Bench) -> dict[str, Any]:
-    async with bench.engine.connect() as connection:
-        return dict((await list_updates(connection, "m"))[-1].metrics)
+    await bench.fill(name, each, policy_version=version)
 
 
 async def test_the_loop_asks_the_versions_that_sampled(bench: Bench) -> None:
-    await run_once(bench)
+    await bench.run_once()
     await fill(bench, "u", 1)
-    assert await run_once(bench)
+    assert await bench.run_once()
     one = adapters.version_folder(bench.folder, "m", 1)
     assert bench.learner.asked == [(one, 2)]
     assert bench.learner.restored == one
     await fill(bench, "v", 1)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert bench.learner.asked[1:] == [(one, 2)]
     await fill(bench, "w", 0)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert bench.learner.asked[2:] == [(None, 2)]
     assert bench.learner.updates == 4
 
@@ -226,13 +211,13 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, loss: str) -> None:
-    await run_once(bench)
-    await fill(bench, "u", 1, told=True)
-    await run_once(bench)
+    await bench.run_once()
+    await fill(bench, "u", 1, has_logprobs=True)
+    await bench.run_once()
     LOSSES[loss](adapters.version_folder(bench.folder, "m", 1))
     await fill(bench, "v", 1)
-    assert await run_once(bench)
-    metrics = await last_metrics(bench)
+    assert await bench.run_once()
+    metrics = await bench.last_metrics()
     assert (metrics["rows"], metrics["lost_versions"]) == (2, {"1": "version_gone"})
     assert metrics["dropped"] == {"no_trainable_call": 2}
     assert bench.learner.asked == []
@@ -241,51 +226,51 @@ async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, l
 
 @pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
 async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, name: str) -> None:
-    await run_once(bench)
-    await fill(bench, "u", 1, told=True)
-    await run_once(bench)
+    await bench.run_once()
+    await fill(bench, "u", 1, has_logprobs=True)
+    await bench.run_once()
     await fill(bench, "v", 1)
     one = adapters.version_folder(bench.folder, "m", 1)
     with unreadable(one / name), pytest.raises(FilesUnread, match=f"{name} cannot be read"):
-        await run_once(bench)
+        await bench.run_once()
     # None of its episodes was spent: the next trainer frees them, and trains on all.
     await bench.assert_spent_once(8)
-    assert await run_once(bench)
-    metrics = await last_metrics(bench)
+    assert await bench.run_once()
+    metrics = await bench.last_metrics()
     assert "lost_versions" not in metrics
     assert bench.learner.asked == [(one, 2)]
     await bench.assert_spent_once(12)
 
 
 async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
-    await run_once(bench)
-    await fill(bench, "u", 1, told=True)
-    await run_once(bench)
+    await bench.run_once()
+    await fill(bench, "u", 1, has_logprobs=True)
+    await bench.run_once()
     async with bench.engine.begin() as connection:
         await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
         assert await mark_deleted(connection, "m", [1]) == {1}
     # A folder that is still there is not looked at: it may be on its way out.
     await fill(bench, "v", 1)
-    assert await run_once(bench)
-    assert (await last_metrics(bench))["lost_versions"] == {"1": "version_gone"}
+    assert await bench.run_once()
+    assert (await bench.last_metrics())["lost_versions"] == {"1": "version_gone"}
     assert bench.learner.asked == []
 
 
 async def test_a_version_of_another_base_is_lost_too_and_credit_knows_it_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run_once(bench)
-    await fill(bench, "u", 1, told=True)
-    await run_once(bench)
+    await bench.run_once()
+    await fill(bench, "u", 1, has_logprobs=True)
+    await bench.run_once()
     monkeypatch.setattr(bench.learner, "misfit", lambda folder: "it is of another base")
     await fill(bench, "v", 1)
     # Version 2 is the parent, which is not asked; what it sampled is computed all the same.
     await fill(bench, "w", 2)
-    assert await run_once(bench)
-    metrics = await last_metrics(bench)
+    assert await bench.run_once()
+    metrics = await bench.last_metrics()
     while "lost_versions" not in metrics:
-        assert await run_once(bench)
-        metrics = await last_metrics(bench)
+        assert await bench.run_once()
+        metrics = await bench.last_metrics()
     assert metrics["lost_versions"] == {"1": "other_base"}
     async with bench.engine.connect() as connection:
         past = await past_update(connection, 4, "m")

@@ -14,7 +14,7 @@ from store.version_queries import list_versions
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call
-from tests.support.trainer.turns import Bench, bench
+from tests.support.trainer.policies import Policies
 from trainer.errors import TrainerError
 from trainer.metrics import LEFT
 from trainer.publishing.adapters import (
@@ -25,8 +25,6 @@ from trainer.publishing.adapters import (
     write_version,
 )
 from trainer.updates.versions import begin_policy
-
-__all__ = ["bench"]
 
 FILE = Path("policies.toml")
 
@@ -93,27 +91,29 @@ async def test_a_policy_with_calls_of_two_tenants_begins_for_neither(engine: Asy
             await begin_policy(engine, "p", "m", FILE, tenant)
 
 
-async def test_nothing_of_another_tenants_policy_is_trained_or_published(bench: Bench) -> None:
-    async with bench.engine.begin() as connection:
+async def test_nothing_of_another_tenants_policy_is_trained_or_published(
+    policies: Policies,
+) -> None:
+    async with policies.engine.begin() as connection:
         await ensure_base(connection, "checker", "m", "a")
-    await write_version_of(bench.engine, bench.folder, "checker")
-    await bench.fill({"writer": 8, "checker": 8})
+    await write_version_of(policies.engine, policies.folder, "checker")
+    await policies.fill({"writer": 8, "checker": 8})
     # This trainer's policies are the default tenant's.
-    assert await bench.turns(1) == ["checker", "writer"]
+    assert await policies.turns(1) == ["checker", "writer"]
     assert LEFT.labels("checker")._value.get() == 1
-    assert await bench.states() == {"checker@1": "written", "writer@1": "serving"}
-    assert set(bench.fake.loads) == {"writer@1"}
-    async with bench.engine.connect() as connection:
+    assert await policies.states() == {"checker@1": "written", "writer@1": "serving"}
+    assert set(policies.fake.loads) == {"writer@1"}
+    async with policies.engine.connect() as connection:
         assert (await totals(connection)).consumed_episodes == 8
 
 
 async def test_a_trainer_of_nothing_but_another_tenants_policy_ends_with_the_reason(
-    bench: Bench,
+    policies: Policies,
 ) -> None:
-    async with bench.engine.begin() as connection:
+    async with policies.engine.begin() as connection:
         await ensure_base(connection, "checker", "m", "a")
-    await bench.fill({"checker": 8})
-    async with bench.rounds(["checker"]) as rounds:
+    await policies.fill({"checker": 8})
+    async with policies.scheduler(["checker"]) as scheduler:
         with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):
-            await asyncio.wait_for(rounds.run(0.01, once=True), 30)
-    assert await bench.updates() == []
+            await asyncio.wait_for(scheduler.run(0.01, once=True), 30)
+    assert await policies.updates() == []

@@ -7,45 +7,34 @@ import msgspec
 import pytest
 
 from store.read.past import past_update
-from store.records import SpoolRecord
-from store.write.ingest import ingest
-from tests.integration.trainer.test_recomputed import last_metrics
-from tests.support.records import call, reward
-from tests.support.trainer.recovery import Bench, bench, run_once
+from tests.support.records import tokens
+from tests.support.trainer.bench import Bench
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import LeftOut, plan_update
-
-__all__ = ["bench"]
 
 GRAMMAR = {"kind": "regex", "text": "a+"}
 HELD = json.dumps({"temperature": 1.0, "grammar": GRAMMAR}).encode()
 
 
-async def fill(bench: Bench, name: str, held: int, *, told: bool = True) -> list[str]:
-    """Two groups; the first `held` calls were held to a grammar. Returns these calls' ids.
+async def fill(bench: Bench, name: str, held: int, *, has_logprobs: bool = True) -> list[str]:
+    """Store two groups whose first `held` calls were held to a grammar; return these calls' ids."""
 
-    Unless they are `told`, these came without log-probabilities.
-    """
-    records: list[SpoolRecord] = []
-    ids = []
-    for number in range(4):
-        made = call(f"{name}{number}", task=f"{name}{number // 2}")
-        if number < held:
-            made = call(made.episode, task=made.task, sampling=HELD)
-            if not told:
-                ids_alone = msgspec.structs.replace(made.tokens, sampled_logprobs=b"")
-                made = msgspec.structs.replace(made, tokens=ids_alone)
-            ids.append(str(made.id))
-        records += [made, reward(float(number % 2), episode=made.episode)]
-    async with bench.engine.begin() as connection:
-        await ingest(connection, records)
-    return ids
+    def each(task: int, member: int) -> dict[str, Any]:
+        if 2 * task + member >= held:
+            return {}
+        made = tokens([1, 2, 3], [4, 5])
+        if not has_logprobs:
+            made = msgspec.structs.replace(made, sampled_logprobs=b"")
+        return {"sampling": HELD, "tokens": made}
+
+    calls = await bench.fill(name, each)
+    return [str(made.id) for made in calls[:held]]
 
 
 async def test_the_loop_asks_of_each_call_that_a_grammar_held(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run_once(bench)
+    await bench.run_once()
     asked: list[Any] = []
 
     def replayed(distribution: Any, sampled_ids: Any) -> None:
@@ -53,9 +42,9 @@ async def test_the_loop_asks_of_each_call_that_a_grammar_held(
 
     monkeypatch.setattr(bench.learner, "why_unreplayable", replayed)
     await fill(bench, "u", 2)
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert asked == [("a+", (4, 5))] * 2
-    metrics = await last_metrics(bench)
+    metrics = await bench.last_metrics()
     assert metrics["rows"] == 4
     assert "unreplayed_calls" not in metrics
 
@@ -63,11 +52,11 @@ async def test_the_loop_asks_of_each_call_that_a_grammar_held(
 async def test_such_calls_are_left_out_and_credit_knows_it_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run_once(bench)
+    await bench.run_once()
     monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "outside_grammar")
     ids = await fill(bench, "u", 2)
-    assert await run_once(bench)
-    metrics = await last_metrics(bench)
+    assert await bench.run_once()
+    metrics = await bench.last_metrics()
     assert (metrics["rows"], metrics["dropped"]) == (2, {"no_trainable_call": 2})
     assert metrics["unreplayed_calls"] == dict.fromkeys(ids, "outside_grammar")
     await bench.assert_spent_once(8)
@@ -83,11 +72,11 @@ async def test_such_calls_are_left_out_and_credit_knows_it_later(
 async def test_an_update_of_such_calls_alone_makes_no_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run_once(bench)
+    await bench.run_once()
     monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "grammar_not_built")
     ids = await fill(bench, "u", 4)
-    await run_once(bench)
-    metrics = await last_metrics(bench)
+    await bench.run_once()
+    metrics = await bench.last_metrics()
     assert set(metrics["unreplayed_calls"]) == set(ids)
     assert max(await bench.states()) == 1
     await bench.assert_spent_once(8)
@@ -97,7 +86,7 @@ async def test_the_version_that_sampled_is_asked_of_calls_that_can_be_replayed_a
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of calls with a grammar and no log-probabilities."""
-    await run_once(bench)
+    await bench.run_once()
     rows: list[Any] = []
     computed = bench.learner.version_logprobs
 
@@ -106,18 +95,18 @@ async def test_the_version_that_sampled_is_asked_of_calls_that_can_be_replayed_a
         return computed(adapter, asked)
 
     monkeypatch.setattr(bench.learner, "version_logprobs", recorded)
-    await fill(bench, "u", 2, told=False)
-    assert await run_once(bench)
+    await fill(bench, "u", 2, has_logprobs=False)
+    assert await bench.run_once()
     assert bench.learner.asked == [(None, 2)]
     assert {row.distribution.grammar.text for row in rows if row.recomputed} == {"a+"}
-    metrics = await last_metrics(bench)
+    metrics = await bench.last_metrics()
     assert metrics["rows"] == 4
 
     monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "outside_grammar")
-    ids = await fill(bench, "v", 2, told=False)
-    assert await run_once(bench)
+    ids = await fill(bench, "v", 2, has_logprobs=False)
+    assert await bench.run_once()
     assert bench.learner.asked == [(None, 2)]
-    metrics = await last_metrics(bench)
+    metrics = await bench.last_metrics()
     assert (metrics["rows"], metrics["unreplayed_calls"]) == (
         *(2, dict.fromkeys(ids, "outside_grammar")),
     )

@@ -10,14 +10,10 @@ from store import version_queries, version_states
 from store.claims import list_updates
 from store.versions import PolicyVersion
 from tests.integration.store.updates.test_slots import VERSION, add
-from tests.support.trainer.pacing import gauge, working
-from tests.support.trainer.pausing import OWN
-from tests.support.trainer.recovery import Bench, bench
+from tests.support.trainer.bench import Bench, gauge
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
 from trainer.recipes.recipe import ClaimOptions, Recipe
-
-__all__ = ["bench"]
 
 
 async def later(bench: Bench, seconds: float) -> None:
@@ -28,7 +24,8 @@ async def later(bench: Bench, seconds: float) -> None:
 
 
 async def test_no_more_versions_are_live_than_the_server_has_slots(bench: Bench) -> None:
-    async with working(bench, 2) as loop:
+    bench.slots = 2
+    async with bench.working() as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -40,7 +37,9 @@ async def test_no_more_versions_are_live_than_the_server_has_slots(bench: Bench)
 
 
 async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) -> None:
-    async with working(bench, 2, retire_after_s=900.0) as loop:
+    bench.slots = 2
+    bench.change("publish", retire_after_s=900.0)
+    async with bench.working() as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -56,7 +55,9 @@ async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) ->
 async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with working(bench, 2, retire_after_s=900.0) as loop:
+    bench.slots = 2
+    bench.change("publish", retire_after_s=900.0)
+    async with bench.working() as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -79,7 +80,8 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
 
 
 async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:
-    async with working(bench, 2) as loop:
+    bench.slots = 2
+    async with bench.working() as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -96,7 +98,8 @@ async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: 
 async def test_with_one_slot_the_next_version_waits_for_all_but_the_one_that_serves(
     bench: Bench,
 ) -> None:
-    async with working(bench, 1) as loop:
+    bench.slots = 1
+    async with bench.working() as loop:
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
@@ -106,11 +109,13 @@ async def test_with_one_slot_the_next_version_waits_for_all_but_the_one_that_ser
 
 async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
     bench.fake.adapter_slots = 3
-    async with working(bench, None) as loop:
+    bench.slots = None
+    async with bench.working() as loop:
         await loop.update_once()
     assert gauge("pawl_adapter_slots") == 3.0
     bench.fake.adapter_slots = None
-    async with working(bench, None) as loop:
+    bench.slots = None
+    async with bench.working() as loop:
         await loop.update_once()
     assert gauge("pawl_adapter_slots") == 8.0
 
@@ -118,7 +123,9 @@ async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
 async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: Bench) -> None:
     for name in "uvw":
         await bench.fill(name)
-    async with working(bench, 2, retire_after_s=900.0) as loop:
+    bench.slots = 2
+    bench.change("publish", retire_after_s=900.0)
+    async with bench.working() as loop:
         assert await loop.update_once()
         assert await loop.update_once()
         assert not await loop.update_once()
@@ -132,7 +139,8 @@ async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: B
 
 
 async def test_a_version_in_use_stays_until_its_slot_is_wanted(bench: Bench) -> None:
-    async with working(bench, 2) as loop:
+    bench.slots = 2
+    async with bench.working() as loop:
         assert await loop.update_once()
         await bench.fill("u")
         assert await loop.update_once()
@@ -247,8 +255,8 @@ async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy
 
 async def test_a_trial_s_adapter_waits_for_a_slot_as_well(bench: Bench) -> None:
     await add(bench.engine, "other", ("published", 60.0), ("serving", 60.0), base="m")
-    bench.fake.logprobs["m"] = bench.learner.trial_logprob = OWN
-    async with working(bench, 2) as loop:
+    bench.slots = 2
+    async with bench.working() as loop:
         await loop.check_server()
         await loop.try_again()
         assert bench.learner.trials == 0
@@ -265,8 +273,8 @@ async def test_for_a_trial_the_version_that_lost_the_traffic_long_ago_makes_room
     bench: Bench,
 ) -> None:
     await add(bench.engine, "other", ("published", 9e3), ("serving", 9e3), base="m")
-    bench.fake.logprobs["m"] = bench.learner.trial_logprob = OWN
-    async with working(bench, 2) as loop:
+    bench.slots = 2
+    async with bench.working() as loop:
         await loop.check_server()
         assert bench.learner.trials == 0
         query = "SELECT state FROM policies WHERE name = 'other' AND version = 1"

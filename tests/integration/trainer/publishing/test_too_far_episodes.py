@@ -4,41 +4,24 @@ from typing import Any
 
 import pytest
 
-from store.claims import list_updates
 from store.read.past import past_update
-from store.records import SpoolRecord
-from store.write.ingest import ingest
-from tests.support.records import call, reward, tokens
-from tests.support.trainer.pacing import working
-from tests.support.trainer.pausing import paused_for
-from tests.support.trainer.recovery import Bench, bench
+from tests.support.records import tokens
+from tests.support.trainer.bench import Bench, paused_for
 from trainer.publishing.adapters import version_folder
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import FAILURES
 from trainer.updates.plan import LeftOut, plan_update
 
-__all__ = ["bench"]
-
-
-async def fill_long(bench: Bench, name: str) -> None:
-    """A group of two episodes whose replies have four tokens, sampled by version 0."""
-    records: list[SpoolRecord] = []
-    for task in range(2):
-        for member in range(2):
-            episode = f"{name}{task}-{member}"
-            made = tokens([1, 2, task], [4, 5, 6, 7])
-            records += [call(episode, task=f"{name}{task}", tokens=made)]
-            records += [reward(float(member), episode=episode)]
-    async with bench.engine.begin() as connection:
-        await ingest(connection, records)
+LONG = tokens([1, 2, 3], [4, 5, 6, 7])
 
 
 async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_trained(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with working(bench, 8) as loop:
+    bench.slots = 8
+    async with bench.working() as loop:
         assert await loop.update_once()
-        await fill_long(bench, "old")
+        await bench.fill("old", tokens=LONG)
         measured: list[Any] = []
 
         def first_is_gone(adapter: Any, rows: Any) -> list[list[float]]:
@@ -66,8 +49,6 @@ async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_train
 def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the policy be too far from whatever was sampled; trials are computed as before."""
     usual = bench.learner.version_logprobs
-    # What the scripted learner says of any row, and so a server that fits.
-    bench.fake.logprobs["m"] = -0.5
 
     def gone(adapter: Any, rows: Any) -> list[list[float]]:
         if any(len(row.sampled_ids) != 4 for row in rows):
@@ -80,9 +61,10 @@ def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_server_that_samples_wrongly_spends_nothing_and_pauses_training(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with working(bench, 8) as loop:
+    bench.slots = 8
+    async with bench.working() as loop:
         assert await loop.update_once()
-        await fill_long(bench, "wrong")
+        await bench.fill("wrong", tokens=LONG)
         all_are_gone(bench, monkeypatch)
         bench.learner.trial_logprob = -3.0
         assert not await loop.update_once()
@@ -95,14 +77,14 @@ async def test_a_server_that_samples_wrongly_spends_nothing_and_pauses_training(
 async def test_what_a_right_server_sampled_too_far_away_is_spent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with working(bench, 8) as loop:
+    bench.slots = 8
+    async with bench.working() as loop:
         assert await loop.update_once()
-        await fill_long(bench, "old")
+        await bench.fill("old", tokens=LONG)
         all_are_gone(bench, monkeypatch)
         assert await loop.update_once()
         assert bench.learner.trials == 1
         assert not await loop.update_once()
-    async with bench.engine.connect() as connection:
-        last = (await list_updates(connection, "m"))[-1]
+    last = (await bench.updates())[-1]
     assert (last.version, last.metrics["dropped"]) == (None, {"off_policy": 4})
     await bench.assert_spent_once(8)

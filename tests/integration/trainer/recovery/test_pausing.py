@@ -8,31 +8,21 @@ import pytest
 from sqlalchemy import select
 
 from store.schema.tables import episodes
-from tests.support.trainer.pausing import (
-    consumed,
-    held_by_an_update,
-    paused_for,
-    states,
-    try_again,
-    working,
-)
-from tests.support.trainer.recovery import Bench, bench
+from tests.support.trainer.bench import Bench, paused_for, try_again
 from trainer.batches import Row
 from trainer.errors import DriftOutOfBounds, LearnerError, OtherVocabulary, Unusable
 
-__all__ = ["bench"]
-
 
 async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(bench: Bench) -> None:
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         bench.learner.fails = LearnerError("the GPU is full")
         assert not await loop.update_once()
-        assert await states(bench) == ["abandoned"] * 2
-        assert (await consumed(bench), await held_by_an_update(bench)) == (0, 0)
+        assert [one.state for one in await bench.updates()] == ["abandoned"] * 2
+        assert (await bench.consumed(), await bench.claimed()) == (0, 0)
         assert not await loop.update_once()
         assert not await try_again(loop)
         # It was tried with made-up rows, without a claim.
-        assert await states(bench) == ["abandoned"] * 2
+        assert [one.state for one in await bench.updates()] == ["abandoned"] * 2
         assert (loop._breaker.why, paused_for()) == ("the GPU is full", ["failed"])
         bench.learner.fails = None
         assert await try_again(loop)
@@ -45,11 +35,11 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
     bench.fake.refuse_load = True
     for name in ("u", "v"):
         await bench.fill(name)
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         for _ in range(4):
             await loop.update_once()
         assert await bench.states() == {0: "serving", 1: "rejected", 2: "rejected"}
-        assert await consumed(bench) == 8
+        assert await bench.consumed() == 8
         assert not await try_again(loop)
         assert "--max-lora-rank" in (loop._breaker.why or "")
         assert paused_for() == ["rejected"]
@@ -60,24 +50,24 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
 
 
 async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) -> None:
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         bench.fake.sampled_logprob, bench.learner.drifts = -4.0, True
         for name in "uvw":
             await loop.update_once()
             await bench.fill(name)
-        assert await consumed(bench) == 2
+        assert await bench.consumed() == 2
         assert "processed_logprobs" in (loop._breaker.why or "")
         assert paused_for() == ["server"]
 
 
 async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Bench) -> None:
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         bench.learner.drifts = True
         for name in "uv":
             await loop.update_once()
             assert not loop._breaker.is_open
             await bench.fill(name)
-        assert await consumed(bench) >= 2
+        assert await bench.consumed() >= 2
         bench.learner.drifts = False
         assert await loop.update_once()
     assert (await bench.states())[1] == "serving"
@@ -116,7 +106,7 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     """However many episodes there are, two updates' are spent, and what is good is learned from."""
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         assert await loop.update_once()
         bench.fake.sampled_logprob = -4.0
         for number in range(12):
@@ -125,19 +115,19 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
         for _ in range(3):
             assert not await loop.update_once()
         assert loop._breaker.is_open
-        assert await consumed(bench) == 4 + 8
+        assert await bench.consumed() == 4 + 8
         bench.fake.sampled_logprob = None
         assert not await try_again(loop)
         await bench.fill("right")
         assert await loop.update_once()
         assert await loop.waiting_updates() == 0
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         # A trainer that was started again knows it, too.
         assert not await loop.update_once()
         await bench.fill("later")
         assert await loop.update_once()
     assert (await bench.states())[3] == "serving"
-    assert await consumed(bench) == 4 + 8 + 8
+    assert await bench.consumed() == 4 + 8 + 8
     await bench.assert_spent_once(20)
 
 
@@ -145,14 +135,14 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
 async def test_a_fault_that_was_repaired_before_it_was_known_costs_two_updates(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         assert await loop.update_once()
         for number in range(12):
             await bench.fill(f"wrong{number}-")
         await learn_to_see(bench, monkeypatch, FINDS[found_by])
         assert not await loop.update_once()
         assert not loop._breaker.is_open
-        assert await consumed(bench) == 4 + 8
+        assert await bench.consumed() == 4 + 8
         await bench.fill("right")
         assert await loop.update_once()
     await bench.assert_spent_once(4 + 8 + 4)
@@ -166,7 +156,7 @@ async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where so little memory is left that only the shortest row has room."""
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         for number in range(6):
             await bench.fill(f"more{number}-")
         with monkeypatch.context() as patched:
@@ -174,7 +164,7 @@ async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
             for _ in range(4):
                 assert not await loop.update_once()
             assert loop._breaker.why == "none fits"
-            assert await consumed(bench) == 8
+            assert await bench.consumed() == 8
         assert await try_again(loop)
         assert not paused_for()
     assert (await bench.states())[1] == "serving"
@@ -192,10 +182,10 @@ async def test_a_few_episodes_that_are_to_blame_do_not_hold(
             raise Unusable("one does not fit", {rows[0].episode_id: "it is long"}, "too_long")
         return real(rows, step_share)
 
-    async with working(bench) as loop:
+    async with bench.working() as loop:
         for number in range(6):
             await bench.fill(f"more{number}-")
         monkeypatch.setattr(bench.learner, "update", update)
         assert await loop.update_once()
         assert not loop._breaker.is_open
-        assert await consumed(bench) == 5 + 4
+        assert await bench.consumed() == 5 + 4

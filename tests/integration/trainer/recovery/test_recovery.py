@@ -1,57 +1,55 @@
-"""A trainer killed at any step of an update: nothing lost, nothing trained twice."""
+"""A trainer killed or stopped at any step of an update: nothing lost, nothing trained twice."""
 
 import asyncio
+import gc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from store import claims, version_queries
+from store import claims, version_states
+from store.database import make_engine
+from store.errors import ClaimLost
 from store.read.episodes import episode_ids
-from store.schema.tables import consumptions, updates
+from store.schema.tables import consumptions
 from store.write.ingest import ingest
-from tests.support.faults.killing import Killed, killing
+from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
 from tests.support.records import call
-from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, bench, run_once
+from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.errors import DriftOutOfBounds, FilesUnread
 from trainer.publishing import adapters
+from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.recipe import PublishOptions
-
-__all__ = ["bench"]
 
 
 async def test_an_update_goes_live(bench: Bench) -> None:
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert await bench.states() == {0: "published", 1: "serving"}
     assert bench.fake.loads == ["m@1"]
     await bench.assert_spent_once(4)
-    assert not await run_once(bench)
-
-
-async def test_a_versions_files_hold_nothing_of_the_episodes_it_was_trained_on(
-    bench: Bench,
-) -> None:
-    await run_once(bench)
+    # A version's files hold nothing of the episodes that it was trained on.
     manifest = adapters.read_manifest(adapters.version_folder(bench.folder, "m", 1))
     assert manifest is not None
     assert [list(row.ids) for row in manifest.probe] == [[1, 2, 3, 4, 5]]
+    assert not await bench.run_once()
 
 
 async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
-    await run_once(bench)
-    await bench.fill("u")
-    await run_once(bench)
+    assert await bench.run_once()
+    await bench.update("u")
     assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
     assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
     await bench.assert_spent_once(8)
 
 
-async def say_evaluation(bench: Bench, episode: str, task: str) -> None:
+async def record_evaluation(bench: Bench) -> None:
+    """Let an episode of an update turn out to be evaluation."""
     async with bench.engine.begin() as connection:
-        await ingest(connection, [call(episode, task=task, split="eval")])
+        await ingest(connection, [call("t0-0", task="t0", split="eval")])
 
 
 @pytest.mark.parametrize("when", ["update", "save"])
@@ -63,18 +61,17 @@ async def test_an_update_is_given_up_if_an_episode_turns_out_to_be_evaluation(
 
     def turning(*args: Any) -> Any:
         monkeypatch.undo()
-        asyncio.run_coroutine_threadsafe(say_evaluation(bench, "t0-0", "t0"), loop).result(20)
+        asyncio.run_coroutine_threadsafe(record_evaluation(bench), loop).result(20)
         return real(*args)
 
     monkeypatch.setattr(FakeLearner, when, turning)
     # One group is short of a member now, so nothing is left to train on.
-    assert not await run_once(bench)
+    assert not await bench.run_once()
     assert await bench.states() == {0: "serving"}
     assert bench.fake.loads == []
     await bench.assert_spent_once(0)
-    await bench.fill("u")
     # The number of the version that was given up is never used again.
-    assert await run_once(bench)
+    await bench.update("u")
     assert await bench.states() == {0: "published", 2: "serving"}
     await bench.assert_spent_once(4)
 
@@ -82,11 +79,9 @@ async def test_an_update_is_given_up_if_an_episode_turns_out_to_be_evaluation(
 async def test_a_version_whose_episode_turned_evaluation_is_given_up_after_a_kill(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killing(claims, "consume", after=False)(monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
-    await say_evaluation(bench, "t0-0", "t0")
-    assert not await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS["before consuming"])
+    await record_evaluation(bench)
+    assert not await bench.run_once()
     assert await bench.states() == {0: "serving"}
     await bench.assert_spent_once(0)
     async with bench.engine.connect() as connection:
@@ -95,58 +90,76 @@ async def test_a_version_whose_episode_turned_evaluation_is_given_up_after_a_kil
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    STEPS[step](monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
-    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
-    await run_once(bench)
-    await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS[step])
+    await bench.run_once()
+    await bench.run_once()
     assert await bench.states() == {0: "published", 1: "serving"}
     await bench.assert_spent_once(4)
 
 
-async def test_what_a_version_found_after_a_kill_replaces_is_deleted_when_it_goes_live(
+GATED_STEPS = {
+    name: STEPS[name]
+    for name in (
+        "before the version exists",
+        "after the version exists",
+        "within the consuming transaction",
+        "before publishing",
+        "after loading",
+    )
+} | {
+    "before it is a candidate": killing(version_states, "make_candidate", after=False),
+    "within that transaction": killing(version_states, "make_candidate", after=True),
+    "after that": killing(Publisher, "publish", after=True),
+}
+
+
+@pytest.mark.parametrize("step", GATED_STEPS)
+async def test_gated_trainer_killed_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    bench.change("gate", mode="gated")
+    await bench.run_killed(monkeypatch, GATED_STEPS[step])
+    await bench.run_once()
+    await bench.run_once()
+    assert await bench.states() == {0: "serving", 1: "candidate"}
+    await bench.assert_spent_once(4)
+
+
+async def test_states_that_a_version_found_after_a_kill_replaces_are_deleted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = bench.folder.resolve() / "m"
-    for update in range(3):
-        await bench.fill(f"more{update}")
-        assert await run_once(bench)
-        (states / f"{update + 1}" / adapters.STATE).mkdir()
+    for update in range(1, 4):
+        await bench.update(f"more{update}")
+        (states / f"{update}" / adapters.STATE).mkdir()
     await bench.fill("last")
-    with monkeypatch.context() as patched:
-        STEPS["before publishing"](patched)
-        with pytest.raises(Killed):
-            await run_once(bench)
-    async with Replicas([bench.fake.url]) as server:
-        await bench.loop(server).recover()
-    assert (await bench.states())[4] == "serving"
+    await bench.run_killed(monkeypatch, STEPS["before publishing"])
+    async with bench.working():
+        assert (await bench.states())[4] == "serving"
     assert [path.parent.name for path in states.glob(f"*/{adapters.STATE}")] == ["3"]
 
 
-async def test_a_version_found_after_a_crash_is_probed_too(
+async def test_a_version_found_after_a_kill_is_probed_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    STEPS["before publishing"](monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS["before publishing"])
     bench.fake.logprobs["m@1"] = -7.0
-    await run_once(bench)
+    await bench.run_once()
     assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+# What cannot be read for now
 
 
 @pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
 async def test_a_version_that_cannot_be_read_for_now_is_published_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    STEPS["before publishing"](monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS["before publishing"])
     file = adapters.version_folder(bench.folder, "m", 1) / name
-    async with Replicas([bench.fake.url]) as server, bench.engine.connect() as connection:
-        version = await version_queries.numbered_version(connection, "m", 1)
-        assert version is not None
-        publisher = Publisher(bench.engine, server, "m", PublishOptions())
+    version = await bench.version(1)
+    async with Replicas([bench.fake.url]) as server:
+        publisher = Publisher(bench.engine, server, "m", bench.recipe.publish)
         with unreadable(file):
             with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
                 await publisher.try_to_publish(version, "m", ())
@@ -157,12 +170,11 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
     assert await bench.states() == {0: "published", 1: "serving"}
 
 
-async def test_what_cannot_be_read_for_now_stops_no_other_from_being_loaded_again(
+async def test_an_unreadable_version_does_not_stop_another_from_being_loaded_again(
     bench: Bench,
 ) -> None:
-    await run_once(bench)
-    await bench.fill("u")
-    await run_once(bench)
+    assert await bench.run_once()
+    await bench.update("u")
     bench.fake.loaded.clear()
     async with Replicas([bench.fake.url]) as server:
         with unreadable(adapters.version_folder(bench.folder, "m", 2) / adapters.SERVED[1]):
@@ -176,9 +188,7 @@ async def test_what_cannot_be_read_for_now_stops_no_other_from_being_loaded_agai
 async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_cannot_be_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    STEPS["before consuming"](monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS["before consuming"])
     file = adapters.version_folder(bench.folder, "m", 1) / adapters.MANIFEST
     async with Replicas([bench.fake.url]) as server:
         with unreadable(file):
@@ -194,7 +204,7 @@ async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_can
     await bench.assert_spent_once(4)
 
 
-async def test_an_update_past_the_bound_on_drift_spends_what_drifts_and_says_so(
+async def test_an_update_past_the_bound_on_drift_spends_the_drifting_and_records_why(
     bench: Bench,
 ) -> None:
     async with bench.engine.connect() as connection:
@@ -202,15 +212,80 @@ async def test_an_update_past_the_bound_on_drift_spends_what_drifts_and_says_so(
     bench.learner.fails = DriftOutOfBounds(
         "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}
     )
-    assert not await run_once(bench)
+    assert not await bench.run_once()
     assert await bench.states() == {0: "serving"}
     async with bench.engine.connect() as connection:
-        spent = await connection.execute(
-            select(consumptions.c.episode_id, consumptions.c.reason).distinct()
-        )
-        assert spent.all() == [(odd, "drift")]
-        query = select(updates.c.metrics).where(updates.c.state == "expired")
-        metrics = (await connection.execute(query)).scalars().first() or {}
+        query = select(consumptions.c.episode_id, consumptions.c.reason).distinct()
+        assert (await connection.execute(query)).all() == [(odd, "drift")]
+    [metrics] = [one.metrics for one in await bench.updates() if one.state == "expired"]
     assert metrics["error"] == "server and trainer differ"
     assert metrics["drift_kl"] == 0.3
     assert metrics["drift"] == {str(odd): "by 0.3"}
+
+
+# Stopped, without room, or without its claim
+
+
+@pytest.mark.parametrize("stopped", ["in training", "while the disk is full"])
+async def test_an_update_that_is_stopped_gives_its_episodes_back_at_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture, stopped: str
+) -> None:
+    if stopped == "in training":
+        bench.learner.slow = True
+    else:
+        bench.learner.full_disk = 1
+    async with bench.working() as loop:
+        work = asyncio.create_task(loop.update_once())
+        assert await asyncio.to_thread(bench.learner.begun.wait, 10.0)
+        # As by SIGTERM.
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert await bench.claimed() == 0
+    assert list(bench.folder.glob("m/*")) == []
+    gc.collect()
+    assert "Interrupted" not in caplog.text
+    bench.restart()
+    assert await bench.run_once()
+    await bench.assert_spent_once(4)
+
+
+async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.updates.training.WRITE_AGAIN_S", 0.01)
+    bench.learner.full_disk = 3
+    assert await bench.run_once()
+    assert bench.learner.updates == 1
+    assert await bench.states() == {0: "published", 1: "serving"}
+    assert [path.name for path in (bench.folder / "m").iterdir()] == ["1"]
+    await bench.assert_spent_once(4)
+
+
+async def test_an_update_whose_claim_another_trainer_took_over_records_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection was gone for a while: the other freed the claim, then it wrote its version."""
+    real = adapters.write_version
+
+    def too_late(root: Path, new: NewVersion, save: Callable[[Path], None]) -> Path:
+        monkeypatch.undo()
+
+        async def release() -> None:
+            own = make_engine(bench.engine.url.render_as_string(hide_password=False))
+            async with own.begin() as connection:
+                await claims.release(connection, new.update_id, "taken over")
+            await own.dispose()
+
+        asyncio.run(release())
+        return real(root, new, save)
+
+    monkeypatch.setattr(adapters, "write_version", too_late)
+    with pytest.raises(ClaimLost):
+        await bench.run_once()
+    await bench.assert_spent_once(0)
+    # The number of the version that nobody recorded is not used for other bytes.
+    bench.restart()
+    assert await bench.run_once()
+    assert await bench.states() == {0: "published", 2: "serving"}
+    await bench.assert_spent_once(4)

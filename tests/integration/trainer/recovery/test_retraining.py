@@ -9,14 +9,11 @@ from sqlalchemy import text
 from pawl.commands.policy_traffic import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
-from tests.support.faults.killing import Killed
 from tests.support.ledger.lineage import set_state
-from tests.support.trainer.recovery import STEPS, Bench, FakeLearner, bench, run_once
+from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.publishing import adapters
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-
-__all__ = ["bench"]
 
 # Where in an update from version 2 the line starts again at version 1.
 MOMENTS: dict[str, tuple[Any, str]] = {
@@ -30,11 +27,9 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 
 
 async def trained(bench: Bench, *waves: str) -> None:
-    """Make a version of what the bench has, and another of each wave."""
-    assert await run_once(bench)
-    for wave in waves:
-        await bench.fill(wave)
-        assert await run_once(bench)
+    """Make a version of the bench's episodes, and another of each wave."""
+    assert await bench.run_once()
+    await bench.update(*waves)
 
 
 async def again(bench: Bench, start: int, *without: str, dry_run: bool = False) -> Retrained:
@@ -62,8 +57,7 @@ async def test_trainer_trains_the_start_on_the_freed_episodes(bench: Bench) -> N
     retrained = await again(bench, 1, "episode=u0-0", "task=v1")
     assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 3)
     # One task is left whole; a new one joins it.
-    await bench.fill("w")
-    assert await run_once(bench)
+    await bench.update("w")
     assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
     states = await bench.states()
     assert [number for number, state in states.items() if state == "serving"] == [4]
@@ -84,7 +78,7 @@ async def test_base_model_is_a_start(bench: Bench) -> None:
     retrained = await again(bench, 0)
     assert (retrained.serves, retrained.freed) == ("m", {"trained": 8})
     assert await bench.states() == {0: "serving", 1: "published", 2: "published"}
-    assert await run_once(bench)
+    assert await bench.run_once()
     assert bench.learner.restored is None
 
 
@@ -119,8 +113,8 @@ async def test_line_that_starts_again_in_the_middle_of_an_update(
 
     is_async = asyncio.iscoroutinefunction(real)
     monkeypatch.setattr(owner, name, first if is_async else first_in_a_thread)
-    await run_once(bench)
-    while await run_once(bench):
+    await bench.run_once()
+    while await bench.run_once():
         pass
     parents = await trained_from(bench)
     states = await bench.states()
@@ -138,11 +132,9 @@ async def test_update_that_was_killed_before_the_line_starts_again(
 ) -> None:
     await trained(bench, "u")
     await bench.fill("v")
-    STEPS[step](monkeypatch)
-    with pytest.raises(Killed):
-        await run_once(bench)
+    await bench.run_killed(monkeypatch, STEPS[step])
     await again(bench, 1)
-    while await run_once(bench):
+    while await bench.run_once():
         pass
     parents = await trained_from(bench)
     assert parents.pop(1) == 0

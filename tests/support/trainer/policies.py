@@ -1,12 +1,11 @@
-"""Run one trainer of two policies on real tables, with learners that only write versions."""
+"""Run one trainer of two policies on real tables, with scripted learners."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -14,8 +13,8 @@ from store.records import SpoolRecord
 from store.version_queries import list_versions
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tokens
-from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from trainer.batches import Row, bare_row
+from tests.support.servers.fake_server import FakeModelServer
+from tests.support.trainer.bench import FakeLearner
 from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
@@ -24,65 +23,19 @@ from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
 from trainer.updates.versions import begin_policy
 
-NAMES = ("writer", "checker")
-GROUPS = {"writer": 4, "checker": 1}
+# The policies, and how many groups an update of each takes.
+GROUPS: Final = {"writer": 4, "checker": 1}
+NAMES: Final = tuple(GROUPS)
 
 
-class FakeLearner:
-    """Write versions that the server answers for; the real one is tested by itself."""
-
-    def __init__(self, policy: str, server: FakeModelServer, folder: Path) -> None:
-        self.policy = policy
-        self._server = server
-        self._versions = folder.resolve() / policy
-        self.fails: Exception | None = None
-        # What the server serves this one's versions with; the trainer's own is -2.
-        self.served = -2.0
-
-    def interrupt(self) -> None:
-        return
-
-    def restore(self, adapter: Path | None) -> None:
-        if self.fails:
-            raise self.fails
-
-    def update(self, rows: Any, step_share: float = 1.0) -> dict[str, Any]:
-        return {"loss": 0.5, "rows": len(rows)}
-
-    def save(self, folder: Path) -> None:
-        (folder / "adapter_config.json").write_text("{}")
-        (folder / "adapter_model.safetensors").write_bytes(self.policy.encode())
-
-    def misfit(self, adapter: Path) -> str | None:
-        return None
-
-    def why_unreplayable(self, distribution: Any, sampled_ids: Any) -> str | None:
-        return None
-
-    def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
-        return [[-0.5] * len(row.sampled_ids) for row in rows]
-
-    def saved_as(self, adapter: Path) -> None:
-        return
-
-    def probe_rows(self) -> list[Row]:
-        return [bare_row(0, [1, 2, 3], [4, 5])]
-
-    def logprobs(self, rows: Any) -> list[list[float]]:
-        """Give every token -2 - N by version N, here and (if it is healthy) on the server."""
-        version = 1 + len(list(self._versions.glob("[0-9]*")))
-        self._server.logprobs[f"{self.policy}@{version}"] = self.served - version
-        return [[-2.0 - version] * len(row.sampled_ids) for row in rows]
-
-
-class Bench:
-    """Run a trainer of two policies on real tables."""
+class Policies:
+    """Run trainers of the policies `writer` and `checker`."""
 
     def __init__(self, engine: AsyncEngine, server: FakeModelServer, folder: Path) -> None:
         self.engine = engine
         self.folder = folder
         self.fake = server
-        self.learners = {name: FakeLearner(name, server, folder) for name in NAMES}
+        self.learners = {name: FakeLearner(server, folder, name) for name in NAMES}
         self.together: Mapping[str, Sequence[str]] = {}
         self.wait_s = 1e9
 
@@ -97,9 +50,6 @@ class Bench:
                 records.append(reward(float(number % 2), episode=key))
         async with self.engine.begin() as connection:
             await ingest(connection, records)
-
-    def workers(self, servers: Replicas, names: Sequence[str] = NAMES) -> list[PolicyWorker]:
-        return [self._worker(servers, name) for name in names]
 
     def _worker(self, servers: Replicas, name: str) -> PolicyWorker:
         recipe = Recipe(
@@ -119,26 +69,27 @@ class Bench:
         return PolicyWorker(name, begin)
 
     @asynccontextmanager
-    async def rounds(self, names: Sequence[str] = NAMES) -> AsyncIterator[PolicyScheduler]:
+    async def scheduler(self, names: Sequence[str] = NAMES) -> AsyncIterator[PolicyScheduler]:
         """Run a trainer of these policies, with a connection of its own."""
         async with self.engine.connect() as guard, Replicas([self.fake.url]) as servers:
+            workers = [self._worker(servers, name) for name in names]
             try:
-                yield PolicyScheduler(self.workers(servers, names), guard, self.engine)
+                yield PolicyScheduler(workers, guard, self.engine)
             finally:
                 # As at the end of a process: the holds go with the connection.
                 await guard.invalidate()
 
     async def turns(self, count: int) -> list[str]:
         """Let one trainer make so many updates; return whose each was."""
-        async with self.rounds() as rounds:
+        async with self.scheduler() as scheduler:
             for _ in range(count):
-                await asyncio.wait_for(rounds.run(0.01, once=True), 30)
+                await asyncio.wait_for(scheduler.run(0.01, once=True), 30)
         return await self.updates()
 
-    async def look(self, names: Sequence[str] = NAMES) -> None:
-        """Let a trainer of these policies look around, and make an update of what is there."""
-        async with self.rounds(names) as rounds:
-            await rounds._turn(await rounds._take_up())
+    async def turn(self, names: Sequence[str] = NAMES) -> None:
+        """Let a trainer of these policies take one turn."""
+        async with self.scheduler(names) as scheduler:
+            await scheduler._turn(await scheduler._take_up())
 
     async def updates(self) -> list[str]:
         query = text("SELECT policy FROM updates WHERE state = 'done' ORDER BY claimed_at")
@@ -154,9 +105,3 @@ class Bench:
         async with self.engine.connect() as connection:
             found = await list_versions(connection)
         return {v.name: v.version for v in found if v.state == "serving"}
-
-
-@pytest.fixture
-async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Bench]:
-    async with fake_model_server() as server:
-        yield Bench(engine, server, tmp_path)

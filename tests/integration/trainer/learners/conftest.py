@@ -1,0 +1,37 @@
+"""What the tests of grammars share: a tokenizer, our masks, and the parts of vLLM's own."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from trainer.learners.replay.grammars import Grammars
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: str) -> Any:
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    return Grammars(tokenizer, 49152)
+
+
+@pytest.fixture(scope="module")
+def vllm_own() -> Any:
+    pytest.importorskip("vllm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        from vllm.v1.structured_output import backend_xgrammar, utils
+        from vllm.v1.structured_output.request import get_structured_output_key
+    return SimpleNamespace(
+        backend=backend_xgrammar,
+        utils=utils,
+        SamplingParams=SamplingParams,
+        Params=StructuredOutputsParams,
+        key=get_structured_output_key,
+    )

@@ -1,0 +1,290 @@
+"""Model servers that fail, restart or do not fit: the version before serves on, or all waits."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from benchmarks.stack import free_port
+from tests.support.ledger.lineage import set_state
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.steward.replicas import publish, retire
+from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
+from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.publisher import Publisher
+from trainer.recipes.recipe import PublishOptions
+
+NOBODY = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize("fault", ["served wrongly", "refused"])
+async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench, fault: str) -> None:
+    if fault == "refused":
+        bench.fake.refused = {"m@1"}
+    else:
+        bench.fake.logprobs["m@1"] = -7.0
+    await bench.run_once()
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+    assert bench.fake.loaded == {}
+    await bench.update("u")
+    assert bench.learner.restored is None
+    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+
+
+async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
+    await bench.run_once()
+    bench.fake.loaded.clear()
+    bench.fake.refuse_load = True
+    async with Replicas([bench.fake.url]) as server:
+        # A version that cannot be loaded stops nothing.
+        await bench.loop(server).sync_adapters()
+        bench.fake.refuse_load = False
+        await bench.loop(server).sync_adapters()
+    assert list(bench.fake.loaded) == ["m@1"]
+
+
+async def test_a_parent_that_the_server_has_lost_for_good_keeps_nothing_from_going_live(
+    bench: Bench,
+) -> None:
+    """The probe compares with the base model instead: the version is what repairs the policy."""
+    await bench.run_once()
+    bench.fake.loaded.clear()
+    bench.fake.refused = {"m@1"}
+    await bench.update("u")
+    assert (await bench.states())[2] == "serving"
+    bench.fake.refused = {"m@2"}
+    bench.fake.loaded.clear()
+    # What is served as the base model has not been loaded.
+    bench.fake.logprobs["m"] = bench.fake.logprobs["m@3"] = -4.0
+    await bench.update("v")
+    assert (await bench.states())[3] == "rejected"
+    await bench.assert_spent_once(12)
+
+
+@pytest.mark.parametrize("fault", ["its engine is dead", "it restarts between load and probe"])
+async def test_a_server_that_cannot_answer_rejects_no_version(bench: Bench, fault: str) -> None:
+    if fault == "its engine is dead":
+        bench.fake.engine_is_dead = True
+    else:
+        bench.fake.forgets = {"m@1"}
+    with pytest.raises(UpstreamAway):
+        await bench.run_once()
+    assert (await bench.states())[1] == "written"
+    bench.fake.engine_is_dead = False
+    await bench.run_once()
+    assert await bench.states() == {0: "published", 1: "serving"}
+
+
+# Several replicas
+
+
+@pytest.fixture
+async def other(bench: Bench) -> AsyncIterator[FakeModelServer]:
+    """Another replica, which answers as the bench's own does."""
+    async with fake_model_server() as server:
+        server.logprobs = bench.fake.logprobs
+        yield server
+
+
+async def test_an_update_goes_live_on_every_replica(bench: Bench, other: FakeModelServer) -> None:
+    async with bench.working(bench.fake.url, other.url) as loop:
+        assert await loop.update_once()
+        assert bench.fake.loads == other.loads == ["m@1"]
+        # One was restarted: it alone loads again.
+        other.loaded.clear()
+        await loop.sync_adapters()
+        assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
+
+
+async def test_a_replica_that_is_back_has_the_version_that_a_probe_compares_with(
+    bench: Bench, other: FakeModelServer
+) -> None:
+    async with bench.working(bench.fake.url, other.url) as loop:
+        assert await loop.update_once()
+        await bench.fill("u")
+        # It was restarted after the last sync, in the middle of an update.
+        other.loaded.clear()
+        assert await loop.update_once()
+    assert (await bench.states())[2] == "serving"
+    assert set(other.loaded) == {"m@1", "m@2"}
+
+
+async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(
+    bench: Bench, other: FakeModelServer
+) -> None:
+    other.logprobs = {"m@1": -9.0}
+    async with bench.working(bench.fake.url, other.url) as loop:
+        await loop.update_once()
+    assert (await bench.states())[1] == "rejected"
+    assert not bench.fake.loaded
+    assert not other.loaded
+
+
+async def test_while_a_replica_is_away_training_and_publishing_go_on(bench: Bench) -> None:
+    async with bench.working(NOBODY, bench.fake.url) as loop:
+        await loop.sync_adapters()
+        assert await loop.update_once()
+        assert await bench.states() == {0: "published", 1: "serving"}
+        await bench.fill("u")
+        await loop.sync_adapters()
+        assert await loop.update_once()
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert bench.fake.loads == ["m@1", "m@2"]
+
+
+async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
+    async with bench.working(NOBODY, f"http://127.0.0.1:{free_port()}/v1") as loop:
+        with pytest.raises(UpstreamAway):
+            await loop.update_once()
+    assert (await bench.states())[1] == "written"
+    await bench.assert_spent_once(4)
+    async with bench.working():
+        assert (await bench.states())[1] == "serving"
+
+
+@pytest.mark.parametrize("is_called_back", [False, True])
+async def test_a_version_that_is_called_back_while_servers_answer_stays_loaded(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_called_back: bool
+) -> None:
+    await publish(engine, tmp_path, 1, 2)
+    await retire(engine, 1)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET changed_at = now() - interval '1 day'"))
+    models = ModelServer.models
+
+    async def answer(server: ModelServer) -> list[str]:
+        if is_called_back:
+            async with engine.begin() as connection:
+                await set_state(
+                    connection, "m", 1, "published", reason="it serves again", actor="steward"
+                )
+        return await models(server)
+
+    monkeypatch.setattr(ModelServer, "models", answer)
+    async with fake_model_server() as server, Replicas([server.url]) as servers:
+        server.loaded.update({"m@1": "/1", "m@2": "/2"})
+        await Publisher(engine, servers, "m", PublishOptions()).reconcile()
+        assert set(server.loaded) == ({"m@1", "m@2"} if is_called_back else {"m@2"})
+
+
+# Self-tests: before the first claim, and once a server is back
+
+
+async def test_a_server_that_was_away_is_tested_before_the_next_claim(bench: Bench) -> None:
+    async with bench.working() as loop:
+        loop._breaker.doubt("the model servers were away")
+        bench.fake.sampled_logprob = -4.0
+        await loop.try_again()
+        assert not await loop.update_once()
+        assert (await bench.updates(), await bench.consumed()) == ([], 0)
+        bench.fake.sampled_logprob = None
+        assert await try_again(loop)
+    await bench.assert_spent_once(4)
+
+
+def full(*_: object) -> None:
+    raise ShortOfMemory("the memory has no room")
+
+
+async def test_too_little_memory_at_the_start_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench.working() as loop:
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.learner, "write_trial", full)
+            await loop.check_server()
+            assert loop._breaker.why == "the memory has no room"
+            assert paused_for() == ["out_of_memory"]
+            assert not await try_again(loop)
+        assert (await bench.updates(), await bench.consumed()) == ([], 0)
+        assert await try_again(loop)
+        assert paused_for() == []
+    await bench.assert_spent_once(4)
+
+
+async def test_a_version_of_a_killed_trainer_waits_until_the_servers_could_be_tested(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with another base model would have it rejected, and its episodes lost."""
+    await bench.run_killed(monkeypatch, STEPS["before publishing"])
+    async with Replicas([bench.fake.url]) as servers:
+        loop = bench.loop(servers)
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.learner, "write_trial", full)
+            await loop.check_server()
+            await loop.recover()
+            assert (await bench.states())[1] == "written"
+        assert not await try_again(loop)
+    assert await bench.states() == {0: "published", 1: "serving"}
+
+
+async def test_a_servers_own_sampling_defaults_are_not_in_the_self_test(bench: Bench) -> None:
+    async with bench.working() as loop:
+        await loop.check_server()
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert bench.fake.sampled_with is not None
+    assert bench.fake.sampled_with.items() >= neutral.items()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("refuses", "--max-lora-rank"),
+        ("another base", "PAWL_MODEL"),
+        ("another adapter", "LoRA in the layers"),
+        ("raw", "--logprobs-mode processed_logprobs"),
+    ],
+)
+async def test_a_misfit_is_known_before_the_first_claim(
+    bench: Bench, fault: str, message: str
+) -> None:
+    async with bench.working() as loop:
+        await loop.check_server()
+        if fault == "refuses":
+            bench.fake.refuse_load = True
+        elif fault == "another base":
+            bench.fake.logprobs["m"] = -4.0
+        elif fault == "another adapter":
+            bench.learner.trial_logprob = -4.0
+        else:
+            bench.fake.sampled_logprob = -4.0
+        with pytest.raises(PublishError, match=message):
+            await loop.check_server()
+    assert bench.fake.loaded == {}
+    assert not list(bench.folder.glob("m/*"))
+    assert await bench.updates() == []
+
+
+async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench: Bench) -> None:
+    async with bench.working(NOBODY, bench.fake.url) as loop:
+        await loop.check_server()
+    async with bench.working(NOBODY) as loop:
+        with pytest.raises(UpstreamAway):
+            await loop.check_server()
+
+
+async def test_a_replica_that_is_back_with_another_base_stops_training_before_it_costs_anything(
+    bench: Bench,
+) -> None:
+    port = free_port()
+    async with bench.working(bench.fake.url, f"http://127.0.0.1:{port}/v1") as loop:
+        await loop.sync_adapters()
+        assert await loop.update_once()
+        await bench.fill("u")
+        async with fake_model_server(port) as back:
+            back.logprobs = {"m": -4.0, "m@1": -4.0}
+            await loop.sync_adapters()
+            assert not back.loaded
+            assert not await loop.update_once()
+            await loop.try_again()
+            assert "base model and the trainer's differ" in (loop._breaker.why or "")
+            assert not await loop.update_once()
+            assert (await bench.consumed(), await bench.claimed()) == (4, 4)
+            # It has the right one again.
+            back.logprobs = {"m": OWN, "m@trial": OWN, "m@2": -3.0}
+            assert await try_again(loop)
+            assert set(back.loaded) == {"m@2"}
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}

@@ -1,0 +1,221 @@
+"""One trainer of several policies: whose turn it is, what fails alone, and who goes live when."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from store import claims, version_states
+from tests.support.faults.killing import Killed, killing
+from tests.support.trainer.policies import NAMES, Policies
+from tests.support.waiting import until
+from trainer.errors import AdapterError, FilesUnread
+from trainer.metrics import LEFT
+from trainer.publishing.adapters import version_folder
+from trainer.scheduler import PolicyWorker
+
+
+async def test_the_most_waiting_signal_has_the_turn_in_updates_of_the_policys_own(
+    policies: Policies,
+) -> None:
+    # 16 episodes are two updates of the writer's; 6 are three of the checker's.
+    await policies.fill({"writer": 16, "checker": 6})
+    assert await policies.turns(5) == ["checker", "writer", "checker", "writer", "checker"]
+    assert await policies.serving() == {"writer": 2, "checker": 3}
+
+
+async def test_a_policy_that_fails_does_not_stop_the_other(policies: Policies) -> None:
+    await policies.fill({"writer": 16, "checker": 4})
+    policies.learners["checker"].restore_fails = AdapterError("its files are gone")
+    assert await policies.turns(2) == ["writer", "writer"]
+    assert LEFT.labels("checker")._value.get() == 1
+    # Its episodes are held by its update, which who works on it next gives up.
+    policies.learners["checker"].restore_fails = None
+    assert await policies.turns(2) == ["writer", "writer", "checker", "checker"]
+    assert LEFT.labels("checker")._value.get() == 0
+
+
+async def test_a_trainer_of_which_all_policies_fail_ends(policies: Policies) -> None:
+    await policies.fill({"writer": 16, "checker": 4})
+    for learner in policies.learners.values():
+        learner.restore_fails = AdapterError("its files are gone")
+    async with policies.scheduler() as scheduler:
+        with pytest.raises(AdapterError, match="its files are gone"):
+            await asyncio.wait_for(scheduler.run(0.01, once=True), 30)
+
+
+async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_read(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.scheduler.FIRST_PAUSE_S", 0.05)
+    await policies.fill({"checker": 2})
+    learner = policies.learners["checker"]
+    learner.restore_fails = FilesUnread("weights cannot be read (Input/output error)")
+    async with policies.scheduler(["checker"]) as scheduler:
+        # It has no other policy, and does not end.
+        work = asyncio.create_task(scheduler.run(0.01, once=True))
+        await until(lambda: LEFT.labels("checker")._value.get() == 1)
+        await until(lambda: work.done() or scheduler._workers["checker"]._failures > 1)
+        assert not work.done()
+        learner.restore_fails = None
+        await asyncio.wait_for(work, 30)
+    assert await policies.states() == {"checker@1": "serving"}
+    assert LEFT.labels("checker")._value.get() == 0
+
+
+async def test_a_rejected_version_of_one_does_not_stop_the_other(policies: Policies) -> None:
+    await policies.fill({"writer": 8, "checker": 6})
+    policies.learners["checker"].served_off = -5.0
+    # After two in a row it holds, and its other episodes wait.
+    async with policies.scheduler() as scheduler:
+        for _ in range(6):
+            await scheduler._turn(await scheduler._take_up())
+    assert sorted(await policies.updates()) == ["checker"] * 2 + ["writer"]
+    assert await policies.serving() == {"writer": 1, "checker": 0}
+    assert [s for name, s in (await policies.states()).items() if "checker" in name] == [
+        "rejected"
+    ] * 2
+
+
+async def test_a_policy_that_another_trainer_holds_is_passed_over_meanwhile(
+    policies: Policies,
+) -> None:
+    await policies.fill({"writer": 8, "checker": 8})
+    async with policies.engine.connect() as other:
+        assert await claims.hold_policy(other, "checker")
+        assert await policies.turns(1) == ["writer"]
+        await other.invalidate()
+    assert await policies.turns(1) == ["writer", "checker"]
+
+
+async def test_a_policy_that_was_left_may_be_another_trainers(policies: Policies) -> None:
+    await policies.fill({"writer": 8, "checker": 8})
+    policies.learners["checker"].restore_fails = AdapterError("its files are gone")
+    async with policies.scheduler() as scheduler, policies.engine.connect() as other:
+        await scheduler._turn(await scheduler._take_up())
+        assert await claims.hold_policy(other, "checker")
+        assert not await claims.hold_policy(other, "writer")
+        await other.invalidate()
+
+
+async def test_what_it_takes_to_begin_makes_no_pause(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may take a minute to come up; the store is looked at as often as before."""
+    looks, now, taken = 0, 0.0, PolicyWorker.take_up
+    looked_again = asyncio.Event()
+
+    async def slowly(self: PolicyWorker, guard: Any, engine: Any) -> bool:
+        nonlocal looks, now
+        looks, now = looks + 1, now + 60.0
+        if looks > 1:
+            looked_again.set()
+        return await taken(self, guard, engine)
+
+    monkeypatch.setattr(PolicyWorker, "take_up", slowly)
+    # No time passes but in beginning: else the pause would depend on the machine.
+    monkeypatch.setattr("trainer.scheduler.perf_counter", lambda: now)
+    async with policies.scheduler(["writer"]) as scheduler:
+        running = asyncio.create_task(scheduler.run(0.01, once=False))
+        try:
+            # Ten times a minute's beginning would be ten minutes.
+            await asyncio.wait_for(looked_again.wait(), 120.0)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+    assert looks > 1
+
+
+# Versions that go live together
+
+
+@pytest.fixture
+def together(policies: Policies) -> Policies:
+    policies.together = dict.fromkeys(NAMES, NAMES)
+    return policies
+
+
+async def test_versions_that_go_live_together_do_so_in_one_transaction(together: Policies) -> None:
+    await together.fill({"writer": 8, "checker": 8})
+    assert len(await together.turns(1)) == 1
+    assert list((await together.states()).values()) == ["ready"]
+    assert await together.serving() == {"writer": 0, "checker": 0}
+    assert sorted(await together.turns(1)) == ["checker", "writer"]
+    assert await together.serving() == {"writer": 1, "checker": 1}
+    async with together.engine.connect() as connection:
+        query = text("SELECT count(DISTINCT changed_at) FROM policies WHERE state = 'serving'")
+        assert await connection.scalar(query) == 1
+
+
+async def test_a_policy_trains_no_further_while_its_version_waits(together: Policies) -> None:
+    await together.fill({"writer": 24})
+    assert await together.turns(1) == ["writer"]
+    await together.turn()
+    assert await together.updates() == ["writer"]
+
+
+async def test_one_without_a_version_does_not_hold_the_other_for_ever(together: Policies) -> None:
+    await together.fill({"writer": 24})
+    await together.turns(1)
+    together.wait_s = 1e-6
+    await together.turn()
+    assert await together.serving() == {"writer": 1, "checker": 0}
+    # And it trains on.
+    assert await together.updates() == ["writer", "writer"]
+
+
+async def test_a_rejected_one_keeps_all_at_their_old_versions_until_the_next(
+    together: Policies,
+) -> None:
+    await together.fill({"writer": 8, "checker": 2})
+    together.learners["checker"].served_off = -5.0
+    await together.turns(2)
+    assert await together.states() == {"writer@1": "ready", "checker@1": "rejected"}
+    assert await together.serving() == {"writer": 0, "checker": 0}
+    together.learners["checker"].served_off = 0.0
+    await together.fill({"checker": 2}, "u")
+    await together.turns(1)
+    assert await together.serving() == {"writer": 1, "checker": 2}
+
+
+@pytest.mark.parametrize("first", [("writer",), ("checker",)])
+async def test_two_trainers_bring_them_live_together(together: Policies, first: tuple[str]) -> None:
+    await together.fill({"writer": 8, "checker": 2})
+    await together.turn(first)
+    assert set((await together.states()).values()) == {"ready"}
+    await together.turn([name for name in NAMES if name not in first])
+    assert await together.serving() == {"writer": 1, "checker": 1}
+
+
+async def test_a_server_that_was_restarted_loads_what_waits_again(together: Policies) -> None:
+    await together.fill({"writer": 8})
+    await together.turns(1)
+    together.fake.loaded.clear()
+    await together.turn()
+    assert list(together.fake.loaded) == ["writer@1"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", ["make_ready", "promote", "promote_together"])
+async def test_killed_as_they_go_live_none_is_live_alone(
+    together: Policies, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    await together.fill({"writer": 8, "checker": 2})
+    await together.turns(1)
+    killing(version_states, step, after=after)(monkeypatch)
+    with pytest.raises(Killed):
+        await together.turn()
+    assert await together.serving() == {"writer": 0, "checker": 0}
+    await together.turn()
+    assert await together.serving() == {"writer": 1, "checker": 1}
+
+
+async def test_a_version_that_waits_is_not_one_that_is_written_again(together: Policies) -> None:
+    await together.fill({"writer": 8})
+    await together.turns(1)
+    assert version_folder(together.folder, "writer", 1).exists()
+    # Policies that need no longer go live together do so by themselves.
+    together.together = {}
+    await together.turn()
+    assert await together.serving() == {"writer": 1, "checker": 0}

@@ -1,0 +1,300 @@
+"""Run a trainer's loop on real tables, with a learner that only takes its steps."""
+
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import pytest
+from prometheus_client import REGISTRY
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store import claims, version_states
+from store.claims import UpdateRow, list_updates
+from store.read.stats import totals
+from store.records import CallRecord, SpoolRecord
+from store.schema.tables import consumptions, episode_policies
+from store.version_queries import list_versions, numbered_version
+from store.version_states import ensure_base
+from store.versions import PolicyVersion
+from store.write.ingest import ingest
+from tests.support.faults.killing import Killed, killing
+from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import FakeModelServer
+from trainer.batches import Row, bare_row
+from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
+from trainer.loop import Loop
+from trainer.publishing import adapters
+from trainer.publishing.adapters import write_base
+from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.publisher import Publisher
+from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
+from trainer.settings import TrainerSettings
+from trainer.updates.circuit_breaker import PauseReason
+
+RECIPE: Final = Recipe(
+    claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
+    publish=PublishOptions(retire_after_s=1e9),
+)
+# The log-probability of any token of any row by the scripted learner, and by a server that fits.
+OWN: Final = -0.5
+
+
+class FakeLearner:
+    """Count what it trains on. The real one is tested by itself; here only the steps matter."""
+
+    def __init__(self, server: FakeModelServer, folder: Path, policy: str = "m") -> None:
+        self._server = server
+        self._policy = policy
+        self._versions = folder.resolve() / policy
+        self.updates = 0
+        self.restored: Path | None = None
+        # The versions asked for missing log-probabilities, and of how many rows.
+        self.asked: list[tuple[Path | None, int]] = []
+        self.fails: LearnerError | None = None
+        self.restore_fails: Exception | None = None
+        # Set: the first row of each update was sampled from another model.
+        self.drifts = False
+        self.interrupted = threading.Event()
+        # Set: an update goes on until it is interrupted.
+        self.slow = False
+        self.full_disk = 0
+        # How far from the base model each update ends, if it measures that.
+        self.kl_to_base: float | None = None
+        # How much higher the server's log-probabilities of a version are than the trainer's.
+        self.served_off = 0.0
+        # Adapters that were written for self-tests, and what the server makes of them.
+        self.trials = 0
+        self.trial_logprob = OWN
+        # Set once it does what a test waits for.
+        self.begun = threading.Event()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def restore(self, adapter: Path | None) -> None:
+        if self.restore_fails:
+            raise self.restore_fails
+        self.restored = adapter
+
+    @property
+    def parent(self) -> int:
+        """Return the version that the last update trained on from."""
+        return 0 if self.restored is None else int(self.restored.name)
+
+    def update(self, rows: Any, step_share: float = 1.0) -> dict[str, Any]:
+        if self.fails:
+            raise self.fails
+        if self.drifts:
+            odd = {rows[0].episode_id: "by 0.3"}
+            raise DriftOutOfBounds("server and trainer differ", odd, {})
+        if self.slow:
+            self.begun.set()
+            assert self.interrupted.wait(10.0)
+            raise Interrupted("stopped")
+        self.updates += 1
+        measured = {} if self.kl_to_base is None else {"kl_to_base": self.kl_to_base}
+        return {"loss": 0.5, "rows": len(rows), **measured}
+
+    def save(self, folder: Path) -> None:
+        if self.full_disk:
+            self.full_disk -= 1
+            self.begun.set()
+            (folder / "half").write_bytes(b"weig")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        write_base(folder, f"base of {len(list(self._versions.glob('[0-9]*')))}")
+
+    def misfit(self, adapter: Path) -> str | None:
+        return None
+
+    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+        self.trials += 1
+        self._server.logprobs[f"{self._policy}@{folder.name}"] = self.trial_logprob
+        return self.probe_rows()
+
+    def probe_rows(self) -> list[Row]:
+        return [bare_row(0, [1, 2, 3], [4, 5])]
+
+    def rehearse(self) -> None:
+        if self.fails:
+            raise self.fails
+
+    def why_unreplayable(self, distribution: Any, sampled_ids: Any) -> str | None:
+        return None
+
+    def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
+        if not all(row.sampled_logprobs for row in rows):
+            self.asked.append((adapter, len(rows)))
+        return [[OWN] * len(row.sampled_ids) for row in rows]
+
+    def saved_as(self, adapter: Path) -> None:
+        assert adapter.parent == self._versions
+
+    def logprobs(self, rows: Any) -> list[list[float]]:
+        """Give every token −1 − N by version N, here and on the server."""
+        version = 1 + max((int(one.name) for one in self._versions.glob("[0-9]*")), default=0)
+        value = -1.0 - version
+        self._server.logprobs.setdefault(f"{self._policy}@{version}", value + self.served_off)
+        return [[value] * len(row.sampled_ids) for row in rows]
+
+
+def unchanged(task: int, member: int) -> dict[str, Any]:
+    return {}
+
+
+class Bench:
+    """Run a loop on real tables: policy `m`, a scripted learner and a scripted model server."""
+
+    def __init__(self, engine: AsyncEngine, server: FakeModelServer, folder: Path) -> None:
+        self.engine = engine
+        self.fake = server
+        self.folder = folder
+        self.recipe = RECIPE
+        self.slots: int | None = None
+        self.learner: Any = FakeLearner(server, folder)
+        server.logprobs["m"] = OWN
+
+    def restart(self) -> None:
+        """Forget the learner, as the end of a process does."""
+        self.learner = FakeLearner(self.fake, self.folder)
+
+    def change(self, section: str, **options: Any) -> None:
+        """Change options of a section of the recipe."""
+        changed = getattr(self.recipe, section).model_copy(update=options)
+        self.recipe = self.recipe.model_copy(update={section: changed})
+
+    async def fill(
+        self,
+        name: str = "t",
+        each: Callable[[int, int], dict[str, Any]] = unchanged,
+        *,
+        groups: int = 2,
+        rewards: Sequence[float] = (0.0, 1.0),
+        **changes: Any,
+    ) -> list[CallRecord]:
+        """Store groups of scored episodes of one call; a group has an episode for each reward.
+
+        `each` changes the call of one member of one task, `changes` that of all.
+        """
+        calls: list[CallRecord] = []
+        records: list[SpoolRecord] = []
+        for task in range(groups):
+            for member, value in enumerate(rewards):
+                episode, made = f"{name}{task}-{member}", tokens([1, 2, task], [4 + member])
+                asked = {"task": f"{name}{task}", "tokens": made} | changes | each(task, member)
+                calls.append(call(episode, **asked))
+                records += [calls[-1], reward(value, episode=episode)]
+        async with self.engine.begin() as connection:
+            await ensure_base(connection, "m")
+            await ingest(connection, records)
+        return calls
+
+    def loop(self, servers: Replicas) -> Loop:
+        publisher = Publisher(self.engine, servers, "m", self.recipe.publish, gate=self.recipe.gate)
+        settings = TrainerSettings(adapter_dir=self.folder)
+        return Loop(settings, self.recipe, self.engine, publisher, self.learner, "m")
+
+    @asynccontextmanager
+    async def working(self, *urls: str) -> AsyncIterator[Loop]:
+        """Start a trainer on the scripted model server, or on those at `urls`."""
+        async with Replicas(urls or [self.fake.url], self.slots) as servers:
+            loop = self.loop(servers)
+            await loop.recover()
+            yield loop
+
+    async def run_once(self) -> bool:
+        async with self.working() as loop:
+            return await loop.update_once()
+
+    async def update(self, *names: str, **fill: Any) -> None:
+        """Run an update for each of these sets of episodes, by a trainer of its own."""
+        for name in names:
+            await self.fill(name, **fill)
+            assert await self.run_once()
+
+    async def run_killed(
+        self, monkeypatch: pytest.MonkeyPatch, kill: Callable[[pytest.MonkeyPatch], None]
+    ) -> None:
+        """Run a trainer until it is killed."""
+        kill(monkeypatch)
+        with pytest.raises(Killed):
+            await self.run_once()
+        self.restart()
+
+    async def states(self) -> dict[int, str]:
+        async with self.engine.connect() as connection:
+            return {v.version: v.state for v in await list_versions(connection, "m")}
+
+    async def version(self, number: int) -> PolicyVersion:
+        async with self.engine.connect() as connection:
+            found = await numbered_version(connection, "m", number)
+        assert found is not None
+        return found
+
+    async def updates(self) -> list[UpdateRow]:
+        async with self.engine.connect() as connection:
+            return await list_updates(connection, "m")
+
+    async def last_metrics(self) -> dict[str, Any]:
+        return dict((await self.updates())[-1].metrics)
+
+    async def consumed(self) -> int:
+        async with self.engine.connect() as connection:
+            return len((await connection.execute(select(consumptions.c.episode_id))).all())
+
+    async def claimed(self) -> int:
+        """Return how many episodes are held by an update."""
+        held = episode_policies.c.claimed_by.is_not(None)
+        query = select(func.count()).select_from(episode_policies).where(held)
+        async with self.engine.connect() as connection:
+            return int(await connection.scalar(query) or 0)
+
+    async def assert_spent_once(self, episodes: int) -> None:
+        async with self.engine.connect() as connection:
+            counted = await totals(connection)
+        assert counted.consumed_episodes == episodes
+        assert counted.twice_consumed_episodes == 0
+
+
+def gauge(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"policy": "m"})
+
+
+def paused_for() -> list[str]:
+    """Return why training is paused, as `/metrics` says."""
+    found = {
+        sample.labels["reason"]: sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "pawl_trainer_paused" and sample.labels["policy"] == "m"
+    }
+    assert set(found) == set(get_args(PauseReason))
+    return [reason for reason, value in found.items() if value]
+
+
+async def try_again(loop: Loop) -> bool:
+    """Do what the loop does once its pause is over."""
+    loop._breaker._test_at = 0.0
+    await loop.try_again()
+    return await loop.update_once()
+
+
+STEPS = {
+    "before training": killing(FakeLearner, "update", after=False),
+    "after training": killing(FakeLearner, "update", after=True),
+    "while saving": killing(FakeLearner, "save", after=True),
+    "before the version exists": killing(adapters, "write_version", after=False),
+    "after the version exists": killing(adapters, "write_version", after=True),
+    "before consuming": killing(claims, "consume", after=False),
+    "within the consuming transaction": killing(claims, "consume", after=True),
+    "before publishing": killing(Publisher, "publish", after=False),
+    "after loading": killing(ModelServer, "load", after=True),
+    "before promoting": killing(version_states, "promote", after=False),
+    "within the promoting transaction": killing(version_states, "promote", after=True),
+    "after promoting": killing(Publisher, "publish", after=True),
+}
