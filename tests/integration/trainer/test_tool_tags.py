@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from proxy.formats.sampling import TAGS
-from store.values.sampling import Choice, Distribution, Grammar, OfferedTool, ToolTag, text_of
+from store.values.grammars import Choice, Grammar, OfferedTool, ToolTag, text_of
+from store.values.sampling import Distribution
 from tests.support.training import PLAIN
 from trainer.learners.replay.grammars import NO_GRAMMAR, OUTSIDE, Grammars, allowed
 

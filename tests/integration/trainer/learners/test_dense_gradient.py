@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from store.values.sampling import Grammar
+from store.values.grammars import Grammar
 from tests.integration.trainer.learners.test_learner import shake
 from tests.integration.trainer.learners.test_replay import (
     WORDS,

@@ -15,7 +15,8 @@ import xgrammar
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from store.values.sampling import Distribution, Grammar
+from store.values.grammars import Grammar
+from store.values.sampling import Distribution
 from tests.support.training import PLAIN, recipe, rows
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner

@@ -13,7 +13,8 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.values.sampling import Distribution, Grammar
+from store.values.grammars import Grammar
+from store.values.sampling import Distribution
 from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import filled, learner, lineage, saved, without

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from store.values.sampling import Distribution, Grammar
+from store.values.grammars import Grammar
+from store.values.sampling import Distribution
 from tests.support.training import PLAIN, rows
 from trainer.batches import Row
 from trainer.learners.kernels.head import CHUNK, head_logprobs
