@@ -95,18 +95,18 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     Raises:
         TrainerError: a recipe cannot be read, or two cannot share a base model.
     """
-    recipes = [_load_recipe(one) for one in chosen]
-    for one, recipe in zip(chosen[1:], recipes[1:], strict=True):
+    recipes = [_load_recipe(policy) for policy in chosen]
+    for policy, recipe in zip(chosen[1:], recipes[1:], strict=True):
         for key in ("dtype", "batch.gradient_checkpointing"):
             first, other = attrgetter(key)(recipes[0]), attrgetter(key)(recipe)
             if first != other:
                 raise TrainerError(
-                    f"the recipes of {chosen[0].policy!r} and {one.policy!r} have {key} ="
+                    f"the recipes of {chosen[0].policy!r} and {policy.policy!r} have {key} ="
                     f" {first!r} and {other!r}, and they share one base model: set the same, or"
                     " start a trainer for each with PAWL_POLICY"
                 )
-    for one, recipe in zip(chosen, recipes, strict=True):
-        check_gate(one, recipe)
+    for policy, recipe in zip(chosen, recipes, strict=True):
+        check_gate(policy, recipe)
     return recipes
 
 
@@ -158,7 +158,7 @@ def importing_policy(
         )
     specs = () if table is None else table.specs
     whose = "" if tenant is None else f" of tenant {tenant!r}"
-    trained = [one.name for one in specs if one.trained and tenant in (None, one.tenant)]
+    trained = [spec.name for spec in specs if spec.trained and tenant in (None, spec.tenant)]
     if table is not None and name not in trained:
         raise TrainerError(
             f"{settings.policies} has no policy {name!r}{whose} with trained = true, and no other"

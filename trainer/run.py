@@ -90,9 +90,9 @@ async def _work(
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [
             _worker(
-                settings, one, recipe, servers, leader.learners[policy], policy, breakers[policy]
+                settings, choice, recipe, servers, leader.learners[policy], policy, breakers[policy]
             )
-            for one, recipe, policy in zip(chosen, recipes, policies, strict=True)
+            for choice, recipe, policy in zip(chosen, recipes, policies, strict=True)
         ]
         stack.callback(leader.interrupt)
         while True:
@@ -155,7 +155,7 @@ async def _policies_and_model(
     settings: TrainerSettings, chosen: Sequence[Chosen], servers: Replicas
 ) -> tuple[list[str], str]:
     """Return the policies' names and their base model, from the settings or the model server."""
-    named = [one.policy for one in chosen if one.policy]
+    named = [policy.policy for policy in chosen if policy.policy]
     if named and settings.model:
         return named, settings.model
     while True:

@@ -101,7 +101,7 @@ def assign_credit(
     def why(episode: Episode) -> str | None:
         return _stale(episode, oldest_version) or withheld.get(episode.id)
 
-    accounted = [one for group in groups for one in _account(group, policy, reward, why)]
+    accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
     credited = credit_accounts(accounts, rule, baselines, kept)
     flat = [pair for group in accounted for pair in group]
@@ -248,22 +248,24 @@ def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list
     """
     reasons: dict[int, str] = {}
     for _, group in groupby(enumerate(episodes), key=lambda pair: pair[1].group):
-        reasons |= _left_out([(index, one) for index, one in group if _may_be_kept(one)], rule)
+        reasons |= _left_out(
+            [(index, episode) for index, episode in group if _may_be_kept(episode)], rule
+        )
     return [
         msgspec.structs.replace(
-            one, account=msgspec.structs.replace(one.account, withheld=reasons[index])
+            episode, account=msgspec.structs.replace(episode.account, withheld=reasons[index])
         )
         if index in reasons
-        else one
-        for index, one in enumerate(episodes)
+        else episode
+        for index, episode in enumerate(episodes)
     ]
 
 
-def _may_be_kept(one: EpisodeReturns) -> bool:
-    account = one.account
+def _may_be_kept(episode: EpisodeReturns) -> bool:
+    account = episode.account
     if account.excluded is not None or account.earlier or account.withheld is not None:
         return False
-    is_scored = mean_return(one.returns).r_final is not None
+    is_scored = mean_return(episode.returns).r_final is not None
     return is_scored and any(call.trainable for call in account.calls)
 
 
@@ -271,8 +273,8 @@ def _left_out(group: Iterable[tuple[int, EpisodeReturns]], rule: SftOptions) -> 
     """Return why, by index, for the members of a group that are not kept."""
     ranked: list[tuple[float, int]] = []
     reasons: dict[int, str] = {}
-    for index, one in group:
-        mean = mean_return(one.returns)
+    for index, episode in group:
+        mean = mean_return(episode.returns)
         assert mean.r_final is not None
         if mean.r_final < rule.min_reward:
             reasons[index] = LOW_REWARD

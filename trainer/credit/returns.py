@@ -135,18 +135,20 @@ def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[Reward]
     return [_or_whole(own, of_episode) for own in single]
 
 
-def _or_whole(own: Reward, whole: Reward) -> Reward:
+def _or_whole(own: Reward, of_episode: Reward) -> Reward:
     """Return a call's own reward, or its episode's; of two that lack something, what it lacks."""
-    return own if own.value is not None or (whole.value is None and own.lacks) else whole
+    return own if own.value is not None or (of_episode.value is None and own.lacks) else of_episode
 
 
 def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
     own = [call.earned for call in episode.calls if call.agent == agent]
-    values = [one.value for one in own if one.value is not None]
+    values = [reward.value for reward in own if reward.value is not None]
     if not values:
-        return next((one for one in own if one.lacks is not None), UNSCORED)
-    scored = [one.parts for one in own if one.value is not None]
-    parts = {metric: mean_of([one[metric] for one in scored]) for metric in scored[0]}
+        return next((reward for reward in own if reward.lacks is not None), UNSCORED)
+    scored = [reward.parts for reward in own if reward.value is not None]
+    parts = {
+        metric: mean_of([parts_of_call[metric] for parts_of_call in scored]) for metric in scored[0]
+    }
     return Reward(value=mean_of(values), parts=parts)
 
 

@@ -262,10 +262,10 @@ def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> N
     """
     folder = version_folder / STATE
     folder.mkdir(exist_ok=True)
-    for name, one in objects.items():
+    for name, stateful in objects.items():
         # Serialised in memory: torch's own file writer hides the reason of a failed write.
         written = io.BytesIO()
-        torch.save(one.state_dict(), written)
+        torch.save(stateful.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
     write_base(version_folder, base)
 
@@ -293,7 +293,7 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
         AdapterError: a file is damaged; the message names it and the remedy.
         FilesUnread: a file cannot be read for now.
     """
-    for name, one in objects.items():
+    for name, stateful in objects.items():
         path = version_folder / STATE / f"{name}.pt"
         if not path.exists():
             log.warning("state_starts_anew", part=name, version=version_folder.name)
@@ -301,7 +301,7 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
         try:
             with reading(path):
                 state = torch.load(path, weights_only=True)
-            one.load_state_dict(_with_recipe_settings(one, state))
+            stateful.load_state_dict(_with_recipe_settings(stateful, state))
         except FilesUnread:
             raise
         except Exception as error:

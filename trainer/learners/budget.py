@@ -154,7 +154,7 @@ class Budget:
         A row no longer than one that was computed before is not to blame: the memory was taken by
         something else since.
         """
-        shortest = min(rows, key=lambda one: len(one.ids))
+        shortest = min(rows, key=lambda other: len(other.ids))
         size = len(row.ids)
         if size <= max(self._longest, len(shortest.ids)) or fits(row) or not fits(shortest):
             return
@@ -162,9 +162,9 @@ class Budget:
             f"a call of {size} tokens does not fit into memory by itself: its episode is not"
             f" trained; to train such calls, {REMEDY}",
             {
-                one.episode_id: f"a call of {len(one.ids)} tokens is too long for the memory"
-                for one in rows
-                if len(one.ids) >= size
+                other.episode_id: f"a call of {len(other.ids)} tokens is too long for the memory"
+                for other in rows
+                if len(other.ids) >= size
             },
             reason=TOO_LONG,
         )

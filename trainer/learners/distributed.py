@@ -184,7 +184,7 @@ def agree(learner: "Learner", own: Exception | None) -> None:
     """
     is_reported = isinstance(own, TrainerError)
     reported = (str(own), isinstance(own, ShortOfMemory)) if is_reported else None
-    failures = [one for one in learner.processes.gather(reported) if one is not None]
+    failures = [failure for failure in learner.processes.gather(reported) if failure is not None]
     if own is not None or not failures:
         return
     learner.let_go()

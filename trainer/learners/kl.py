@@ -181,7 +181,7 @@ def kl_figures(
         Unusable: it is not finite, so neither is the policy.
     """
     values = {key: own for part in measured for key, own in part.items()}
-    each = [one for row in rows for one in values[row.key]]
+    each = [value for row in rows for value in values[row.key]]
     mean = math.fsum(each) / len(each)
     if not math.isfinite(mean):
         raise Unusable(f"the KL of the trained policy to its base model is {mean}: it is not kept")

@@ -173,14 +173,14 @@ class Learner:
         rows = self._trainer.prepare(rows, view)
         trained, off_policy = self._take_steps(rows, newest)
         metrics = self._take_metrics()
-        far = self._meter(rows)
+        distance = self._meter(rows)
         give_freed_memory_back()
         return {
             **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
             **metrics,
-            **far,
+            **distance,
         }
 
     def _take_steps(

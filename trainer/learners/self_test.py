@@ -94,7 +94,7 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
 
     They repeat the ids of `texts`; half of them count as good and half as bad.
     """
-    ids = [one for row in texts for one in row.ids]
+    ids = [token for row in texts for token in row.ids]
     length = max(4, min(LONGEST, tokens // 2))
     count = 2 * max(1, tokens // length // 2)
     rows = []

@@ -84,7 +84,7 @@ class Step:
         for rows in self._share(micro_batches):
             with needs_memory(rows):
                 results.append(view(rows))
-        return [one for share in self._processes.gather(results) for one in share]
+        return [result for share in self._processes.gather(results) for result in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
         for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
@@ -114,10 +114,10 @@ class Step:
                 self._trainer.accelerator.backward(own)
                 loss += float(own.detach())
         check_drift()
-        whole = sum(self._processes.gather(loss))
-        if not math.isfinite(whole):
-            raise Unusable(f"the loss is {whole}: the update was not applied")
-        return whole, self._apply()
+        total = sum(self._processes.gather(loss))
+        if not math.isfinite(total):
+            raise Unusable(f"the loss is {total}: the update was not applied")
+        return total, self._apply()
 
     def stop_if_asked(self) -> None:
         """Stop all processes at the same micro-batch if one was asked to stop.
@@ -214,7 +214,7 @@ def _is_finite(trainer: Any, row: Row) -> bool:
         return False
     trainer.accelerator.backward(loss)
     policy, critic = trainer.trained_parameters()
-    grads = [one.grad for one in (*policy, *critic) if one.grad is not None]
+    grads = [parameter.grad for parameter in (*policy, *critic) if parameter.grad is not None]
     finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
     trainer.optimizer.zero_grad()
     return finite

@@ -47,10 +47,10 @@ def spaced(served: Sequence[OnceServed]) -> set[int]:
         served: those whose files are there, the last first.
     """
     kept = list(served[:1])
-    for one, before in pairwise(served[1:]):
+    for version, before in pairwise(served[1:]):
         if before.place > SPARSE * kept[-1].place:
-            kept.append(one)
-    return {one.version for one in (*kept, *served[-1:])}
+            kept.append(version)
+    return {version.version for version in (*kept, *served[-1:])}
 
 
 def kept_files(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[int]:
@@ -60,8 +60,8 @@ def kept_files(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[
     the episodes, a fall may be found long after it began, and so the traffic may go back a long
     way.
     """
-    in_use = _numbers(one for one in versions if one.state in IN_USE)
-    is_watched = any(one.version == 0 and one.share for one in versions)
+    in_use = _numbers(version for version in versions if version.state in IN_USE)
+    is_watched = any(version.version == 0 and version.share for version in versions)
     far = spaced(back.served) if is_watched else set()
     return in_use | _last_good(versions, back) | far
 
@@ -72,7 +72,7 @@ def kept_states(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set
     That is the one with the traffic, the one before it, and those that may still get it. What has
     the traffic again after a longer way back starts anew.
     """
-    heads = _numbers(one for one in versions if one.state in HEADS)
+    heads = _numbers(version for version in versions if version.state in HEADS)
     return heads | _last_good(versions, back)
 
 
@@ -93,7 +93,7 @@ def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list
     They are marked as deleted, or no update recorded them. A folder above all versions that have
     files stays: it keeps its number from being given again.
     """
-    there = _numbers(one for one in versions if not one.files_deleted)
+    there = _numbers(version for version in versions if not version.files_deleted)
     newest = max(there, default=0)
     return [number for number in folders if number not in there and number < newest]
 
@@ -104,7 +104,7 @@ def _last_good(versions: Sequence[PolicyVersion], back: RollbackTargets) -> set[
 
 
 def _numbers(versions: Iterable[PolicyVersion]) -> set[int]:
-    return {one.version for one in versions}
+    return {version.version for version in versions}
 
 
 log = structlog.get_logger()
@@ -170,7 +170,7 @@ class Cleaning:
         loaded = await self._loaded()
         if loaded is None:
             return set()
-        free = [one.version for one in unasked if one.served_name not in loaded]
+        free = [version.version for version in unasked if version.served_name not in loaded]
         async with self._engine.begin() as connection:
             return await mark_deleted(connection, self._policy, free)
 

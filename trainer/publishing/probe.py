@@ -77,8 +77,8 @@ def _pairs(
 ) -> list[tuple[float, float]]:
     return [
         pair
-        for one, other in zip(left, right, strict=True)
-        for pair in zip(one, other, strict=True)
+        for left_row, right_row in zip(left, right, strict=True)
+        for pair in zip(left_row, right_row, strict=True)
     ]
 
 

@@ -537,7 +537,9 @@ class Recipe(RecipeOptions):
     def _groups_are_compared(self) -> "Recipe":
         """Refuse groups of one with a baseline that compares an episode with its group."""
         if BASELINES[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
-            others = [f'"{name}"' for name, one in BASELINES.items() if not one.needs_group]
+            others = [
+                f'"{name}"' for name, baseline in BASELINES.items() if not baseline.needs_group
+            ]
             key = "group_size" if self.claim.group_size == 1 else "smallest_group"
             raise ValueError(
                 f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "

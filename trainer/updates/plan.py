@@ -151,7 +151,9 @@ def _signal_groups(
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.claim.group_size == 1:
         return len(trained)
-    groups = [group for group in claim.groups if any(one.id in trained for one in group.episodes)]
+    groups = [
+        group for group in claim.groups if any(episode.id in trained for episode in group.episodes)
+    ]
     if recipe.kept is not None:
         return len(groups)
     of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
@@ -161,7 +163,7 @@ def _signal_groups(
 def _finals_differ(group: Group, credited: Credited) -> bool:
     """Return whether the group's final rewards differ, or are compared with earlier ones."""
     returns = [credited.returns.get(episode.id) for episode in group.episodes]
-    finals = {one.r_final for one in returns if one is not None and one.r_final is not None}
+    finals = {mean.r_final for mean in returns if mean is not None and mean.r_final is not None}
     return bool(group.earlier) or len(finals) > 1
 
 

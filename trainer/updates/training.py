@@ -99,11 +99,11 @@ class Training:
             return plan
         limits = recipe.off_policy
         rows, shares = await self._measure(parent, plan.rows, limits.ratio_cap)
-        far = too_far(shares, limits.min_effective_sample)
-        if looks_like_a_fault(len(far), len(shares)):
-            await doubt(len(far), len(shares))
-        if far:
-            left_out = msgspec.structs.replace(left_out, off_policy_episodes=far)
+        distant = too_far(shares, limits.min_effective_sample)
+        if looks_like_a_fault(len(distant), len(shares)):
+            await doubt(len(distant), len(shares))
+        if distant:
+            left_out = msgspec.structs.replace(left_out, off_policy_episodes=distant)
             plan = plan_update(claim, recipe, left_out)
         logprobs = {row.key: row.sampled_logprobs for row in rows}
         return msgspec.structs.replace(

@@ -139,7 +139,7 @@ def _chunks(
     """Yield parts of the rows, of at most `size` rows each, that are shaped alike."""
     plain = shapings[0].start if shapings else rows
     parts: list[tuple[int, int, Shaping | None]] = [(0, plain, None)]
-    parts += [(one.start, one.stop, one) for one in shapings]
+    parts += [(shaping.start, shaping.stop, shaping) for shaping in shapings]
     for first, last, shaping in parts:
         for start in range(first, last, size):
             yield start, min(start + size, last), shaping
@@ -190,7 +190,7 @@ def head_kl(own: Tensor, other: Tensor, head: Tensor) -> Tensor:
     size = max(1, CHUNK[own.device.type] // (2 * len(head)))
     chunks = zip(own.split(size), other.split(size), strict=True)
     parts = [
-        logits_kl(wide_product(one, head), wide_product(another, head)) for one, another in chunks
+        logits_kl(wide_product(here, head), wide_product(there, head)) for here, there in chunks
     ]
     return torch.cat(parts)
 

@@ -32,11 +32,11 @@ class View(NamedTuple):
     @classmethod
     def of(cls, views: Iterable["View"]) -> "View":
         """Merge the views of all micro-batches into one."""
-        whole = cls({}, {}, {})
+        merged = cls({}, {}, {})
         for view in views:
-            for all_of_it, some in zip(whole, view, strict=True):
-                all_of_it.update(some)
-        return whole
+            for all_values, own in zip(merged, view, strict=True):
+                all_values.update(own)
+        return merged
 
 
 class StoredRows:

@@ -194,51 +194,55 @@ def _objects(schema: Any) -> Iterator[Schema]:
     """Yield all objects in a schema; lists within lists are not looked into."""
     waiting = [schema] if isinstance(schema, dict) else []
     while waiting:
-        one = waiting.pop()
-        yield one
-        for value in one.values():
+        node = waiting.pop()
+        yield node
+        for value in node.values():
             parts = value if isinstance(value, list) else [value]
             waiting += [part for part in parts if isinstance(part, dict)]
 
 
-def _is_odd(one: Schema) -> bool:
-    types, all_of = _types(one), one.get("allOf")
+def _is_odd(schema: Schema) -> bool:
+    types, all_of = _types(schema), schema.get("allOf")
     return (
-        (bool(types & {"integer", "number"}) and "multipleOf" in one)
-        or ("array" in types and any(key in one for key in OF_ARRAYS))
-        or ("string" in types and (_has_odd_format(one) or _is_pattern_of_a_length(one)))
-        or ("object" in types and _has_odd_names(one))
+        (bool(types & {"integer", "number"}) and "multipleOf" in schema)
+        or ("array" in types and any(key in schema for key in OF_ARRAYS))
+        or ("string" in types and (_has_odd_format(schema) or _is_pattern_of_a_length(schema)))
+        or ("object" in types and _has_odd_names(schema))
         or (isinstance(all_of, list) and len(all_of) >= 2)
     )
 
 
-def _types(one: Schema) -> set[str]:
-    types = one.get("type")
+def _types(schema: Schema) -> set[str]:
+    types = schema.get("type")
     return {
         part for part in (types if isinstance(types, list) else [types]) if isinstance(part, str)
     }
 
 
-def _has_odd_format(one: Schema) -> bool:
-    return "format" in one and not (isinstance(one["format"], str) and one["format"] in FORMATS)
+def _has_odd_format(schema: Schema) -> bool:
+    return "format" in schema and not (
+        isinstance(schema["format"], str) and schema["format"] in FORMATS
+    )
 
 
-def _is_pattern_of_a_length(one: Schema) -> bool:
-    return ("pattern" in one or "format" in one) and ("minLength" in one or "maxLength" in one)
+def _is_pattern_of_a_length(schema: Schema) -> bool:
+    return ("pattern" in schema or "format" in schema) and (
+        "minLength" in schema or "maxLength" in schema
+    )
 
 
-def _has_odd_names(one: Schema) -> bool:
+def _has_odd_names(schema: Schema) -> bool:
     """Return whether an object's names are limited in two ways at once."""
-    patterns = one.get("patternProperties")
-    two_patterns = isinstance(patterns, dict) and ("properties" in one or len(patterns) > 1)
-    if two_patterns or "propertyNames" not in one:
+    patterns = schema.get("patternProperties")
+    two_patterns = isinstance(patterns, dict) and ("properties" in schema or len(patterns) > 1)
+    if two_patterns or "propertyNames" not in schema:
         return two_patterns
-    names = one["propertyNames"]
+    names = schema["propertyNames"]
     return (
         (isinstance(names, dict) and _is_pattern_of_a_length(names))
-        or "patternProperties" in one
-        or "properties" in one
-        or one.get("unevaluatedProperties", True) is not True
+        or "patternProperties" in schema
+        or "properties" in schema
+        or schema.get("unevaluatedProperties", True) is not True
     )
 
 
@@ -312,8 +316,8 @@ def _end_after_one_call(node: Any) -> None:
     A schema is no part: it is a plain object.
     """
     if isinstance(node, list | tuple):
-        for one in node:
-            _end_after_one_call(one)
+        for part in node:
+            _end_after_one_call(part)
     elif isinstance(node, BaseModel):
         if FIRST in type(node).model_fields:
             setattr(node, FIRST, True)

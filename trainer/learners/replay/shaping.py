@@ -44,7 +44,10 @@ class Vocabulary:
 
     def spell_out(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows, with the ids of what their settings name."""
-        spelled = {one: self.spelled(one) for one in {row.distribution for row in rows}}
+        spelled = {
+            distribution: self.spelled(distribution)
+            for distribution in {row.distribution for row in rows}
+        }
         return [
             row
             if spelled[row.distribution] is row.distribution
@@ -52,16 +55,16 @@ class Vocabulary:
             for row in rows
         ]
 
-    def spelled(self, one: Distribution) -> Distribution:
+    def spelled(self, settings: Distribution) -> Distribution:
         """Return settings with the ids of what they name."""
-        if one.bad_words:
-            one = msgspec.structs.replace(
-                one, banned_ids=banned_sequences(one.bad_words, self._encode)
+        if settings.bad_words:
+            settings = msgspec.structs.replace(
+                settings, banned_ids=banned_sequences(settings.bad_words, self._encode)
             )
-        if one.min_tokens or one.grammar is not None:
-            stops = self._ends.union(one.stop_token_ids)
-            one = msgspec.structs.replace(one, stop_token_ids=tuple(sorted(stops)))
-        return one
+        if settings.min_tokens or settings.grammar is not None:
+            stops = self._ends.union(settings.stop_token_ids)
+            settings = msgspec.structs.replace(settings, stop_token_ids=tuple(sorted(stops)))
+        return settings
 
     def _encode(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -202,7 +205,7 @@ class History:
     def part(self, start: int, stop: int) -> "History":
         """Return the history of the tokens from `start` to before `stop`."""
         rows, prompts, sampled = (
-            one[start:stop] for one in (self._rows, self._prompts, self.sampled)
+            tensor[start:stop] for tensor in (self._rows, self._prompts, self.sampled)
         )
         return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
 
@@ -341,16 +344,16 @@ class Replayed(NamedTuple):
 def replay(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
     """Return what shaped logits come to; their memory becomes that of `weights`."""
     logits, sampled, factors = shaped
-    whole = logits.logsumexp(-1)
+    normaliser = logits.logsumexp(-1)
     survives = logits[rows, labels] > -math.inf
-    among = torch.where(survives, whole[rows], torch.logaddexp(whole[rows], sampled))
+    among = torch.where(survives, normaliser[rows], torch.logaddexp(normaliser[rows], sampled))
     # Where nothing survives beside the sampled token, p is 0 everywhere.
     least = torch.finfo(logits.dtype).min
-    weights = logits.sub_(whole.clamp(min=least)[:, None]).exp_()
+    weights = logits.sub_(normaliser.clamp(min=least)[:, None]).exp_()
     entropies = torch.special.entr(weights).sum(-1)
     return Replayed(
         logprobs=sampled - among,
-        shares=torch.where(survives, 1.0, (whole[rows] - among).exp()),
+        shares=torch.where(survives, 1.0, (normaliser[rows] - among).exp()),
         factors=torch.ones_like(sampled) if factors is None else factors.of(rows, labels),
         entropies=entropies,
         weights=weights if factors is None else factors.multiply(weights),
@@ -405,10 +408,10 @@ def _nucleus_floor(logits: Tensor, share: float) -> Tensor:
     A token is in it if those above it have less than `share` of the probability together; the
     likeliest always is.
     """
-    whole, words = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+    normaliser, words = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
     for count in sorted({min(TRIED, words), words}):
         best = logits.topk(count).values
-        shares = (best - whole).exp()
+        shares = (best - normaliser).exp()
         sums = shares.cumsum(-1)
         inside = sums - shares < share
         inside[:, 0] = True
