@@ -1,6 +1,6 @@
 """Define the terms of the project (docs/glossary.md) as frozen values.
 
-`CallRecord`, `FeedbackRecord`, `GapRecord` and `LapseRecord` are made by the proxy and kept in the
+`CallRecord`, `FeedbackRecord`, `GapRecord` and `OutageRecord` are made by the proxy and kept in the
 spool. Each has its id from the start, so that storing a record twice has the same effect as storing
 it once.
 """
@@ -235,7 +235,7 @@ class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
     episodes: tuple[str, ...]
 
 
-class LapseRecord(Record, frozen=True, kw_only=True, tag="lapse"):
+class OutageRecord(Record, frozen=True, kw_only=True, tag="outage"):
     """Mark a time in which a worker lost records of calls, and could not say of which episodes."""
 
     id: UUID
@@ -243,7 +243,7 @@ class LapseRecord(Record, frozen=True, kw_only=True, tag="lapse"):
     until: datetime
 
 
-SpoolRecord = CallRecord | FeedbackRecord | GapRecord | LapseRecord
+SpoolRecord = CallRecord | FeedbackRecord | GapRecord | OutageRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ def key_once_deleted(key: str) -> str:
 def names_in(record: SpoolRecord) -> Iterator[Named]:
     """Yield the names by which it is known whether a record, or a part of it, is deleted.
 
-    A lapse names nothing.
+    An outage names nothing.
     """
     if isinstance(record, CallRecord):
         yield "episode", record.episode

@@ -4,7 +4,7 @@ With faults, the spool's disk is full or gives I/O errors for a while between tw
 200 gets a reply that is hard to keep, and as often a segment that nobody can read is laid into the
 spool. A call that is answered meanwhile is stored, or becomes a dead letter with a reason, or its
 record was refused by the disk: then a counter counts it, and the ledger says that its episode
-misses a call, or that calls of that time were lost (a lapse). After a fault nothing is killed
+misses a call, or that calls of that time were lost (an outage). After a fault nothing is killed
 until calls are recorded again, so that the ledger has the names.
 
 `outage` takes the database away for minutes instead: no request notices, and all is stored.
@@ -51,10 +51,11 @@ SLACK_S: Final = 0.5
 # Which kills may fail a call: those of a process that has calls in flight.
 COSTLY: Final[frozenset[Part]] = frozenset({"worker", "supervisor"})
 FOREIGN: Final = b"\x93\x01\x02"
-# Episodes that were under way in a lapse, and may be trained on all the same.
+# Episodes that were under way in an outage, and may be trained on all the same.
 _NOT_ASIDE: Final = """
     SELECT count(*) FROM episodes e WHERE quarantined_reason IS NULL AND EXISTS (
-        SELECT FROM lapses WHERE e.last_call_at >= called_since AND e.first_call_id < began_before)
+        SELECT FROM recording_outages
+        WHERE e.last_call_at >= called_since AND e.first_call_id < began_before)
 """
 
 
@@ -188,7 +189,7 @@ async def _compared(
     if stand.disk is None:
         return {"stored": stored.stored, "missing": stored.missing, "twice": stored.twice}
     ended = await _ends(stand, answered, outcome.times())
-    dropped = len(ended.marked) + len(ended.lapsed)
+    dropped = len(ended.marked) + len(ended.in_outage)
     buried = [path.name for path in (stand.spool / "dead").glob("*.reason") if path.stat().st_size]
     return {
         "stored": stored.stored,
@@ -196,8 +197,8 @@ async def _compared(
         "twice": stored.twice,
         "faults": dict(done.faults),
         "dropped_and_marked": len(ended.marked),
-        "dropped_in_lapses": len(ended.lapsed),
-        "lapses": ended.lapses,
+        "dropped_in_outages": len(ended.in_outage),
+        "recording_outages": ended.outages,
         "not_aside": ended.not_aside,
         "dropped_uncounted": max(0, dropped - int(scrapes.dropped)),
         "poisoned_calls": outcome.poisoned,
@@ -214,18 +215,18 @@ class Ends(NamedTuple):
 
     Attributes:
         marked: the disk refused the record, and the ledger says that the episode misses a call.
-        lapsed: it did while a lapse lasted: the ledger says that calls of that time were lost.
+        in_outage: it did while an outage lasted: the ledger says that calls of that time were lost.
         dead: the record cannot be read or stored, and lies beside the spool with the reason.
         missing: none of these.
-        lapses: number of lapses.
-        not_aside: how many episodes of the time of a lapse were not set aside.
+        outages: number of outages.
+        not_aside: how many episodes of the time of an outage were not set aside.
     """
 
     marked: set[str]
-    lapsed: set[str]
+    in_outage: set[str]
     dead: set[str]
     missing: set[str]
-    lapses: int
+    outages: int
     not_aside: int
 
 
@@ -244,25 +245,25 @@ async def _ends(
             LOST_CALL,
         )
         marked_episodes = {row["key"] for row in rows}
-        rows = await connection.fetch("SELECT called_since, began_before FROM lapses")
+        rows = await connection.fetch("SELECT called_since, began_before FROM recording_outages")
         not_aside = int(await connection.fetchval(_NOT_ASIDE))
     finally:
         await connection.close()
     # From when to when each was, without the time that is added at both ends.
-    lapses = [
+    outages = [
         ((since + SLACK).timestamp(), (time_of(before) - SLACK).timestamp())
         for since, before in rows
     ]
     dead = gone & _dead_calls(stand.spool)
     marked = {call for call in gone - dead if answered[call] in marked_episodes}
     unnamed = gone - dead - marked
-    # A call may have been recorded in a lapse if it ended in it, or just after.
-    lapsed = {
+    # A call may have been recorded in an outage if it ended in it, or just after.
+    in_outage = {
         call
         for call in unnamed & times.keys()
-        if any(since <= times[call][1] and times[call][0] <= until for since, until in lapses)
+        if any(since <= times[call][1] and times[call][0] <= until for since, until in outages)
     }
-    return Ends(marked, lapsed, dead, unnamed - lapsed, len(lapses), not_aside)
+    return Ends(marked, in_outage, dead, unnamed - in_outage, len(outages), not_aside)
 
 
 def _dead_calls(spool: Path) -> set[str]:

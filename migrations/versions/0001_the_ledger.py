@@ -145,13 +145,13 @@ def upgrade() -> None:
         ),
     )
     op.create_table(
-        "lapses",
+        "recording_outages",
         sa.Column("id", sa.Uuid(), nullable=False),
         sa.Column("called_since", TIME, nullable=False),
         sa.Column("began_before", sa.Uuid(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_lapses"),
+        sa.PrimaryKeyConstraint("id", name="pk_recording_outages"),
     )
-    op.create_index("ix_lapses_began_before", "lapses", ["began_before"])
+    op.create_index("ix_recording_outages_began_before", "recording_outages", ["began_before"])
     op.create_table(
         "links",
         sa.Column("call_id", sa.Uuid(), nullable=False),
@@ -669,7 +669,7 @@ def downgrade() -> None:
         "outdated_days",
         "needed_fingerprints",
         "links",
-        "lapses",
+        "recording_outages",
         "feedback_requests",
         "feedback_keys",
         "fault_times",

@@ -54,7 +54,7 @@ from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
 from store.database import answers, is_no_records_fault
-from store.records import LapseRecord
+from store.records import OutageRecord
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
@@ -129,7 +129,7 @@ class RecordingOutages:
         Raises:
             Exception: the database is away.
         """
-        record = LapseRecord(
+        record = OutageRecord(
             id=UUID(bytes=outage.id),
             since=datetime.fromtimestamp(outage.since, UTC),
             until=datetime.fromtimestamp(until, UTC),

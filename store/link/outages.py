@@ -1,14 +1,14 @@
 """Exclude episodes from training that lost a call, or may have, before it could be kept.
 
-A gap is a call that was lost of known episodes. A lapse is a time in which records were lost,
+A gap is a call that was lost of known episodes. An outage is a time in which records were lost,
 nobody knows whose.
 
-A lapse is one worker's. An episode may have lost a call in it if it had one before its
+An outage is one worker's. An episode may have lost a call in it if it had one before its
 end and one after its beginning; its first or last call may be the one that is lost, so the time is
 taken longer by `SLACK` at both ends. Any worker of any proxy may have stored the others of its
 calls, so that nothing but the time tells (docs/decisions/032-bad-disks.md).
 
-Times of episodes and lapses only grow, and the mark follows from what is stored of both. So the
+Times of episodes and outages only grow, and the mark follows from what is stored of both. So the
 order of arrival changes nothing, nor does a repetition.
 """
 
@@ -19,25 +19,25 @@ from uuid import UUID
 
 from store.ids import lowest_id_at, new_id, time_of
 from store.link.claimable import refresh_wholes
-from store.records import OWN_EPISODE, GapRecord, LapseRecord
+from store.records import OWN_EPISODE, GapRecord, OutageRecord
 
 # Longest time between two calls of an episode that is taken to be one: how long tools and people
 # may take in between, and how far the clocks of several proxies may differ.
 SLACK: Final = timedelta(hours=1)
 # Any other reason is more precise. `LEAST` prefers it, whatever the order of arrival.
-LAPSED: Final = "calls may have been lost while this episode was under way: a disk was full"
+IN_OUTAGE: Final = "calls may have been lost while this episode was under way: a disk was full"
 
-# Most episodes that one transaction sets aside because of a lapse. One that lasted for days has the
-# episodes of days, and others wait for their rows and for the settling.
+# Most episodes that one transaction sets aside because of an outage. One that lasted for days has
+# the episodes of days, and others wait for their rows and for the settling.
 MOST: Final = 1000
 
 # The first call of some episodes, and the time of their last one.
 Span = tuple[UUID, datetime]
 
-# The two sides of a lapse are stored as those of `fault_times` are: by the latest call and by the
+# The two sides of an outage are stored as those of `fault_times` are: by the latest call and by the
 # id of the first.
 _NOTE: Final = """
-    INSERT INTO lapses AS known (id, called_since, began_before)
+    INSERT INTO recording_outages AS known (id, called_since, began_before)
     SELECT * FROM unnest($1::uuid[], $2::timestamptz[], $3::uuid[])
     ON CONFLICT (id) DO UPDATE SET
         called_since = LEAST(known.called_since, excluded.called_since),
@@ -45,33 +45,33 @@ _NOTE: Final = """
 """
 _UNDER_WAY: Final = "e.last_call_at >= l.called_since AND e.first_call_id < l.began_before"
 # The first condition does not depend on the episode: PostgreSQL evaluates it once, and reads no
-# episode where there is no lapse near the batch.
+# episode where there is no outage near the batch.
 AMONG: Final = f"""
     SELECT e.id, e.linked FROM episodes e
-    WHERE EXISTS (SELECT FROM lapses WHERE began_before > $2 AND called_since <= $3)
+    WHERE EXISTS (SELECT FROM recording_outages WHERE began_before > $2 AND called_since <= $3)
         AND e.id = ANY($1) AND NOT e.doubtful
-        AND EXISTS (SELECT FROM lapses l WHERE {_UNDER_WAY})
+        AND EXISTS (SELECT FROM recording_outages l WHERE {_UNDER_WAY})
 """
-# One of several of these lapses is in the result several times.
+# One of several of these outages is in the result several times.
 _SOME: Final = f"""
-    SELECT e.id, e.linked FROM lapses l JOIN episodes e ON {_UNDER_WAY}
+    SELECT e.id, e.linked FROM recording_outages l JOIN episodes e ON {_UNDER_WAY}
     WHERE l.id = ANY($1) AND NOT e.doubtful LIMIT $2
 """
 _SET_ASIDE: Final = f"""
     UPDATE episodes SET doubtful = true,
-        quarantined_reason = LEAST(quarantined_reason, '{LAPSED}')
+        quarantined_reason = LEAST(quarantined_reason, '{IN_OUTAGE}')
     WHERE id = ANY($1)
 """
 
 
-async def note_lapses(driver: Any, lapses: Sequence[LapseRecord]) -> list[UUID]:
-    """Store lapses in the driver's current transaction, and return their ids.
+async def note_outages(driver: Any, outages: Sequence[OutageRecord]) -> list[UUID]:
+    """Store outages in the driver's current transaction, and return their ids.
 
     One that is stored already grows if this record of it is longer.
     """
     rows = [
         (one.id, one.since - SLACK, lowest_id_at(one.until + SLACK))
-        for one in sorted(lapses, key=lambda one: (one.id, one.until))
+        for one in sorted(outages, key=lambda one: (one.id, one.until))
     ]
     # A statement may not change a row twice.
     for row in rows:
@@ -79,7 +79,9 @@ async def note_lapses(driver: Any, lapses: Sequence[LapseRecord]) -> list[UUID]:
     return [row[0] for row in rows]
 
 
-async def find_lapsed(driver: Any, episodes: Sequence[UUID], span: Span | None) -> dict[UUID, bool]:
+async def find_in_outage(
+    driver: Any, episodes: Sequence[UUID], span: Span | None
+) -> dict[UUID, bool]:
     """Return which of these episodes are to be set aside, and whether each is linked to others.
 
     `span` is their time, all together, or None if there are none.
@@ -88,9 +90,9 @@ async def find_lapsed(driver: Any, episodes: Sequence[UUID], span: Span | None) 
     return {row[0]: row[1] for row in rows}
 
 
-async def find_under_way(driver: Any, lapses: Sequence[UUID]) -> dict[UUID, bool]:
-    """Return up to `MOST` episodes of these lapses that are not set aside yet, as `find_lapsed`."""
-    return {row[0]: row[1] for row in await driver.fetch(_SOME, lapses, MOST)}
+async def find_under_way(driver: Any, outages: Sequence[UUID]) -> dict[UUID, bool]:
+    """Return up to `MOST` episodes of these outages that are not set aside, as `find_in_outage`."""
+    return {row[0]: row[1] for row in await driver.fetch(_SOME, outages, MOST)}
 
 
 async def set_aside(driver: Any, episodes: Sequence[UUID]) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.link.claimable import count_late, refresh_wholes, score_episodes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
-from store.link.outages import AMONG, Span, find_lapsed, find_under_way, set_aside
+from store.link.outages import AMONG, Span, find_in_outage, find_under_way, set_aside
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import bare, same_tenant
 from store.values.digests import MATCHES
@@ -60,9 +60,9 @@ class Written(msgspec.Struct):
     rescored: list[UUID] = []
     # Feedback requests that have an idempotency key.
     keyed: list[UUID] = []
-    # The time of the calls' episodes, and the lapses in the batch.
+    # The time of the calls' episodes, and the outages in the batch.
     span: Span | None = None
-    lapses: list[UUID] = []
+    outages: list[UUID] = []
 
     def episodes(self) -> list[UUID]:
         """Return the episodes of the batch's calls."""
@@ -104,7 +104,7 @@ async def meets_others(driver: Any, written: Written) -> bool:
 async def settle(driver: Any, written: Written) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
-    It links feedback to targets, joins episodes, sets aside those with a call in a lapse, and
+    It links feedback to targets, joins episodes, sets aside those with a call in an outage, and
     computes the scores of all affected episodes. Return how much of the feedback came too late to
     be trained on, by policy.
 
@@ -114,31 +114,31 @@ async def settle(driver: Any, written: Written) -> dict[str, int]:
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
     matched = await _match(driver, written)
     rescored = {*written.rescored, *matched.values()}
-    lapsed = await find_lapsed(driver, written.episodes(), written.span)
-    await _bring(driver, rescored, await _link(driver, written), lapsed)
+    in_outage = await find_in_outage(driver, written.episodes(), written.span)
+    await _bring(driver, rescored, await _link(driver, written), in_outage)
     return await count_late(driver, list(matched)) if matched else {}
 
 
-async def settle_lapses(driver: Any, lapses: Sequence[UUID]) -> bool:
-    """Set aside some of the episodes under way in these lapses; return whether there were any."""
+async def settle_outages(driver: Any, outages: Sequence[UUID]) -> bool:
+    """Set aside some of the episodes under way in these outages; return whether there were any."""
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
-    lapsed = await find_under_way(driver, lapses)
-    await _bring(driver, set(), set(), lapsed)
-    return bool(lapsed)
+    in_outage = await find_under_way(driver, outages)
+    await _bring(driver, set(), set(), in_outage)
+    return bool(in_outage)
 
 
 async def _bring(
-    driver: Any, rescored: set[UUID], joined: set[UUID], lapsed: Mapping[UUID, bool]
+    driver: Any, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
-    """Compute anew all that follows from scores, joins and lapses of these episodes."""
-    ends = joined | {one for one, is_linked in lapsed.items() if is_linked}
+    """Compute anew all that follows from scores, joins and outages of these episodes."""
+    ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
     linked = await _linked(driver, ends)
-    touched = {*rescored, *linked, *lapsed}
+    touched = {*rescored, *linked, *in_outage}
     if not touched:
         return
     await _lock(driver, touched)
-    if lapsed:
-        await set_aside(driver, list(lapsed))
+    if in_outage:
+        await set_aside(driver, list(in_outage))
     if linked:
         await _join(driver, linked)
     await score_episodes(driver, [*rescored, *linked])

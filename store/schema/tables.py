@@ -308,13 +308,13 @@ links = Table(
 # Times in which a worker lost records without knowing whose, each taken longer at both ends
 # (`store.link.outages`). Episodes with a call since then that began before this UUIDv7 was made are
 # set aside.
-lapses = Table(
-    "lapses",
+recording_outages = Table(
+    "recording_outages",
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("called_since", When, nullable=False),
     Column("began_before", Uuid, nullable=False),
-    Index("ix_lapses_began_before", "began_before"),
+    Index("ix_recording_outages_began_before", "began_before"),
 )
 
 

@@ -29,8 +29,8 @@ from store.errors import Refused
 from store.ids import days_of, time_of
 from store.link.claimable import add_policies
 from store.link.joins import DOUBTFUL_CALL
-from store.link.outages import mark_gaps, note_lapses
-from store.link.settle import Written, meets_others, settle, settle_lapses
+from store.link.outages import mark_gaps, note_outages
+from store.link.settle import Written, meets_others, settle, settle_outages
 from store.records import (
     EVAL,
     OWN_EPISODE,
@@ -38,7 +38,7 @@ from store.records import (
     CallRecord,
     FeedbackRecord,
     GapRecord,
-    LapseRecord,
+    OutageRecord,
     SpoolRecord,
 )
 from store.schema.partitions import ensure_partition
@@ -136,9 +136,9 @@ async def write(
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
         written.linked += await mark_gaps(driver, gaps)
-    lapses = [record for record in records if isinstance(record, LapseRecord)]
-    if lapses:
-        written.lapses += await note_lapses(driver, lapses)
+    outages = [record for record in records if isinstance(record, OutageRecord)]
+    if outages:
+        written.outages += await note_outages(driver, outages)
     if statements:
         pending = list(statements.values())
         written.keyed += await _write_feedback(driver, pending)
@@ -366,10 +366,10 @@ class Ingester:
             if late and self._on_late is not None:
                 self._on_late(late)
         # One that lasted for days has the episodes of days: batches of others are stored between.
-        more = bool(written.lapses)
+        more = bool(written.outages)
         while more:
             async with driver.transaction():
-                more = await settle_lapses(driver, written.lapses)
+                more = await settle_outages(driver, written.outages)
         return admitted.left_out
 
     async def _make_partitions(self, engine: AsyncEngine, days: set[date]) -> None:
@@ -404,7 +404,7 @@ async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -
     admitted = await admit(driver, records)
     written = await write(driver, admitted.records, Bases().batch(), repeated=True)
     await settle(driver, written)
-    while written.lapses and await settle_lapses(driver, written.lapses):
+    while written.outages and await settle_outages(driver, written.outages):
         pass
 
 

@@ -90,7 +90,9 @@ def has_outage(disk: Path) -> bool:
 
 async def stored_outages(spooled: Spooled) -> int:
     async with spooled.engine.connect() as connection:
-        return int((await connection.execute(text("SELECT count(*) FROM lapses"))).scalar_one())
+        return int(
+            (await connection.execute(text("SELECT count(*) FROM recording_outages"))).scalar_one()
+        )
 
 
 @pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""Lapses: what was under way while records were lost is set aside, in any order of arrival."""
+"""Recording outages: episodes under way in one are set aside, in any order of arrival."""
 
 import asyncio
 import random
@@ -16,9 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
-from store.link.outages import AMONG, LAPSED, LOST_CALL, SLACK
+from store.link.outages import AMONG, IN_OUTAGE, LOST_CALL, SLACK
 from store.ready import ClaimRule, waiting_updates
-from store.records import CallRecord, GapRecord, LapseRecord, SpoolRecord
+from store.records import CallRecord, GapRecord, OutageRecord, SpoolRecord
 from store.values.digests import PREFIX
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -37,9 +37,9 @@ def at(hours: float, episode: str, **changes: Any) -> CallRecord:
     return msgspec.structs.replace(call(episode, **changes), id=made, started_at=began)
 
 
-def lapse(since: float, until: float, name: UUID | None = None) -> LapseRecord:
-    """A lapse from so many hours after START to so many."""
-    return LapseRecord(id=name or new_id(), since=START + since * HOUR, until=START + until * HOUR)
+def outage(since: float, until: float, name: UUID | None = None) -> OutageRecord:
+    """An outage from so many hours after START to so many."""
+    return OutageRecord(id=name or new_id(), since=START + since * HOUR, until=START + until * HOUR)
 
 
 async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
@@ -53,7 +53,7 @@ async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
         return {row[0]: row[1] for row in await connection.execute(text(query))}
 
 
-@pytest.mark.parametrize("first", ["calls", "lapse"])
+@pytest.mark.parametrize("first", ["calls", "outage"])
 async def test_what_was_under_way_is_set_aside_and_nothing_else(
     engine: AsyncEngine, first: str
 ) -> None:
@@ -62,30 +62,30 @@ async def test_what_was_under_way_is_set_aside_and_nothing_else(
         *(at(-0.9, "just before"), at(-1.1, "before"), at(-9, "long before")),
         *(at(1.0, "just after"), at(1.2, "after"), at(9, "long after")),
     ]
-    parts: list[Sequence[SpoolRecord]] = [calls, [lapse(0, 0.1)]]
+    parts: list[Sequence[SpoolRecord]] = [calls, [outage(0, 0.1)]]
     for records in parts if first == "calls" else reversed(parts):
         await store(engine, *records)
     aside = {"around", "within", "just before", "just after"}
     assert await reasons(engine) == {
-        one.episode: LAPSED if one.episode in aside else None for one in calls
+        one.episode: IN_OUTAGE if one.episode in aside else None for one in calls
     }
 
 
 async def test_a_late_call_shows_that_an_episode_was_under_way(engine: AsyncEngine) -> None:
     await store(engine, at(-9, "e"))
-    await store(engine, lapse(0, 0.1))
+    await store(engine, outage(0, 0.1))
     assert await reasons(engine) == {"e": None}
     await store(engine, at(9, "e"))
-    assert await reasons(engine) == {"e": LAPSED}
+    assert await reasons(engine) == {"e": IN_OUTAGE}
 
 
-async def test_a_lapse_that_is_told_again_grows_and_never_shrinks(engine: AsyncEngine) -> None:
+async def test_an_outage_that_is_told_again_grows_and_never_shrinks(engine: AsyncEngine) -> None:
     name = new_id()
-    await store(engine, lapse(0, 1, name), at(4, "e"))
+    await store(engine, outage(0, 1, name), at(4, "e"))
     assert await reasons(engine) == {"e": None}
-    await store(engine, lapse(0, 4, name))
-    await store(engine, lapse(0, 2, name), at(4.5, "later"))
-    assert await reasons(engine) == {"e": LAPSED, "later": LAPSED}
+    await store(engine, outage(0, 4, name))
+    await store(engine, outage(0, 2, name), at(4.5, "later"))
+    assert await reasons(engine) == {"e": IN_OUTAGE, "later": IN_OUTAGE}
 
 
 async def test_no_update_claims_what_was_set_aside(engine: AsyncEngine) -> None:
@@ -94,12 +94,12 @@ async def test_no_update_claims_what_was_set_aside(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         assert await waiting_updates(connection, rule) == 1
-    await store(engine, lapse(0, 0))
+    await store(engine, outage(0, 0))
     async with engine.begin() as connection:
         assert await waiting_updates(connection, rule) == 0
 
 
-@pytest.mark.parametrize("mark", ["gap", "lapse"])
+@pytest.mark.parametrize("mark", ["gap", "outage"])
 async def test_a_joined_episode_is_set_aside_with_its_part(engine: AsyncEngine, mark: str) -> None:
     """The mark comes when the parts are joined already."""
     parts = [own("a", told=["1"]), own("b", repeats=["1"])]
@@ -113,7 +113,7 @@ async def test_a_joined_episode_is_set_aside_with_its_part(engine: AsyncEngine, 
     )
     assert await reasons(engine) == {"a": None}
     gap = GapRecord(id=new_id(), episodes=("b",))
-    await store(engine, gap if mark == "gap" else lapse(0, 0))
+    await store(engine, gap if mark == "gap" else outage(0, 0))
     assert await reasons(engine) == {"a": DOUBTFUL_CALL}
 
 
@@ -137,7 +137,7 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
         )
     for _ in range(2):
         name, since = new_id(), dice.uniform(-24, 24)
-        records += [lapse(since, since + dice.uniform(0, 2), name) for _ in range(2)]
+        records += [outage(since, since + dice.uniform(0, 2), name) for _ in range(2)]
     records += [GapRecord(id=new_id(), episodes=(dice.choice(keys),)) for _ in range(2)]
     return [*records, reward(0.5, episode=dice.choice(keys))]
 
@@ -150,8 +150,8 @@ async def claimable(engine: AsyncEngine) -> list[Any]:
         ORDER BY e.key, p.policy
     """
     async with engine.connect() as connection:
-        lapses = await connection.execute(text("SELECT * FROM lapses ORDER BY id"))
-        return [*lapses, *await connection.execute(text(query))]
+        outages = await connection.execute(text("SELECT * FROM recording_outages ORDER BY id"))
+        return [*outages, *await connection.execute(text(query))]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -159,24 +159,24 @@ async def test_any_order_split_and_repetition_sets_the_same_aside(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
-    await same_in_any_order(engine, scenario(dice), dice, claimable, "lapses")
+    await same_in_any_order(engine, scenario(dice), dice, claimable, "recording_outages")
 
 
 async def test_of_several_drainers_at_once_none_lets_an_episode_pass(engine: AsyncEngine) -> None:
     calls = [at(number / 100, f"e{number}") for number in range(60)]
-    lapses = [lapse(0, number / 100, new_id()) for number in range(20)]
+    outages = [outage(0, number / 100, new_id()) for number in range(20)]
 
     async def drain(records: Sequence[SpoolRecord]) -> None:
         ingester = Ingester()
         for record in records:
             await ingester.store(engine, [record])
 
-    await asyncio.gather(drain(calls[:30]), drain(lapses), drain(calls[30:]))
-    assert set((await reasons(engine)).values()) == {LAPSED}
+    await asyncio.gather(drain(calls[:30]), drain(outages), drain(calls[30:]))
+    assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
-async def test_far_from_any_lapse_no_episode_is_looked_at(engine: AsyncEngine) -> None:
-    await store(engine, at(0, "e"), *(lapse(-9 - number, -9 - number) for number in range(20)))
+async def test_far_from_any_outage_no_episode_is_looked_at(engine: AsyncEngine) -> None:
+    await store(engine, at(0, "e"), *(outage(-9 - number, -9 - number) for number in range(20)))
     async with engine.connect() as connection:
         [found] = (await connection.execute(text("SELECT id, first_call_id FROM episodes"))).all()
         driver: Any = (await connection.get_raw_connection()).driver_connection
@@ -193,25 +193,25 @@ async def written_by(engine: AsyncEngine) -> dict[str, str]:
         return {row[0]: row[1] for row in found}
 
 
-async def test_a_lapse_of_days_is_told_in_transactions_of_bounded_size(
+async def test_an_outage_of_days_is_told_in_transactions_of_bounded_size(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.link.outages.MOST", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)), at(99, "after"))
     # It overlaps another one, which is stored with it.
-    await store(engine, lapse(0, 9), lapse(2, 4))
-    assert await reasons(engine) == {"after": None} | {f"e{n}": LAPSED for n in range(10)}
+    await store(engine, outage(0, 9), outage(2, 4))
+    assert await reasons(engine) == {"after": None} | {f"e{n}": IN_OUTAGE for n in range(10)}
     written = await written_by(engine)
     written.pop("after")
     assert max(Counter(written.values()).values()) <= 3
 
 
-async def test_a_lapse_of_which_some_was_told_when_its_ingester_was_killed_is_told_whole(
+async def test_an_outage_of_which_some_was_told_when_its_ingester_was_killed_is_told_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.link.outages.MOST", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
-    told = lapse(0, 9)
+    told = outage(0, 9)
     real, batches = settle.set_aside, 0
 
     async def dying(driver: Any, episodes: Sequence[UUID]) -> None:
@@ -225,12 +225,12 @@ async def test_a_lapse_of_which_some_was_told_when_its_ingester_was_killed_is_to
         patched.setattr(settle, "set_aside", dying)
         with pytest.raises(Killed):
             await store(engine, told)
-    assert list((await reasons(engine)).values()).count(LAPSED) == 3
+    assert list((await reasons(engine)).values()).count(IN_OUTAGE) == 3
     await store(engine, told)
-    assert set((await reasons(engine)).values()) == {LAPSED}
+    assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
 def test_any_other_reason_is_preferred() -> None:
     """PostgreSQL's LEAST takes the lesser text."""
-    assert max(LAPSED, LOST_CALL, DOUBTFUL_CALL) == LAPSED
+    assert max(IN_OUTAGE, LOST_CALL, DOUBTFUL_CALL) == IN_OUTAGE
     assert timedelta(0) < SLACK
