@@ -1,6 +1,7 @@
 """Episodes whose only rewards are for single calls: scored where the recipe pays these."""
 
 import io
+import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,6 +14,8 @@ from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store
+from tests.integration.store.test_joins import scores
+from tests.support.ledger.any_order import same_in_any_order
 from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
@@ -160,7 +163,7 @@ async def test_a_joined_one_is_over_when_all_of_its_parts_are(engine: AsyncEngin
 # What is said in which order
 
 
-async def test_it_does_not_matter_what_comes_first(engine: AsyncEngine) -> None:
+async def test_a_joined_episode_is_scored_alike_in_any_order(engine: AsyncEngine) -> None:
     digest = b"3" * 16
     whole = made("whole", provides=(digest,))
     part = made("part", method="own", needs=(digest,))
@@ -173,24 +176,10 @@ async def test_it_does_not_matter_what_comes_first(engine: AsyncEngine) -> None:
         given(0.7, whole, at=9),
         given(1.0, follows, at=5),
     ]
-    found = []
-    for order in (records, records[::-1], records[3:] + records[:3], records[1::2] + records[::2]):
-        for record in order:
-            await store(engine, record, record)
-        async with engine.begin() as connection:
-            rows = await connection.execute(
-                text("SELECT key, scored_at, call_scored_at FROM episodes WHERE root IS NULL")
-            )
-            found.append([tuple(row) for row in rows])
-            await connection.execute(
-                text(
-                    "TRUNCATE episodes, transitions, feedback, feedback_requests, links,"
-                    " provided_fingerprints, needed_fingerprints, tool_events, consumptions CASCADE"
-                )
-            )
     # Of the part, an episode of its own, what is said of a call is said of all of it.
     at = [START + timedelta(seconds=seconds) for seconds in (5, 9)]
-    assert found == [[("whole", *at)]] * 4
+    found = await same_in_any_order(engine, records, random.Random(0), scores)
+    assert found == [("whole", *at, None)]
 
 
 async def test_what_is_said_after_the_claim_is_not_used(engine: AsyncEngine) -> None:

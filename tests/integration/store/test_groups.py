@@ -15,6 +15,7 @@ from store.ready import ClaimRule
 from store.records import SpoolRecord, Tokens
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
@@ -25,13 +26,6 @@ from trainer.updates.plan import Plan, plan_update
 PATIENT = 1e9
 SINGLE = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=PATIENT)
 SHORT = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
-VERSION = """
-    WITH made AS (
-        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
-        VALUES (uuidv7(), 'm', :version - 1, :version, 'done', '{}') RETURNING id, version)
-    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
-    SELECT 'm', version, :state, 'm@' || version, '/a', id FROM made
-"""
 
 
 async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
@@ -51,7 +45,7 @@ async def episode(
 async def versions(engine: AsyncEngine, *states: str) -> None:
     async with engine.begin() as connection:
         for version, state in enumerate(states, 1):
-            await connection.execute(text(VERSION), {"version": version, "state": state})
+            await add_in_state(connection, "m", version, state, parent=version - 1)
 
 
 async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict[str, int]:

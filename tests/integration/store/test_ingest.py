@@ -1,12 +1,10 @@
 """The ledger: any order, repetition or lateness of records ends in the same rows."""
 
 import asyncio
-import itertools
 import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -18,7 +16,7 @@ from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, SpoolRecord, ToolCall
 from store.schema.partitions import partition_name
 from store.write.ingest import Ingester
-from tests.support.records import call, reward, statement, tokens, tool_event
+from tests.support.records import call, reward, tokens, tool_event
 
 
 async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
@@ -50,33 +48,6 @@ async def test_storing_twice_stores_once(engine: AsyncEngine) -> None:
     assert len(episode.calls) == 1
     assert len(episode.feedback) == 1
     assert len(episode.stray_tool_events) == 1
-
-
-async def test_any_order_gives_the_same_episode(engine: AsyncEngine) -> None:
-    first, second = call(task=None), call(task=None, tokens=tokens([1, 2, 3, 4, 5, 6], [7]))
-    records: list[SpoolRecord] = [
-        first,
-        second,
-        reward(0.2, at=1, episode="e1"),
-        reward(0.9, at=2, episode="e1"),
-        statement("speed", 3.0, at=1, call=str(first.id)),
-    ]
-    seen = set()
-    for order in itertools.permutations(records):
-        for record in order:
-            await store(engine, record)
-        [episode] = await episodes(engine)
-        seen.add(msgspec.json.encode(msgspec.structs.replace(episode, id=first.id, calls=())))
-        assert [c.id for c in episode.calls] == [first.id, second.id]
-        assert [f.metric for f in episode.calls[0].feedback] == ["speed"]
-        async with engine.begin() as connection:
-            await connection.execute(
-                text(
-                    "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
-                    " consumptions CASCADE"
-                )
-            )
-    assert len(seen) == 1
 
 
 async def test_a_reward_that_comes_before_its_call_is_matched(engine: AsyncEngine) -> None:

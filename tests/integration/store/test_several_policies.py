@@ -17,6 +17,7 @@ from store.records import CallRecord, SpoolRecord
 from store.version_queries import idle_versions, pinned_episodes, pinned_version
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
+from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import Recipe
@@ -124,18 +125,7 @@ async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: Asyn
 async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
-        await connection.execute(
-            text(
-                "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-                " VALUES (uuidv7(), 'writes', 0, 2, 'done', '{}')"
-            )
-        )
-        await connection.execute(
-            text(
-                "INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)"
-                " SELECT 'writes', 2, 'published', 'writes@2', '/a', id FROM updates"
-            )
-        )
+        await add_in_state(connection, "writes", 2, "published")
         counted = await expire(connection, rule("writes", max_staleness=0), 2, {})
     assert counted == {"stale": 2}
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [
@@ -272,15 +262,7 @@ async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) 
 async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine) -> None:
     await store(engine, *calls_of("e", ["writer", "checker"]))
     async with engine.begin() as connection:
-        await connection.execute(
-            text(
-                "WITH made AS (INSERT INTO updates (id, policy, parent_version, version, state,"
-                " recipe) SELECT uuidv7(), 'checks', 0, n, 'done', '{}'"
-                " FROM generate_series(2, 3) n RETURNING id, version)"
-                " INSERT INTO policies (name, version, state, served_name, update_id, changed_at)"
-                " SELECT 'checks', version, 'published', 'checks@' || version, id,"
-                " now() - interval '1 hour' FROM made"
-            )
-        )
+        for version in (2, 3):
+            await add_in_state(connection, "checks", version, "published", ago_s=3600.0)
         idle = await idle_versions(connection, "checks", ["published"], 60)
     assert [version.version for version in idle] == [2]

@@ -77,7 +77,7 @@ def made_by_credit(episode: Episode, rule: RewardRule) -> float | None:
     return whole if whole is not None or not given else sum(given) / len(given)
 
 
-async def seen(engine: AsyncEngine) -> dict[str, Any]:
+async def scores(engine: AsyncEngine) -> list[Any]:
     async with engine.connect() as connection:
         rows = await connection.execute(
             text(
@@ -85,11 +85,16 @@ async def seen(engine: AsyncEngine) -> dict[str, Any]:
                 " FROM episode_policies p JOIN episodes e ON e.id = p.episode_id ORDER BY 1, 2"
             )
         )
-        scores = [tuple(row) for row in rows]
+        return [tuple(row) for row in rows]
+
+
+async def seen(engine: AsyncEngine) -> dict[str, Any]:
+    async with engine.connect() as connection:
         episodes = await read_episodes(connection, await episode_ids(connection))
         worked = await rewards_of_work(connection)
+    rows = await scores(engine)
     of = {episode.key: episode for episode in episodes}
-    for key, policy, scored_at, call_scored_at, reward, lacks in scores:
+    for key, policy, scored_at, call_scored_at, reward, lacks in rows:
         rule = SUM if policy == "m" else REWARD_ALONE
         own = reward_of(of[key].feedback, rule)
         assert reward == pytest.approx(own.value, abs=1e-12), (key, policy)
@@ -100,14 +105,14 @@ async def seen(engine: AsyncEngine) -> dict[str, Any]:
             assert (lacks is not None) == any(one.lacks for one in (own, *paid))
     for one in worked:
         rule = SUM if one.policy == "m" else REWARD_ALONE
-        having = {key for key, policy, *_ in scores if policy == one.policy}
+        having = {key for key, policy, *_ in rows if policy == one.policy}
         made = [made_by_credit(of[key], rule) for key in sorted(having)]
         given = [value for value in made if value is not None]
         assert (one.episodes, one.scored) == (len(made), len(given))
         assert one.mean == pytest.approx(sum(given) / len(given))
     # In which order they are added is a matter of chance: the last digit of a mean may be, too.
     work = [(one.policy, one.version, one.episodes, one.scored) for one in worked]
-    return {"scores": scores, "work": work}
+    return {"scores": rows, "work": work}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -137,17 +142,6 @@ async def test_another_sum_counts_for_all_that_was_said_before(engine: AsyncEngi
         assert await reward_rule(connection, "m") == SUM
         assert (await reward_rule(connection, "m")).digest == SUM.digest != REWARD_ALONE.digest
         assert await reward_rule(connection, "n") == REWARD_ALONE
-
-
-async def scores(engine: AsyncEngine) -> list[Any]:
-    async with engine.connect() as connection:
-        rows = await connection.execute(
-            text(
-                "SELECT e.key, p.policy, p.scored_at, p.call_scored_at, p.reward, p.lacks"
-                " FROM episode_policies p JOIN episodes e ON e.id = p.episode_id ORDER BY 1, 2"
-            )
-        )
-        return [tuple(row) for row in rows]
 
 
 async def test_a_policy_that_joins_an_episode_later_finds_it_scored(engine: AsyncEngine) -> None:

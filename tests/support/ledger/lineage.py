@@ -1,24 +1,60 @@
 """Make the versions of a policy as updates do, and move them to a state as the product would."""
 
+from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
-from sqlalchemy import insert
+from sqlalchemy import func, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import version_states
 from store.ids import new_id
-from store.schema.tables import updates
+from store.schema.tables import policies, updates
 from store.version_states import ALLOWED, add_version, ensure_base, lock_version
 from store.versions import Actor, PolicyState
+
+
+async def _updated(connection: AsyncConnection, name: str, version: int, parent: int) -> UUID:
+    """Add an update that made `version` from `parent`, and return its id."""
+    update_id = new_id()
+    made = {"policy": name, "parent_version": parent, "version": version, "state": "done"}
+    await connection.execute(insert(updates).values(id=update_id, recipe={}, **made))
+    return update_id
 
 
 async def trained(connection: AsyncConnection, *parents: int, name: str = "m") -> None:
     """Begin a policy, and add a written version for each of `parents`, numbered from 1."""
     await ensure_base(connection, name, "m")
     for number, parent in enumerate(parents, 1):
-        made = {"id": new_id(), "policy": name, "parent_version": parent, "version": number}
-        await connection.execute(insert(updates).values(**made, state="done", recipe={}))
-        await add_version(connection, name, number, f"/{name}/{number}", made["id"])
+        update_id = await _updated(connection, name, number, parent)
+        await add_version(connection, name, number, f"/{name}/{number}", update_id)
+
+
+async def add_in_state(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    state: str,
+    *,
+    parent: int = 0,
+    ago_s: float = 0.0,
+    deleted: bool = False,
+) -> None:
+    """Add a version that came to be in `state` so many seconds ago, without the way there."""
+    now = func.now()
+    await connection.execute(
+        insert(policies).values(
+            name=name,
+            version=version,
+            state=state,
+            served_name=f"{name}@{version}",
+            adapter_path="/a",
+            update_id=await _updated(connection, name, version, parent),
+            changed_at=now - timedelta(seconds=ago_s),
+            files_deleted_at=now if deleted else None,
+            rolled_back_at=now if state == "rolled_back" else None,
+        )
+    )
 
 
 def path_to(start: PolicyState, end: PolicyState) -> list[PolicyState]:

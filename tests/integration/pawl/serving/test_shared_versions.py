@@ -11,22 +11,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.database import make_engine
 from store.version_states import ensure_base
 from tests.support.faults.stand import Stand, running_stand
-from tests.support.ledger.lineage import promote
+from tests.support.ledger.lineage import add_in_state, promote
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
 
-PUBLISHED = (
-    "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-    " VALUES (uuidv7(), 'm', 0, 1, 'done', '{}')",
-    "INSERT INTO policies (name, version, state, served_name, update_id)"
-    " SELECT 'm', 1, 'published', 'm@1', id FROM updates",
-)
 BODY = {"model": "m", "messages": [{"role": "user", "content": "q"}], "stream": True}
 # The kernel gives each new connection to one of the workers: one in 2^24 gives all to one.
 TIMES = 24
@@ -77,8 +70,7 @@ def serves(stand: Stand, wanted: str) -> Callable[[], Awaitable[bool]]:
 
 async def promoted(ledger: AsyncEngine) -> None:
     async with ledger.begin() as connection:
-        for statement in PUBLISHED:
-            await connection.execute(text(statement))
+        await add_in_state(connection, "m", 1, "published")
     async with ledger.begin() as connection:
         await promote(connection, "m", 1, reason="for the test", actor="operator")
 

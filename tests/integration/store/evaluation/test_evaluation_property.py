@@ -24,6 +24,7 @@ from store.records import Episode, SpoolRecord
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
+from tests.support.ledger.any_order import empty
 from tests.support.ledger.shared_database import SharedDatabase, shared_database
 from tests.support.records import call, reward
 
@@ -100,14 +101,8 @@ class Ledger:
         self.running: dict[str, UUID] = {}
 
     async def empty(self) -> None:
+        await empty(self.engine, "updates", "policies")
         async with self.engine.begin() as connection:
-            await connection.execute(
-                text(
-                    "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
-                    " consumptions, provided_fingerprints, needed_fingerprints, links, updates,"
-                    " policies CASCADE"
-                )
-            )
             for policy in POLICIES:
                 await ensure_base(connection, policy)
         self.running = {}

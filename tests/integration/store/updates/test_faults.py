@@ -12,19 +12,12 @@ from store.ready import ClaimRule, note_fault, waiting_updates
 from store.records import CallRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
+from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed
 from tests.support.records import ago, call, reward
 
 RULE = ClaimRule(policy="m", group_size=1, groups=99, smallest_group=1, max_age_s=1e-6)
 SMALL = msgspec.structs.replace(RULE, groups=1, max_staleness=0)
-# An update was claimed 200 s ago, and its version went live.
-LEARNED = """
-    WITH made AS (
-        INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
-        VALUES (uuidv7(), 'm', 0, 1, 'done', '{}', now() - interval '200 s') RETURNING id)
-    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
-    SELECT 'm', 1, 'serving', 'm@1', '/a', id FROM made
-"""
 
 
 def made(key: str, *times: float, **changes: Any) -> list[CallRecord]:
@@ -37,7 +30,11 @@ async def fill(engine: AsyncEngine, *, learned: bool) -> None:
         await ensure_base(connection, "m")
         if learned:
             await connection.execute(text("UPDATE policies SET state = 'published'"))
-            await connection.execute(text(LEARNED))
+            await add_in_state(connection, "m", 1, "serving")
+            # Its update was claimed after the first episodes, and before the others.
+            await connection.execute(
+                text("UPDATE updates SET claimed_at = now() - interval '200 s'")
+            )
     calls = [
         *made("before", 300.0),
         *made("across", 301.0, 100.0),

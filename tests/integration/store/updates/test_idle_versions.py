@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import CallRecord
 from store.version_queries import idle_versions, pinned_episodes, pinned_version
 from store.version_states import ensure_base
 from store.versions import POLICY_STATES, UNSERVED, PolicyState
 from store.write.ingest import Ingester
+from tests.support.ledger.lineage import add_in_state
 from tests.support.records import ago, call
 
 IDLE_S = 100.0
@@ -19,19 +20,6 @@ IDLE_S = 100.0
 ONE_EACH = ("serving", "canary")
 LONG_AGO_S = 2 * IDLE_S
 SAID = (b"1" * 16,)
-VERSIONS = text(
-    """
-    WITH made AS (
-        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
-        VALUES (uuidv7(), :name, 0, :version, 'done', '{}') RETURNING id)
-    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id, changed_at,
-        files_deleted_at, rolled_back_at)
-    SELECT :name, :version, :state, :name || '@' || CAST(:version AS integer), '/a', id,
-        now() - make_interval(secs => :ago_s), CASE WHEN :deleted THEN now() END,
-        CASE WHEN :state = 'rolled_back' THEN now() END
-    FROM made
-    """
-)
 # A version is in use if it served a call lately; or if it is the highest that served a call of an
 # episode which called anybody lately, its parts and all.
 ONE_BY_ONE = text(
@@ -71,13 +59,6 @@ def drawn_calls(draw: Random) -> list[CallRecord]:
     return found
 
 
-async def add_version(
-    connection: AsyncConnection, name: str, version: int, state: str, **changes: Any
-) -> None:
-    values = {"name": name, "version": version, "state": state}
-    await connection.execute(VERSIONS, values | {"ago_s": LONG_AGO_S, "deleted": False} | changes)
-
-
 async def fill(engine: AsyncEngine, draw: Random) -> None:
     """Versions of two policies in all states, and episodes that one or both of them served."""
     async with engine.begin() as connection:
@@ -87,7 +68,7 @@ async def fill(engine: AsyncEngine, draw: Random) -> None:
                 state = draw.choice([one for one in POLICY_STATES if one not in ONE_EACH])
                 ago_s = draw.choice([0.0, LONG_AGO_S])
                 deleted = state in UNSERVED and draw.random() < 0.3
-                await add_version(connection, name, version, state, ago_s=ago_s, deleted=deleted)
+                await add_in_state(connection, name, version, state, ago_s=ago_s, deleted=deleted)
     for one in drawn_calls(draw):
         await Ingester().store(engine, [one])
 
@@ -126,7 +107,8 @@ async def serve_ten(engine: AsyncEngine, **states: str) -> None:
         await ensure_base(connection, "m")
         await connection.execute(text("UPDATE policies SET state = 'published'"))
         for version in range(1, 11):
-            await add_version(connection, "m", version, states.get(f"v{version}", "retired"))
+            state = states.get(f"v{version}", "retired")
+            await add_in_state(connection, "m", version, state, ago_s=LONG_AGO_S)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -12,19 +12,9 @@ from store.claims import begin_update, release
 from store.version_queries import list_versions
 from store.version_states import ensure_base
 from store.write.ingest import ingest
+from tests.support.ledger.lineage import add_in_state
 from tests.support.records import call
 from tests.support.waiting import eventually
-
-VERSION = text(
-    """
-    WITH made AS (
-        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
-        VALUES (uuidv7(), :name, 0, :version, 'done', '{}') RETURNING id)
-    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id, changed_at)
-    SELECT :name, :version, :state, :name || '@' || CAST(:version AS integer), '/a', id,
-        now() - make_interval(secs => :ago_s) FROM made
-    """
-)
 
 
 async def add(engine: AsyncEngine, name: str, *states: tuple[str, float], base: str = "b") -> None:
@@ -37,8 +27,7 @@ async def add(engine: AsyncEngine, name: str, *states: tuple[str, float], base: 
                     "UPDATE policies SET state = 'published' WHERE name = :name AND version = 0"
                 )
                 await connection.execute(text(serving), {"name": name})
-            values = {"name": name, "version": version, "state": state, "ago_s": ago_s}
-            await connection.execute(VERSION, values)
+            await add_in_state(connection, name, version, state, ago_s=ago_s)
 
 
 async def live(engine: AsyncEngine, name: str = "m") -> Live:

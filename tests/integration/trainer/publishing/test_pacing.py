@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 from store import version_queries, version_states
 from store.claims import list_updates
 from store.versions import PolicyVersion
-from tests.integration.store.updates.test_slots import VERSION, add
+from tests.integration.store.updates.test_slots import add
+from tests.support.ledger.lineage import add_in_state
 from tests.support.trainer.bench import Bench, gauge
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
@@ -197,9 +198,8 @@ async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
 
 
 async def add_ready(bench: Bench, name: str, version: int) -> None:
-    values = {"name": name, "version": version, "state": "ready", "ago_s": 1.0}
     async with bench.engine.begin() as connection:
-        await connection.execute(VERSION, values)
+        await add_in_state(connection, name, version, "ready", ago_s=1.0)
 
 
 async def change(bench: Bench, query: str) -> None:
