@@ -13,9 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store.records import CallRecord, FeedbackRecord
-from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store
+from tests.integration.store.test_groups import LONG_AGO, PATIENT
 from tests.integration.store.test_joins import scores
 from tests.support.ledger.any_order import same_in_any_order
+from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
@@ -52,8 +53,7 @@ def just_now(record: FeedbackRecord) -> FeedbackRecord:
 
 
 async def taken(engine: AsyncEngine, by: Recipe) -> list[str]:
-    claim = await claimed(engine, claim_rule(by, "m"))
-    return [] if claim is None else sorted(keys(claim))
+    return sorted(keys(await claimed(engine, claim_rule(by, "m"))))
 
 
 async def trained(engine: AsyncEngine, by: Recipe) -> Plan:

@@ -21,7 +21,8 @@ from store.errors import ClaimLost, Damaged
 from store.records import CallRecord, SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
-from tests.integration.store.test_groups import SHORT, keys, reasons, store
+from tests.integration.store.test_groups import SHORT
+from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server

@@ -12,9 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.claims import Claim, expire, oldest_version
 from store.ready import ClaimRule
-from store.records import SpoolRecord, Tokens
-from store.version_states import ensure_base
-from store.write.ingest import ingest
+from store.records import Tokens
+from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
@@ -26,12 +25,6 @@ from trainer.updates.plan import Plan, plan_update
 PATIENT = 1e9
 SINGLE = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=PATIENT)
 SHORT = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-        await ingest(connection, records)
 
 
 async def episode(
@@ -51,17 +44,6 @@ async def versions(engine: AsyncEngine, *states: str) -> None:
 async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict[str, int]:
     async with engine.begin() as connection:
         return await expire(connection, rule, parent, {})
-
-
-def keys(claim: Claim | None) -> list[str]:
-    assert claim is not None
-    return [one.key for group in claim.groups for one in group.episodes]
-
-
-async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
-    query = "SELECT key, reason FROM consumptions c JOIN episodes e ON e.id = c.episode_id"
-    async with engine.connect() as connection:
-        return {row.key: row.reason for row in await connection.execute(text(query))}
 
 
 # Groups of one

@@ -13,19 +13,11 @@ from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
 from store.link.settle import known_targets
 from store.read.episodes import episode_ids, read_episodes
-from store.records import Episode, SpoolRecord, ToolCall
+from store.records import SpoolRecord, ToolCall
 from store.schema.partitions import partition_name
 from store.write.ingest import Ingester
+from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, tokens, tool_event
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    await Ingester().store(engine, records)
-
-
-async def episodes(engine: AsyncEngine) -> list[Episode]:
-    async with engine.connect() as connection:
-        return await read_episodes(connection, await episode_ids(connection))
 
 
 async def test_a_call_comes_back_as_it_was_said(engine: AsyncEngine) -> None:

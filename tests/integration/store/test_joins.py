@@ -19,7 +19,6 @@ from store.link.joins import (
     TOO_LATE,
 )
 from store.link.settle import known_targets
-from store.read.episodes import episode_ids, read_episodes
 from store.ready import ClaimRule
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
@@ -27,6 +26,7 @@ from store.version_queries import pinned_episodes
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import same_in_any_order
+from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
@@ -47,15 +47,6 @@ def own(name: str, **changes: Any) -> CallRecord:
         needs=tuple(digest(PREFIX, one) for one in repeats),
         **changes,
     )
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    await Ingester().store(engine, records)
-
-
-async def episodes(engine: AsyncEngine) -> list[Episode]:
-    async with engine.connect() as connection:
-        return await read_episodes(connection, await episode_ids(connection))
 
 
 @pytest.mark.parametrize("turned", [False, True])

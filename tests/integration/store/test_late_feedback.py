@@ -14,7 +14,8 @@ from store.read.lines import encoded_line
 from store.records import Episode, FeedbackRecord
 from store.values.rewards import RewardRule, RewardTerm
 from store.write.ingest import Ingester
-from tests.integration.store.test_groups import SINGLE, keys, store
+from tests.integration.store.test_groups import SINGLE
+from tests.support.ledger.episodes import keys, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, statement
 

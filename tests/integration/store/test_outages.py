@@ -25,6 +25,7 @@ from store.write.ingest import Ingester
 from tests.integration.store.test_joins import digest, own
 from tests.support.faults.killing import Killed
 from tests.support.ledger.any_order import same_in_any_order
+from tests.support.ledger.episodes import store
 from tests.support.records import START, call, reward
 
 HOUR = timedelta(hours=1)
@@ -40,10 +41,6 @@ def at(hours: float, episode: str, **changes: Any) -> CallRecord:
 def outage(since: float, until: float, name: UUID | None = None) -> OutageRecord:
     """An outage from so many hours after START to so many."""
     return OutageRecord(id=name or new_id(), since=START + since * HOUR, until=START + until * HOUR)
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    await Ingester().store(engine, records)
 
 
 async def reasons(engine: AsyncEngine) -> dict[str, str | None]:

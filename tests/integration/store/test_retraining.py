@@ -18,20 +18,14 @@ from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
 from store.version_queries import head_of, numbered_version, rollback_targets
-from store.version_states import begin_canary, ensure_base, make_candidate, reject_orphan
-from store.write.ingest import ingest
+from store.version_states import begin_canary, make_candidate, reject_orphan
+from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
 RECIPE = {"claim": {"max_staleness": 64}}
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-        await ingest(connection, records)
 
 
 async def wave(engine: AsyncEngine, number: int, sampled_by: int) -> None:
@@ -70,9 +64,9 @@ async def started(connection: AsyncConnection, version: int, *without: str) -> R
     return await retrain(connection, "m", version, out, reason="wrong rewards", actor="operator")
 
 
-async def ids(connection: AsyncConnection, *keys: str) -> list[UUID]:
+async def ids(connection: AsyncConnection, *names: str) -> list[UUID]:
     query = text("SELECT id FROM episodes WHERE key = ANY(:keys)")
-    return list((await connection.execute(query, {"keys": list(keys)})).scalars())
+    return list((await connection.execute(query, {"keys": list(names)})).scalars())
 
 
 async def rows(engine: AsyncEngine, query: str) -> Sequence[Any]:
@@ -84,15 +78,6 @@ async def states(engine: AsyncEngine) -> dict[int, tuple[str, bool]]:
     """Return each version's state, and whether it ended."""
     query = "SELECT version, state, ended_at IS NOT NULL FROM policies ORDER BY version"
     return {row[0]: (row[1], row[2]) for row in await rows(engine, query)}
-
-
-async def consumed(engine: AsyncEngine) -> dict[str, str | None]:
-    query = "SELECT key, reason FROM consumptions JOIN episodes ON id = episode_id"
-    return {row.key: row.reason for row in await rows(engine, query)}
-
-
-def members(claim: Claim) -> set[str]:
-    return {episode.key for group in claim.groups for episode in group.episodes}
 
 
 async def test_versions_after_it_end_and_what_they_consumed_is_claimed_again(
@@ -109,12 +94,12 @@ async def test_versions_after_it_end_and_what_they_consumed_is_claimed_again(
         2: ("published", True),
         3: ("published", True),
     }
-    assert set(await consumed(engine)) == {f"w1/e{place}" for place in range(4)}
+    assert set(await reasons(engine)) == {f"w1/e{place}" for place in range(4)}
     # What the old line had trained on is trained again, once.
     for number in (4, 5):
         claim = await claim_from(engine, 1 if number == 4 else 4)
         await consume_all(engine, claim, version=number)
-    assert len(await consumed(engine)) == 12
+    assert len(await reasons(engine)) == 12
     assert await claimed(engine, RULE, 5) is None
     by_state = "SELECT state, count(*) FROM updates GROUP BY state"
     assert dict(await rows(engine, by_state)) == {"done": 3, "abandoned": 2}
@@ -138,7 +123,7 @@ async def test_what_is_left_out_is_never_claimed_or_compared_with(engine: AsyncE
     await store(engine, call("late", task="t", policy_version=2), reward(1, episode="late"))
     retrained = await again(engine, 1, "w2/e0", "w2/e2", "late")
     assert (retrained.left_out, retrained.learned) == (3, 0)
-    assert await consumed(engine) == dict.fromkeys([f"w1/e{place}" for place in range(4)]) | (
+    assert await reasons(engine) == dict.fromkeys([f"w1/e{place}" for place in range(4)]) | (
         dict.fromkeys(["w2/e0", "w2/e2", "late"], "left_out")
     )
     # Two of the task's four members are left, and no earlier member joins them.
@@ -155,23 +140,23 @@ async def test_second_retraining_leaves_the_same_out(engine: AsyncEngine) -> Non
     await again(engine, 1, "w2/e0")
     retrained = await again(engine, 0)
     assert retrained.freed == {"trained": 4}
-    assert (await consumed(engine)) == {"w2/e0": "left_out"}
+    assert (await reasons(engine)) == {"w2/e0": "left_out"}
 
 
 async def test_repeated_at_once_it_changes_nothing_more(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await again(engine, 1, "w2/e0")
-    before = await states(engine), await consumed(engine)
+    before = await states(engine), await reasons(engine)
     retrained = await again(engine, 1, "w2/e0")
     assert (retrained.ended, retrained.freed, retrained.left_out) == (0, {}, 0)
-    assert (await states(engine), await consumed(engine)) == before
+    assert (await states(engine), await reasons(engine)) == before
 
 
 async def test_episodes_that_the_start_has_learned_from_are_counted(engine: AsyncEngine) -> None:
     await line(engine, 2)
     retrained = await again(engine, 1, "w1/e0", "w2/e0")
     assert (retrained.learned, retrained.left_out) == (1, 1)
-    assert (await consumed(engine))["w1/e0"] is None
+    assert (await reasons(engine))["w1/e0"] is None
 
 
 async def test_set_aside_stale_and_deleted_episodes(engine: AsyncEngine) -> None:
@@ -203,9 +188,9 @@ async def test_running_update_is_abandoned_and_loses_its_claim(engine: AsyncEngi
         await consume_all(engine, under_way, version=3)
     async with engine.begin() as connection:
         assert await claims.release(connection, under_way.update_id, "given up") == 0
-    assert (await consumed(engine))["w3/e0"] == "left_out"
+    assert (await reasons(engine))["w3/e0"] == "left_out"
     assert (await states(engine)).keys() == {0, 1, 2}
-    assert len(members(await claim_from(engine, 1))) == 4
+    assert len(keys(await claim_from(engine, 1))) == 4
 
 
 async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> None:
@@ -217,7 +202,7 @@ async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> N
         await consume_all(engine, late, version=3)
     async with engine.begin() as connection:
         assert await claims.release(connection, late.update_id, "it came too late") == 4
-    assert members(await claim_from(engine, 1)) == members(late)
+    assert set(keys(await claim_from(engine, 1))) == set(keys(late))
 
 
 async def test_versions_without_traffic_are_rejected_and_a_canary_keeps_its_episodes(
@@ -310,7 +295,7 @@ async def test_start_that_cannot_serve_is_refused_and_changes_nothing(engine: As
     await line(engine, 2)
     await wave(engine, 3, 2)
     await consume_all(engine, await claim_from(engine, 2), version=3)
-    before = await states(engine), await consumed(engine)
+    before = await states(engine), await reasons(engine)
     with pytest.raises(UnknownPolicy):
         await again(engine, 7)
     with pytest.raises(StateChanged, match=r"m@3 is 'written', and cannot become 'serving'"):
@@ -322,12 +307,12 @@ async def test_start_that_cannot_serve_is_refused_and_changes_nothing(engine: As
         await version_states.roll_back(connection, serving, reason="worse", actor="operator")
     with pytest.raises(RolledBack):
         await again(engine, 1)
-    assert (await consumed(engine)) == before[1]
+    assert (await reasons(engine)) == before[1]
 
 
 async def test_killed_before_it_commits_it_changed_nothing(engine: AsyncEngine) -> None:
     await line(engine, 3)
-    before = await states(engine), await consumed(engine)
+    before = await states(engine), await reasons(engine)
 
     async def killed() -> None:
         async with engine.begin() as connection:
@@ -339,5 +324,5 @@ async def test_killed_before_it_commits_it_changed_nothing(engine: AsyncEngine) 
 
     with pytest.raises(DBAPIError):
         await killed()
-    assert (await states(engine), await consumed(engine)) == before
+    assert (await states(engine), await reasons(engine)) == before
     assert (await again(engine, 1)).freed == {"trained": 8}

@@ -17,6 +17,7 @@ from store.records import CallRecord, SpoolRecord
 from store.version_queries import idle_versions, pinned_episodes, pinned_version
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
+from tests.support.ledger.episodes import keys
 from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
@@ -57,10 +58,6 @@ async def must_take(engine: AsyncEngine, policy: str, **changes: Any) -> Claim:
     claim = await take(engine, policy, **changes)
     assert claim is not None
     return claim
-
-
-def keys(claim: Claim | None) -> list[str]:
-    return [] if claim is None else [e.key for group in claim.groups for e in group.episodes]
 
 
 async def rows(engine: AsyncEngine, columns: str, where: str = "true") -> list[tuple[Any, ...]]:

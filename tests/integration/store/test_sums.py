@@ -13,8 +13,9 @@ from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import rewards_of_work
 from store.records import Episode, SpoolRecord
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm, reward_of
-from tests.integration.store.test_groups import LONG_AGO, keys, store
+from tests.integration.store.test_groups import LONG_AGO
 from tests.support.ledger.any_order import empty, same_in_any_order
+from tests.support.ledger.episodes import keys, store
 from tests.support.ledger.updates import claimed
 from tests.support.records import call, statement
 from trainer.recipes.recipe import Recipe

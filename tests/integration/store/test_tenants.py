@@ -22,8 +22,9 @@ from store.selecting import Selection, named, selected
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
-from tests.integration.store.test_joins import content, episodes, scenario, scores
+from tests.integration.store.test_joins import content, scenario, scores
 from tests.support.ledger.any_order import empty, store_in_batches
+from tests.support.ledger.episodes import episodes
 from tests.support.records import START
 
 TENANTS = (DEFAULT, "a", "b")

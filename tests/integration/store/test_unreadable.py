@@ -24,7 +24,7 @@ from store.version_states import ensure_base
 from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads
-from tests.integration.store.test_groups import reasons, store
+from tests.support.ledger.episodes import reasons, store
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
 from trainer.credit.lines import read_lines

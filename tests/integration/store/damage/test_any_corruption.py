@@ -16,8 +16,8 @@ from store.errors import Damaged
 from store.records import ToolCall
 from store.values.packing import pack_logprobs
 from tests.integration.store.test_damage import Threads, damage
-from tests.integration.store.test_groups import store
 from tests.integration.store.test_unreadable import DEEP, NAN, bench, fill, read_all
+from tests.support.ledger.episodes import store
 from tests.support.ledger.shared_database import shared_database
 from tests.support.records import call
 from trainer.credit.lines import read_lines

@@ -16,11 +16,10 @@ from store.link.joins import TOO_LATE
 from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import Evaluation, evaluations, rewards_of_work
 from store.ready import ClaimRule
-from store.records import CallRecord, Episode, SpoolRecord
+from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson
-from store.version_states import ensure_base
-from store.write.ingest import Ingester
+from tests.support.ledger.episodes import store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -29,12 +28,6 @@ SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age
 PAIRS = ClaimRule(policy="m", group_size=2, groups=1, smallest_group=2, max_age_s=PATIENT)
 LOST: Any = {"http_status": 400, "trainable": False, "reason": "incomplete"}
 LONG_AGO = datetime.now(UTC) - timedelta(days=3)
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-    await Ingester().store(engine, records)
 
 
 def said(name: str, kind: int = PREFIX) -> bytes:

@@ -12,6 +12,7 @@ from store.ready import ClaimRule, note_fault, waiting_updates
 from store.records import CallRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
+from tests.support.ledger.episodes import keys
 from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed
 from tests.support.records import ago, call, reward
@@ -43,13 +44,12 @@ async def fill(engine: AsyncEngine, *, learned: bool) -> None:
         *made("into", 102.0, -5.0),
         *made("after", -6.0),
     ]
-    keys = dict.fromkeys(one.episode for one in calls)
-    await Ingester().store(engine, [*calls, *(reward(1.0, episode=key) for key in keys)])
+    names = dict.fromkeys(one.episode for one in calls)
+    await Ingester().store(engine, [*calls, *(reward(1.0, episode=key) for key in names)])
 
 
 async def taken(engine: AsyncEngine, **changes: Any) -> list[str]:
-    claim = await claimed(engine, msgspec.structs.replace(RULE, **changes), 1)
-    return [] if claim is None else sorted(e.key for g in claim.groups for e in g.episodes)
+    return sorted(keys(await claimed(engine, msgspec.structs.replace(RULE, **changes), 1)))
 
 
 @pytest.mark.parametrize(("learned", "kept"), [(True, ["after", "before"]), (False, ["after"])])

@@ -7,9 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claims import Claim
 from store.ready import ClaimRule
-from store.records import SpoolRecord
-from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -28,12 +26,6 @@ def rule(**changes: Any) -> ClaimRule:
         "needs_spread": True,
     }
     return ClaimRule(**fields | changes)
-
-
-async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    async with engine.begin() as connection:
-        await ensure_base(connection, "m")
-        await ingest(connection, list(records))
 
 
 async def group(engine: AsyncEngine, task: str, *values: float, at: int = 0) -> None:

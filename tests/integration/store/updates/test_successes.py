@@ -7,7 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claims import Claim
 from store.ready import ClaimRule, waiting_updates
-from tests.integration.store.updates.test_signal import NOW, group, rule, store, tasks
+from tests.integration.store.updates.test_signal import NOW, group, rule, tasks
+from tests.support.ledger.episodes import store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
