@@ -1,7 +1,6 @@
 """A call that cannot be read back: its episode is spent, once, and the trainer goes on."""
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.cli import main
-from pawl.export import Selection, export
 from store import claims
 from store.claims import set_aside
 from store.database import make_engine
-from store.errors import ClaimLost, Damaged
+from store.errors import ClaimLost
 from store.records import CallRecord, SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -222,16 +220,6 @@ async def test_no_group_is_filled_up_with_a_damaged_member(engine: AsyncEngine) 
 
 
 # What is told of them
-
-
-async def test_an_export_has_all_others(bench: Threads) -> None:
-    await bench.fill()
-    await bench.damage("t0-1")
-    out = io.BytesIO()
-    with pytest.raises(Damaged, match=r"'t0-1' cannot be .* the other 3 episodes are written"):
-        await export(bench.engine, Selection(), out)
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [line["episode"] for line in lines] == ["t0-0", "t1-0", "t1-1"]
 
 
 def test_commands_say_so_in_one_line(

@@ -20,6 +20,7 @@ from tests.integration.store.test_unreadable import DEEP, NAN, bench, fill, read
 from tests.support.ledger.episodes import store
 from tests.support.ledger.shared_database import shared_database
 from tests.support.records import call
+from tests.support.servers.fake_server import FakeModelServer
 from trainer.credit.lines import read_lines
 
 __all__ = ["bench"]
@@ -119,7 +120,7 @@ def test_any_corruption_of_a_row_is_one_episodes_own(database_url: str) -> None:
 
 async def prepare(engine: AsyncEngine) -> dict[str, Any]:
     """Fill the ledger, keep its rows, and return what is read of it."""
-    await Threads(engine, None, Path()).fill()  # type: ignore[arg-type]
+    await Threads(engine, FakeModelServer(), Path()).fill()
     async with engine.begin() as connection:
         await connection.execute(text("CREATE TABLE kept AS SELECT * FROM transitions"))
     found, damaged = await read_all(engine)
