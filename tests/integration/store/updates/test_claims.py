@@ -1,6 +1,7 @@
 """Claim, release, consume: whole groups, once, by one trainer at a time."""
 
 import asyncio
+from uuid import UUID
 
 import pytest
 from sqlalchemy import text
@@ -8,13 +9,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.claims import Claim
+from store.claims import Claim, consume_episodes, end_update
 from store.errors import ClaimLost, UnknownPolicy
 from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_queries import idle_versions, list_versions
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from store.write.ingest import Ingester, ingest
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
@@ -194,3 +195,68 @@ async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None
     second = await take(engine)
     assert second is not None
     assert {e.key for g in second.groups for e in g.episodes} == {"t0-2", "t0-9", "t1-2", "t1-9"}
+
+
+# Each is consumed once, and never without a reason
+
+
+SINGLES = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=1e9)
+
+
+@pytest.fixture
+async def running(engine: AsyncEngine) -> tuple[UUID, list[UUID]]:
+    """A running update, and the ids of the three episodes that it claimed."""
+    records = [[call(f"e{n}"), reward(1.0, episode=f"e{n}")] for n in range(3)]
+    await Ingester().store(engine, [record for pair in records for record in pair])
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, SINGLES, 0, {})
+        assert update_id is not None
+        rows = await connection.execute(text("SELECT id FROM episodes ORDER BY key"))
+        return update_id, list(rows.scalars())
+
+
+async def consumed(engine: AsyncEngine) -> list[tuple[UUID, UUID, bool, str | None]]:
+    query = text("SELECT episode_id, update_id, trained, reason FROM consumptions")
+    async with engine.connect() as connection:
+        return sorted((row[0], row[1], row[2], row[3]) for row in await connection.execute(query))
+
+
+async def test_each_episode_is_consumed_with_its_outcome(
+    engine: AsyncEngine, running: tuple[UUID, list[UUID]]
+) -> None:
+    update_id, [one, other, last] = running
+    outcomes = [(other, False, "alone"), (one, True, None), (last, False, "no_spread")]
+    async with engine.begin() as connection:
+        await consume_episodes(connection, update_id, outcomes)
+        await consume_episodes(connection, update_id, [])
+    assert await consumed(engine) == sorted((e, update_id, t, why) for e, t, why in outcomes)
+
+
+async def test_of_refused_outcomes_none_is_stored(
+    engine: AsyncEngine, running: tuple[UUID, list[UUID]]
+) -> None:
+    update_id, [one, other, _] = running
+    without_reason = [(one, True, None), (other, False, None)]
+    twice = [(one, True, None), (other, True, None), (one, False, "alone")]
+    for outcomes in (without_reason, twice):
+        with pytest.raises(IntegrityError):
+            async with engine.begin() as connection:
+                await consume_episodes(connection, update_id, outcomes)
+    assert await consumed(engine) == []
+
+
+async def test_an_update_ends_once(engine: AsyncEngine, running: tuple[UUID, list[UUID]]) -> None:
+    update_id, _ = running
+    async with engine.begin() as connection:
+        await end_update(connection, update_id, "abandoned", {"abandoned": "why"})
+    with pytest.raises(ClaimLost):
+        async with engine.begin() as connection:
+            await end_update(connection, update_id, "done", {}, version=1)
+    async with engine.connect() as connection:
+        [update] = await claims.list_updates(connection)
+    assert (update.state, update.version, update.metrics) == (
+        "abandoned",
+        None,
+        {"abandoned": "why"},
+    )
+    assert update.finished_at is not None

@@ -7,12 +7,14 @@ import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.adapter_slots import retire_longest
+from store.claims import begin_update
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.version_queries import list_events, list_live, list_servable
+from store.version_queries import list_events, list_live, list_servable, list_versions
 from store.version_states import (
+    add_version,
     begin_canary,
     change_state,
     ensure_base,
@@ -220,3 +222,63 @@ async def test_a_gate_is_not_held_for_ever_by_one_that_does_nothing_any_more(
         assert not await is_free()
         await eventually(is_free, within_s=120.0)
         await stopped.invalidate()
+
+
+# Versions that go live together
+
+
+BOTH = ("checker", "writer")
+FOR_EVER = 1e9
+
+
+@pytest.fixture
+async def written(engine: AsyncEngine) -> AsyncEngine:
+    """Two policies, each with a version that is written."""
+    async with engine.begin() as connection:
+        for name in BOTH:
+            await ensure_base(connection, name, "m")
+            update = await begin_update(connection, name, 0, {})
+            await add_version(connection, name, 1, f"/{name}/1", update)
+    return engine
+
+
+async def serving(connection: AsyncConnection) -> dict[str, int]:
+    return {v.name: v.version for v in await list_versions(connection) if v.state == "serving"}
+
+
+async def test_who_looks_sees_both_old_or_both_new(written: AsyncEngine) -> None:
+    async with written.begin() as connection:
+        await make_ready(connection, "writer", 1, reason=TEST, actor="operator")
+        assert await promote_together(connection, BOTH, FOR_EVER) == []
+    async with written.connect() as looking:
+        async with written.begin() as connection:
+            await make_ready(connection, "checker", 1, reason=TEST, actor="operator")
+            promoted = await promote_together(connection, BOTH, FOR_EVER)
+            assert [v.served_name for v in promoted] == ["checker@1", "writer@1"]
+            assert await serving(looking) == {"checker": 0, "writer": 0}
+        assert await serving(looking) == {"checker": 1, "writer": 1}
+
+
+async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
+    written: AsyncEngine,
+) -> None:
+    async with written.connect() as one, written.connect() as other:
+        for connection, name in ((one, "writer"), (other, "checker")):
+            await make_ready(connection, name, 1, reason=TEST, actor="operator")
+            assert await promote_together(connection, BOTH, FOR_EVER) == []
+        await one.commit()
+        await other.commit()
+    async with written.begin() as connection:
+        assert len(await promote_together(connection, BOTH, FOR_EVER)) == 2
+        assert await serving(connection) == {"checker": 1, "writer": 1}
+
+
+async def test_a_newer_version_takes_the_place_of_one_that_waits(written: AsyncEngine) -> None:
+    async with written.begin() as connection:
+        await make_ready(connection, "writer", 1, reason=TEST, actor="operator")
+        await connection.exec_driver_sql("UPDATE updates SET state = 'done'")
+        update = await begin_update(connection, "writer", 0, {})
+        await add_version(connection, "writer", 2, "/writer/2", update)
+        await make_ready(connection, "writer", 2, reason=TEST, actor="operator")
+        found = {v.version: v.state for v in await list_versions(connection, "writer")}
+    assert found == {0: "serving", 1: "retired", 2: "ready"}
