@@ -8,14 +8,13 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.claimable import set_reward_rule
-from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import rewards_of_work
 from store.read.lines import encoded_line
 from store.records import Episode, FeedbackRecord
 from store.values.rewards import RewardRule, RewardTerm
 from store.write.ingest import Ingester
 from tests.integration.store.test_groups import SINGLE
-from tests.support.ledger.episodes import keys, store
+from tests.support.ledger.episodes import episodes, keys, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, statement
 
@@ -27,10 +26,8 @@ def later(record: FeedbackRecord) -> FeedbackRecord:
     return msgspec.structs.replace(record, at=datetime.now(UTC) + timedelta(minutes=1))
 
 
-async def episodes(engine: AsyncEngine) -> dict[str, Episode]:
-    async with engine.connect() as connection:
-        read = await read_episodes(connection, await episode_ids(connection))
-    return {one.key: one for one in read}
+async def by_key(engine: AsyncEngine) -> dict[str, Episode]:
+    return {one.key: one for one in await episodes(engine)}
 
 
 async def trained(engine: AsyncEngine, *names: str) -> None:
@@ -57,7 +54,7 @@ async def test_what_comes_after_training_is_marked_and_counted_and_counts(
     ]
     await Ingester(on_late=told.update).store(engine, late)
     assert told == {"m": 1}
-    found = await episodes(engine)
+    found = await by_key(engine)
     assert [one.late for one in found["a"].feedback] == [False, True, True]
     assert not any(one.late for name in ("b", "untrained") for one in found[name].feedback)
     line = msgspec.json.decode(encoded_line(found["a"], datetime.now(UTC)))

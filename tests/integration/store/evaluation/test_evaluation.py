@@ -13,13 +13,12 @@ from store.claims import Claim, expire, set_aside
 from store.errors import TurnedEvaluation
 from store.ids import lowest_id_at
 from store.link.joins import TOO_LATE
-from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import Evaluation, evaluations, rewards_of_work
 from store.ready import ClaimRule
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson
-from tests.support.ledger.episodes import store
+from tests.support.ledger.episodes import episodes, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -53,10 +52,8 @@ async def release(engine: AsyncEngine, claim: Claim) -> None:
         await claims.release(connection, claim.update_id, "test")
 
 
-async def episodes(engine: AsyncEngine) -> dict[str, Episode]:
-    async with engine.connect() as connection:
-        found = await read_episodes(connection, await episode_ids(connection))
-    return {episode.key: episode for episode in found}
+async def by_key(engine: AsyncEngine) -> dict[str, Episode]:
+    return {episode.key: episode for episode in await episodes(engine)}
 
 
 async def curve(engine: AsyncEngine, policy: str | None = None) -> list[Evaluation]:
@@ -80,7 +77,7 @@ async def test_one_call_is_enough(engine: AsyncEngine, turned: bool) -> None:
     for record in reversed(calls) if turned else calls:
         await store(engine, record)
     await store(engine, reward(1.0, episode="e"))
-    assert (await episodes(engine))["e"].split == "eval"
+    assert (await by_key(engine))["e"].split == "eval"
     assert await take(engine) is None
 
 
@@ -182,7 +179,7 @@ async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: Asyn
     claim = await take(engine)
     assert claim is not None
     await store(engine, own("e", "eval", needs=(told,)))
-    assert (await episodes(engine))["e"].quarantined_reason == TOO_LATE
+    assert (await by_key(engine))["e"].quarantined_reason == TOO_LATE
     with pytest.raises(TurnedEvaluation):
         await consume_all(engine, claim)
     await release(engine, claim)
@@ -195,7 +192,7 @@ async def test_what_is_spent_stays_spent_and_the_late_call_is_kept(engine: Async
     assert claim is not None
     await consume_all(engine, claim)
     await store(engine, call("a", split="eval"))
-    found = (await episodes(engine))["a"]
+    found = (await by_key(engine))["a"]
     assert (found.split, len(found.calls)) == ("eval", 2)
     assert await take(engine) is None
     # It was trained on, so it evaluates nothing.
@@ -226,7 +223,7 @@ async def test_an_id_joins_across_splits_and_the_whole_is_evaluation(
     for record in reversed(records) if turned else records:
         await store(engine, record)
     await store(engine, reward(1.0, episode="a"))
-    [(key, whole)] = (await episodes(engine)).items()
+    [(key, whole)] = (await by_key(engine)).items()
     assert (key, whole.split, whole.aliases) == ("a", "eval", ("b",))
     assert await take(engine) is None
 
@@ -240,7 +237,7 @@ async def test_training_that_continues_evaluations_words_is_evaluation(
     for record in reversed(records) if turned else records:
         await store(engine, record)
     await store(engine, reward(1.0, episode="e"))
-    assert [e.split for e in (await episodes(engine)).values()] == ["eval"]
+    assert [e.split for e in (await by_key(engine)).values()] == ["eval"]
     assert await take(engine) is None
 
 
@@ -253,7 +250,7 @@ async def test_evaluation_that_repeats_trainings_words_leaves_it_for_training(
     for record in reversed(records) if turned else records:
         await store(engine, record)
     await store(engine, reward(1.0, episode="t"), reward(1.0, episode="e"))
-    assert {key: e.split for key, e in (await episodes(engine)).items()} == {
+    assert {key: e.split for key, e in (await by_key(engine)).items()} == {
         "t": "train",
         "e": "eval",
     }

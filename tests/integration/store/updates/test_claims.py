@@ -14,8 +14,7 @@ from store.errors import ClaimLost, UnknownPolicy
 from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_queries import idle_versions, list_versions
-from store.version_states import ensure_base
-from store.write.ingest import Ingester, ingest
+from tests.support.ledger.episodes import keys, store
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
@@ -32,9 +31,7 @@ async def fill(engine: AsyncEngine, tasks: int = 2, members: int = 2, scored: bo
             records += [call(name, task=f"t{task}"), call(name, task=f"t{task}")]
             if scored:
                 records.append(reward(float(member), episode=name))
-    async with engine.begin() as connection:
-        await ingest(connection, records)
-        await ensure_base(connection, "m")
+    await store(engine, *records)
 
 
 async def take(engine: AsyncEngine, rule: ClaimRule = RULE, parent: int = 0) -> Claim | None:
@@ -190,11 +187,10 @@ async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None
     assert await take(engine) is None
     records: list[SpoolRecord] = [call("t0-9", task="t0"), reward(1.0, episode="t0-9")]
     records += [call("t1-9", task="t1"), reward(1.0, episode="t1-9")]
-    async with engine.begin() as connection:
-        await ingest(connection, records)
+    await store(engine, *records)
     second = await take(engine)
     assert second is not None
-    assert {e.key for g in second.groups for e in g.episodes} == {"t0-2", "t0-9", "t1-2", "t1-9"}
+    assert set(keys(second)) == {"t0-2", "t0-9", "t1-2", "t1-9"}
 
 
 # Each is consumed once, and never without a reason
@@ -207,7 +203,7 @@ SINGLES = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_ag
 async def running(engine: AsyncEngine) -> tuple[UUID, list[UUID]]:
     """A running update, and the ids of the three episodes that it claimed."""
     records = [[call(f"e{n}"), reward(1.0, episode=f"e{n}")] for n in range(3)]
-    await Ingester().store(engine, [record for pair in records for record in pair])
+    await store(engine, *[record for pair in records for record in pair])
     async with engine.begin() as connection:
         update_id = await claims.claim(connection, SINGLES, 0, {})
         assert update_id is not None
