@@ -101,7 +101,10 @@ def measure(repository: str, tests: list[str]) -> dict[str, Any]:
     with running(mock, log) as process:
         wait_for(lambda: answers(f"http://127.0.0.1:{port}/_x-steady/health"), process, log)
         direct, direct_s = run_suite(sources, python, port, "direct", tests)
-        with tempfile.TemporaryDirectory() as scratch, running_proxy(Path(scratch), port) as proxy:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            running_proxy(Path(scratch), port, PAWL_ALLOW_MODEL_DELETE="true") as proxy,
+        ):
             proxied, proxied_s = run_suite(sources, python, proxy.port, "proxied", tests)
     return compare(direct, proxied) | {
         "version": VERSION,

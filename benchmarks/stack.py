@@ -149,7 +149,11 @@ class Proxy(NamedTuple):
 
 @contextmanager
 def running_proxy(
-    folder: Path, upstream_port: int, checkout: Path = ROOT, core: int | None = None
+    folder: Path,
+    upstream_port: int,
+    checkout: Path = ROOT,
+    core: int | None = None,
+    **settings: str,
 ) -> Iterator[Proxy]:
     """Run the `pawl proxy` of a checkout on an embedded PostgreSQL of its own, until it has both.
 
@@ -169,6 +173,7 @@ def running_proxy(
         "PAWL_LISTEN": f"127.0.0.1:{port}",
         "PAWL_ADMIN_LISTEN": f"127.0.0.1:{admin}",
         "PAWL_SPOOL_DIR": str(folder / "spool"),
+        **settings,
     }
 
     def has_database() -> bool:
