@@ -24,12 +24,19 @@ RESTART_S: Final = 5.0
 
 @asynccontextmanager
 async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
-    """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server."""
+    """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
+
+    The embedded server is started if it does not run, and then stopped at the end.
+    """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
-    async with kept_postgres(settings.data_dir) as postgres:
-        yield postgres.url
+    postgres = EmbeddedPostgres(settings.data_dir)
+    try:
+        yield await asyncio.to_thread(postgres.ensure_running)
+    finally:
+        # This also ends a start whose caller was cancelled.
+        await asyncio.to_thread(postgres.stop)
 
 
 @asynccontextmanager

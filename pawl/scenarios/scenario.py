@@ -283,9 +283,8 @@ async def make_tasks(
     try:
         ended = await run_program(command, b"", limit_s=TASKS_S, most_bytes=MOST_TASK_BYTES)
     except (TimeoutError, TooMuchOutput) as error:
-        raise ScenarioFailed(
-            f"{program} was ended: {error or f'it took over {TASKS_S:g} s'}"
-        ) from (error)
+        reason = str(error) or f"it took over {TASKS_S:g} s"
+        raise ScenarioFailed(f"{program} was ended: {reason}") from error
     if ended.status:
         raise ScenarioFailed(f"{program} failed: {ended.errors.decode(errors='replace')[-800:]}")
     (folder / f"{split}.jsonl").write_bytes(ended.output)

@@ -16,6 +16,7 @@ from pawl.scenarios.scenario import (
     chat_template,
     find_scenario,
     held,
+    make_tasks,
     parse_scenario,
     policies_of,
     recipe_file,
@@ -63,6 +64,16 @@ async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
 def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
     with pytest.raises(ScenarioFailed, match="run this from a checkout"):
         find_scenario("math", tmp_path)
+
+
+async def test_tasks_that_take_too_long_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pawl.scenarios.scenario.TASKS_S", 0.2)
+    (tmp_path / "tasks.py").write_text("import time; time.sleep(60)")
+    scenario = find_scenario("math").model_copy(update={"folder": tmp_path, "tasks": ["tasks.py"]})
+    with pytest.raises(ScenarioFailed, match=r"it took over 0\.2 s"):
+        await make_tasks(scenario, 1, 0, "train", tmp_path)
 
 
 def test_missing_template_is_named() -> None:
