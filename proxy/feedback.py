@@ -26,6 +26,7 @@ import msgspec
 import structlog
 
 from proxy.errors import KeyReused, SpoolFull
+from proxy.feedback_body import parse_feedback
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON
 from proxy.intake import Claim, Intake
@@ -33,7 +34,6 @@ from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.spool.recorder import Recorder
 from proxy.spool.segments import CapturedCall
-from proxy.statements import parse_feedback
 from store.link.settle import known_targets
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord

@@ -6,7 +6,7 @@ one transaction, in one of three ways: the update is `done`, its version is reco
 episodes are consumed; or it is `abandoned`, and its episodes are free again; or it is `expired`,
 and only those of its episodes are consumed that nothing can be trained on. A unique index allows
 one running update per policy (docs/decisions/024-exactly-once.md). Which episodes are claimed is
-the query of `store.ready`.
+the query of `store.claim_query`.
 """
 
 from collections import Counter
@@ -19,11 +19,7 @@ from sqlalchemy import func, insert, literal_column, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
-from store.ids import lowest_id_at, new_id
-from store.link.claimable import refresh
-from store.read.episodes import read_episodes
-from store.ready import (
+from store.claim_query import (
     EARLIER_MEMBERS,
     HAS_ROLLED_BACK,
     ClaimRule,
@@ -32,6 +28,10 @@ from store.ready import (
     lock_free,
     rolled_back_episodes,
 )
+from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
+from store.ids import lowest_id_at, new_id
+from store.link.claimable import refresh
+from store.read.episodes import read_episodes
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
 from store.schema.tables import FREE, SPLIT, episode_policies, episodes, policies, updates
 from store.version_states import add_version, lock_policies

@@ -15,9 +15,9 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.claim_query import lock
 from store.claims import consume_unclaimed, release, running_update
 from store.errors import NotGated
-from store.ready import lock
 from store.records import Record
 from store.version_queries import list_live
 from store.version_states import (

@@ -16,10 +16,10 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import ready
+from store import claim_query
+from store.claim_query import note_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
-from store.ready import note_fault
 from store.versions import PolicyVersion
 from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
@@ -155,7 +155,7 @@ class Loop:
     async def waiting_updates(self) -> float:
         """Return how many updates could be made of the signal that waits for the policy."""
         async with self._engine.connect() as connection:
-            return await ready.waiting_updates(connection, self._rule)
+            return await claim_query.waiting_updates(connection, self._rule)
 
     async def update_once(self) -> bool:
         """Run one update if enough episodes are ready; return whether there was one.

@@ -19,10 +19,10 @@ from pawl.settings import read_settings
 from pawl.steward.evidence import OnTrial, rule_of
 from pawl.steward.gate.records import Decision
 from pawl.steward.watching import why_not_in_line, why_unwatched
+from store.claim_query import waiting_episodes
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations
 from store.read.gates import gated, promotion, terms
-from store.ready import waiting_episodes
 from store.records import Record
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions, why_stays

@@ -365,7 +365,7 @@ class Call:
     # Send again, where that can help.
 
     async def _past_refusal(self, upstream: ModelServer, refusal: Reply) -> Reply:
-        """Send a call that was refused again if that can help, and return the last reply.
+        """Retry a call that was refused if that can help, and return the last reply.
 
         - Its version is being loaded (`pawl steward`), or another replica has it: the store lists
           it as servable, and a server that does not know a model has not worked on the request. The

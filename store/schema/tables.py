@@ -391,7 +391,7 @@ episode_policies = Table(
         postgresql_include=["reward", "episode_id"],
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
-    # The same episodes in the order in which groups of one are claimed (`store.ready`).
+    # The same episodes in the order in which groups of one are claimed (`store.claim_query`).
     Index(
         "ix_episode_policies_latest",
         "policy",
@@ -681,7 +681,7 @@ updates = Table(
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 
-# Episodes of a policy with a call in such a time are set aside (`store.ready`).
+# Episodes of a policy with a call in such a time are set aside (`store.claim_query`).
 fault_times = Table(
     "fault_times",
     metadata,

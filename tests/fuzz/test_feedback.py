@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest
+from proxy.feedback_body import parse_feedback
 from proxy.formats.errors import OPENAI
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
-from proxy.statements import parse_feedback
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import made
 from tests.fuzz.texts import anything, damaged, either, listed, one_of, shaped

@@ -129,7 +129,7 @@ class RewardOptions(RecipeOptions):
 
 
 class ClaimOptions(RecipeOptions):
-    """Set `[claim]`: the episodes that make an update (`store.ready.ClaimRule`)."""
+    """Set `[claim]`: the episodes that make an update (`store.claim_query.ClaimRule`)."""
 
     group_size: Count = Field(
         default=8,

@@ -10,10 +10,10 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule, find_ready
 from store.claims import DAMAGED, Claim, set_aside
 from store.errors import Damaged
 from store.link.claimable import lacking
-from store.ready import ClaimRule, find_ready
 from store.values.rewards import Lack
 from trainer.credit.baselines import BASELINES
 from trainer.errors import LearnerError, Unusable

@@ -11,12 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.identity.identify import what_is_wrong
 from store import claims
+from store.claim_query import ClaimRule
 from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.judging import Judgement, note
 from store.read.stats import totals
-from store.ready import ClaimRule
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.selecting import Selection, named, selected
 from store.values.digests import PREFIX, TOOL_CALL

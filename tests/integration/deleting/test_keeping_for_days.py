@@ -16,10 +16,10 @@ from proxy.ingester import removing as outdated
 from proxy.ingester.ingester import repeat
 from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
 from proxy.spool.segments import Frame, Gap, encode_payload
+from store.claim_query import ClaimRule
 from store.ids import lowest_id_at, time_of
 from store.keep_days import Cuts, Periods
 from store.read.stats import totals
-from store.ready import ClaimRule
 from store.records import CallRecord
 from store.retaining import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.tenants import scoped

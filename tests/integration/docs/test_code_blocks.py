@@ -17,7 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.judging.answers import read_verdict
-from proxy.statements import parse_feedback
+from proxy.feedback_body import parse_feedback
 from store.keys import list_keys
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy

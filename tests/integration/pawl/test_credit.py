@@ -11,11 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import Claim
 from store.errors import UnknownUpdate
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
-from store.ready import ClaimRule
 from store.records import Group, SpoolRecord, ToolCall
 from store.version_states import ensure_base
 from store.write.ingest import ingest

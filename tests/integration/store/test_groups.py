@@ -10,8 +10,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
-from store.ready import ClaimRule
 from store.records import Tokens
 from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import add_in_state

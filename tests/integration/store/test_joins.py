@@ -11,6 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.link.joins import (
     DOUBTFUL_CALL,
     DOUBTFUL_NEED,
@@ -19,7 +20,6 @@ from store.link.joins import (
     TOO_LATE,
 )
 from store.link.settle import known_targets
-from store.ready import ClaimRule
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.version_queries import pinned_episodes

@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claim_query import ClaimRule, waiting_updates
 from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
 from store.link.outages import AMONG, IN_OUTAGE, LOST_CALL, SLACK
-from store.ready import ClaimRule, waiting_updates
 from store.records import CallRecord, GapRecord, OutageRecord, SpoolRecord
 from store.values.digests import PREFIX
 from store.version_states import ensure_base

@@ -11,10 +11,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims, version_states
+from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
 from store.deleting import delete_episode
 from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
 from store.version_queries import head_of, numbered_version, rollback_targets

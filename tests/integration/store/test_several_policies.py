@@ -10,9 +10,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import NON_FINITE, Claim, expire, set_aside
 from store.link.joins import TOO_LATE
-from store.ready import ClaimRule
 from store.records import CallRecord, SpoolRecord
 from store.version_queries import idle_versions, pinned_episodes, pinned_version
 from store.version_states import ensure_base

@@ -2,8 +2,8 @@
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claim_query import ClaimRule
 from store.read.stats import PolicyTotals, policy_totals
-from store.ready import ClaimRule
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.updates import claimed, consume_all

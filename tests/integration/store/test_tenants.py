@@ -11,12 +11,12 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.statements import parse_feedback
+from proxy.feedback_body import parse_feedback
 from store import claims
+from store.claim_query import ClaimRule
 from store.deleting import delete_episode
 from store.ids import new_id
 from store.link.settle import known_targets
-from store.ready import ClaimRule
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
 from store.selecting import Selection, named, selected
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of

@@ -6,8 +6,8 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import Claim, Outcome
-from store.ready import ClaimRule
 from trainer.updates.plan import Plan
 
 

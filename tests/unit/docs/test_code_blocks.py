@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.feedback_body import parse_feedback
 from proxy.redaction import parse_rules
-from proxy.statements import parse_feedback
 from proxy.upstreams.file import parse_upstreams
 from store.policy_table import parse_policies
 from tests.conftest import ROOT

@@ -14,13 +14,13 @@ from pawl.settings import known_variables
 from proxy import errors
 from proxy import routing as routes
 from proxy.errors import BadRequest, NotAllowed, ProxyError
+from proxy.feedback_body import parse_feedback
 from proxy.identity.identify import episode_names, read_hints
 from proxy.ingester.admin import admin_app
 from proxy.ingester.drain import Progress
 from proxy.metrics import CALLS
 from proxy.routing import RULES, Kind, find_route
 from proxy.shared_memory import ProcessState, State, readiness
-from proxy.statements import parse_feedback
 from scripts.reference import FOLDER, METRICS, SETTINGS, metrics_of, name_of, pages
 from store.ids import new_id
 from tests.conftest import ROOT

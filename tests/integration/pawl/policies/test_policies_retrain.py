@@ -6,9 +6,9 @@ from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policy_traffic import BadQuery
+from store.claim_query import ClaimRule
 from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key
-from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import ingest

@@ -14,7 +14,7 @@ import pawl.steward.gating
 from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.steward.gating import Gating
 from store import version_states
-from store.ready import rolled_back_episodes
+from store.claim_query import rolled_back_episodes
 from store.records import Arm
 from store.version_queries import list_versions
 from store.write.ingest import Ingester

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.ready import ClaimRule
+from store.claim_query import ClaimRule
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, StartProxy
 from tests.support.ledger.lineage import promote, trained

@@ -9,12 +9,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import Claim, expire, set_aside
 from store.errors import TurnedEvaluation
 from store.ids import lowest_id_at
 from store.link.joins import TOO_LATE
 from store.read.evaluations import Evaluation, evaluations, rewards_of_work
-from store.ready import ClaimRule
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson

@@ -17,9 +17,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import expire
 from store.errors import TurnedEvaluation
-from store.ready import ClaimRule
 from store.records import Episode, SpoolRecord
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base

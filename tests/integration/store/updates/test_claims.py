@@ -9,9 +9,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import Claim, consume_episodes, end_update
 from store.errors import ClaimLost, UnknownPolicy
-from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_queries import idle_versions, list_versions
 from tests.support.ledger.episodes import keys, store

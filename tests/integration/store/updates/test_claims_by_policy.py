@@ -10,8 +10,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.claim_query import ClaimRule
 from store.claims import NON_FINITE, Outcome, set_aside
-from store.ready import ClaimRule
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claim_query import ClaimRule, note_fault, waiting_updates
 from store.claims import expire
-from store.ready import ClaimRule, note_fault, waiting_updates
 from store.records import CallRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.ready import ClaimRule, _ready_of, _singles_of, chosen_groups
+from store.claim_query import ClaimRule, _ready_of, _singles_of, chosen_groups
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import ingest

@@ -8,10 +8,10 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_states
+from store.claim_query import ClaimRule, find_ready, waiting_updates
 from store.claims import expire, release
 from store.errors import HoldsRolledBack, NotGated, RolledBack
 from store.read.gates import newest_promoted
-from store.ready import ClaimRule, find_ready, waiting_updates
 from store.records import SpoolRecord
 from store.version_queries import head_of, list_events, numbered_version, version_before
 from store.version_states import change_state, make_ready, roll_back

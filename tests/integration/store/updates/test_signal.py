@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claim_query import ClaimRule, waiting_updates
 from store.claims import Claim
-from store.ready import ClaimRule, waiting_updates
 from store.write.ingest import ingest
 from tests.support.ledger.episodes import keys, store
 from tests.support.ledger.updates import claimed, consume_all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.statements import parse_feedback
+from proxy.feedback_body import parse_feedback
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 
