@@ -47,8 +47,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     Two kinds of episode count as members after they have been silent for some seconds (None:
     never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
-    than `max_staleness` versions ago are not taken; these, and those silent for more than
-    `max_episode_age_s` seconds, expire (`store.claims`). None: no limit.
+    than `max_staleness` versions ago are not taken, and expire (`store.claims`). None: no limit.
     """
 
     policy: str
@@ -57,7 +56,6 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     smallest_group: int
     max_age_s: float
     max_staleness: int | None = None
-    max_episode_age_s: float | None = None
     failed_after_s: float | None = None
     call_rewards_after_s: float | None = None
     needs_spread: bool = False

@@ -11,7 +11,6 @@ the query of `store.claim_query`.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
@@ -29,7 +28,7 @@ from store.claim_query import (
     rolled_back_episodes,
 )
 from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
-from store.ids import lowest_id_at, new_id
+from store.ids import new_id
 from store.link.claimable import refresh
 from store.read.episodes import read_episodes
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
@@ -431,19 +430,6 @@ _STALE = text(
     ORDER BY version, episode_id LIMIT :most
     """
 )
-# One lookup per version, because each version is a range of the index. The episode's id is a
-# UUIDv7, so comparing it limits the time at which the episode began.
-_AGED = text(
-    f"""
-    SELECT a.episode_id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
-    CROSS JOIN LATERAL (
-        SELECT episode_id FROM episode_policies WHERE policy = :policy AND {FREE} AND version = v
-            AND episode_id < CAST(:began_before AS uuid)
-            AND last_call_at < now() - make_interval(secs => :age_s)
-        ORDER BY episode_id LIMIT :most) a
-    LIMIT :most
-    """
-)
 # One array: a statement has no room for as many parameters as one retraining may leave out.
 _CLAIM = text(
     """
@@ -474,7 +460,10 @@ async def expire(
     The result is empty if there are none.
     """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
-    past_limits = await _past_limits(connection, rule, parent, oldest)
+    lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
+    values = {"policy": rule.policy, "oldest": oldest, "most": MOST_EXPIRED - len(lost)}
+    stale = (await connection.execute(_STALE, values)).scalars()
+    past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(lost, ROLLED_BACK)
     free = await lock_free(connection, rule.policy, list(past_limits))
     reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
     return await consume_unclaimed(connection, rule.policy, parent, recipe, reasons, oldest=oldest)
@@ -515,28 +504,6 @@ async def consume_unclaimed(
     consumed = [(one, False, reason) for one, reason in reasons.items()]
     await consume_episodes(connection, update_id, consumed)
     return counted
-
-
-async def _past_limits(
-    connection: AsyncConnection, rule: ClaimRule, parent: int, oldest: int
-) -> dict[UUID, str]:
-    reasons = dict.fromkeys(
-        await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED), ROLLED_BACK
-    )
-    values = {"policy": rule.policy, "oldest": oldest, "most": MOST_EXPIRED - len(reasons)}
-    stale = (await connection.execute(_STALE, values)).scalars()
-    reasons = dict.fromkeys(stale, "stale") | reasons
-    if rule.max_episode_age_s is not None and len(reasons) < MOST_EXPIRED:
-        age: dict[str, Any] = {
-            "age_s": rule.max_episode_age_s,
-            "newest": parent,
-            "most": MOST_EXPIRED - len(reasons),
-        }
-        now = await connection.scalar(text("SELECT now()"))
-        age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
-        aged = (await connection.execute(_AGED, values | age)).scalars()
-        reasons = dict.fromkeys(aged, "aged") | reasons
-    return reasons
 
 
 DAMAGED: Final = "damaged"

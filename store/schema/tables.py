@@ -699,7 +699,7 @@ consumptions = Table(
     Column("policy", Text, primary_key=True),
     Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
     Column("trained", Boolean, nullable=False),
-    # Why it was not trained, such as `stale`, `aged`, `alone`, `too_long`, `rolled_back` or
+    # Why it was not trained, such as `stale`, `alone`, `too_long`, `rolled_back` or
     # `left_out`.
     Column("reason", Text),
     Column("at", When, nullable=False, server_default=text("now()")),

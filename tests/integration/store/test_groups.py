@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
@@ -293,10 +291,10 @@ async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) ->
 
 # What can never be trained any more
 
-LIMITED = ClaimRule(**fields(SINGLE, max_staleness=1, max_episode_age_s=1800.0))
+LIMITED = ClaimRule(**fields(SINGLE, max_staleness=1))
 
 
-async def test_stale_and_aged_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> None:
+async def test_stale_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> None:
     await versions(engine, "published", "published", "serving")
     await episode(engine, "stale", 1.0, policy_version=1)
     await episode(engine, "stale, unscored", policy_version=0)
@@ -316,17 +314,6 @@ async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: Asy
     await episode(engine, "stale", 1.0, policy_version=1)
     rule = ClaimRule(**fields(LIMITED, max_age_s=1e-6))
     assert await claimed(engine, rule, parent=3) is None
-
-
-async def test_age_counts_from_the_last_call(engine: AsyncEngine) -> None:
-    # An episode's age is that of its id, which is its first call's.
-    old = UUID("017f22e2-79b0-7cc3-98c4-dc0c0c07398f")
-    await episode(engine, "old", 1.0, id=old, started_at=LONG_AGO)
-    await episode(engine, "new", 1.0)
-    async with engine.begin() as connection:
-        await connection.execute(text("DELETE FROM feedback"))
-    assert await expired(engine, LIMITED) == {"aged": 1}
-    assert await reasons(engine) == {"old": "aged"}
 
 
 async def test_without_limits_nothing_is_ever_spent(engine: AsyncEngine) -> None:

@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
 from sqlalchemy import text
@@ -12,13 +11,14 @@ from store import claims
 from store.claim_query import ClaimRule
 from store.claims import Claim, expire, set_aside
 from store.errors import TurnedEvaluation
-from store.ids import lowest_id_at
 from store.link.joins import TOO_LATE
 from store.read.evaluations import Evaluation, evaluations, rewards_of_work
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson
+from store.version_states import ensure_base
 from tests.support.ledger.episodes import episodes, store
+from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -121,21 +121,14 @@ async def test_a_failed_joined_episode_of_evaluation_is_not_claimed(engine: Asyn
 
 
 async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
-    # An episode's age is that of its id, which is its first call's.
-    oldest = lowest_id_at(LONG_AGO).int
-    for number, split in enumerate(("eval", "train")):
-        old = UUID(int=oldest + number)
-        await store(engine, call(split, id=old, split=split, started_at=LONG_AGO))
+    await store(engine, call("eval", split="eval"), call("train", split="train"))
     rule = ClaimRule(
-        policy="m",
-        group_size=1,
-        groups=1,
-        smallest_group=1,
-        max_age_s=PATIENT,
-        max_episode_age_s=3600,
+        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, max_staleness=0
     )
     async with engine.begin() as connection:
-        assert await expire(connection, rule, 0, {}) == {"aged": 1}
+        await ensure_base(connection, "m")
+        await add_in_state(connection, "m", 1, "published")
+        assert await expire(connection, rule, 1, {}) == {"stale": 1}
     query = text("SELECT key FROM consumptions JOIN episodes ON id = episode_id")
     async with engine.connect() as connection:
         assert list((await connection.execute(query)).scalars()) == ["train"]

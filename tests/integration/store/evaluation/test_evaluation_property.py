@@ -25,6 +25,7 @@ from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import empty
+from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.shared_database import SharedDatabase, shared_database
 from tests.support.records import call, reward
 
@@ -32,8 +33,8 @@ POLICIES = ("m", "n")
 SINGLES = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
 # A member that comes late is claimed where its task has one that was spent before.
 GROUPS = ClaimRule(policy="m", group_size=3, groups=1, smallest_group=2, max_age_s=0.0)
-# Whatever may be claimed expires.
-IMPATIENT = msgspec.structs.replace(SINGLES, max_episode_age_s=0.0)
+# Whatever may be claimed is stale for an update of version 1.
+IMPATIENT = msgspec.structs.replace(SINGLES, max_staleness=0)
 KEYS = [f"e{number}" for number in range(6)]
 # The first four are attempts at one task.
 TASKS = dict(zip(KEYS, ["t0"] * 4 + ["t1"] * 2, strict=True))
@@ -105,6 +106,7 @@ class Ledger:
         async with self.engine.begin() as connection:
             for policy in POLICIES:
                 await ensure_base(connection, policy)
+                await add_in_state(connection, policy, 1, "published")
         self.running = {}
 
     async def do(self, step: Sequence[Any]) -> None:
@@ -171,7 +173,7 @@ class Ledger:
             await claims.release(connection, self.running.pop(policy), "test")
 
     async def expire(self, connection: AsyncConnection, policy: str) -> None:
-        await expire(connection, msgspec.structs.replace(IMPATIENT, policy=policy), 0, {})
+        await expire(connection, msgspec.structs.replace(IMPATIENT, policy=policy), 1, {})
 
     async def check_what_is_spent(self) -> None:
         """What the last step spent had no call of evaluation, in any of its parts."""
