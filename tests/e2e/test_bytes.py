@@ -17,7 +17,7 @@ from tests.e2e.asking import (
     direct,
 )
 from tests.e2e.conftest import POLICY
-from tests.support.recordings import TRIES, cut_differently, normalised
+from tests.support.recordings import TRIES, normalised
 
 HI: Any = [{"role": "user", "content": "Say héllo"}]
 # A call of a tool and a form are whole, and a stop is come by, in so many tokens; of plain text the
@@ -144,9 +144,11 @@ async def test_direct_and_proxied_replies_are_the_same_bytes(
         wanted_status, wanted, _ = await answer(
             f"{direct(stack)}/{path}", body | {"model": version}
         )
-        if not cut_differently(seen, wanted):
+        named = b'"model":"%b"'
+        wanted = wanted.replace(named % version.encode(), named % POLICY.encode())
+        # What the server has cached of a prompt changes log-probabilities in the sixth digit.
+        if (status, seen) == (wanted_status, wanted):
             break
-    wanted = wanted.replace(b'"model":"%b"' % version.encode(), b'"model":"%b"' % POLICY.encode())
     assert (status, seen) == (wanted_status, wanted)
 
 

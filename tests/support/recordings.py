@@ -32,11 +32,6 @@ def normalised(body: bytes) -> bytes:
     return TIMES.sub(b'"created_at":0', IDS.sub(rb'"\1":"X"', body))
 
 
-def cut_differently(one: bytes, other: bytes) -> bool:
-    """Tell whether two streams have other numbers of events."""
-    return one.count(b"data:") != other.count(b"data:")
-
-
 def renamed(text: str) -> str:
     """Put the name that our client asks for in place of the served one."""
     return text.replace(f'"model":"{SERVED}"', f'"model":"{ASKED}"').replace(

@@ -12,8 +12,9 @@ from store.deleting import Receipt, delete_episode
 from store.selecting import named
 
 _COLUMNS = """
-    SELECT table_name, column_name FROM information_schema.columns
-    WHERE table_schema = 'public' ORDER BY 1, 2
+    SELECT relname, attname FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
+    WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
+        AND attnum > 0 AND NOT attisdropped ORDER BY 1, 2
 """
 _HAS = """
     SELECT count(*) FROM {table} WHERE position(convert_to(CAST(:word AS text), 'UTF8') IN
@@ -33,7 +34,10 @@ async def deleted(engine: AsyncEngine, name: str) -> Receipt:
 
 
 async def places_with(engine: AsyncEngine, word: str) -> list[str]:
-    """Return each column of any table in which a value holds the word's bytes."""
+    """Return each column of any table in which a value holds the word's bytes.
+
+    A day's partition may be dropped meanwhile; its rows are seen through its table.
+    """
     found = []
     async with engine.connect() as connection:
         for table, column in (await connection.execute(text(_COLUMNS))).all():
