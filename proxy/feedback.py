@@ -139,7 +139,7 @@ class IdempotencyStore:
         self._running: dict[str, _Running] = {}
 
     async def once(self, key: str, body_hash: str, state: State) -> Answer:
-        """Return the answer that `state` gives for a body; repeats get the same answer.
+        """Answer a request that has an idempotency key: `state` runs once for each key and body.
 
         Raises:
             KeyReused: the key was used for another body.

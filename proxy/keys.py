@@ -188,6 +188,7 @@ def _reported(usages: Iterable[bytes]) -> int:
                 if name in NUMBERS and bytes(raw)[:1].isdigit()
             }
         except msgspec.MsgspecError:
+            # Text that only looks like a usage: the call is charged by its ids or its length.
             continue
         largest = {
             name: max(largest.get(name, 0), numbers.get(name, 0)) for name in largest | numbers

@@ -56,8 +56,6 @@ LOOK_AGAIN_S: Final = 0.25
 # The status by which a model server says that it has no such model.
 UNKNOWN_MODEL: Final = 404
 REFUSED_AS_MALFORMED: Final = (400, 422)
-
-
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
 NOBODY: Final = Serving(None, None, None)

@@ -74,7 +74,7 @@ class RequestParser:
         return self._target.decode("latin-1")
 
     def drop(self) -> Exchange | None:
-        """Receive no more of the body under way, and return its request, if there is one."""
+        """Stop receiving the current body, and return the request that it belongs to, if any."""
         dropped, self.receiving = self.receiving, None
         return dropped
 

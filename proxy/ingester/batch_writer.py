@@ -133,7 +133,7 @@ class BatchWriter:
         return bool(self.trouble) or self.failures >= patience
 
     def read(self, pieces: Iterable[Piece]) -> list[Entry]:
-        """Return the entries of pieces of a segment, redacted, in the same order."""
+        """Read pieces of a segment in order: each as a redacted record, or why it is unreadable."""
         entries = [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
         if self._redactor is None:
             return entries

@@ -1,4 +1,4 @@
-"""Ask a model server, and read its reply: one or several replicas that serve the same models.
+"""Ask a model server (one or several replicas of the same models), and read its reply.
 
 A request that could not be sent to one replica goes to the next. When a call that a server refused
 is sent again is decided in `proxy.calls.call`.

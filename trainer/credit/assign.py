@@ -171,7 +171,7 @@ def credit_accounts(
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     kept: SftOptions | None = None,
 ) -> CreditedAccounts:
-    """Return the credit of every call, ordered by group, episode and call.
+    """Return the advantage and weight of every call, ordered by group, episode and call.
 
     Of each group only the episodes are trained that `kept` keeps (None: all).
     """

@@ -118,7 +118,9 @@ class Budget:
         *,
         trains: bool = True,
     ) -> tuple[Result, MicroBatches]:
-        """Run `run` on micro-batches of `rows`, halving them as needed; return result and batches.
+        """Call `run` with `rows` cut into micro-batches; return its result, and the micro-batches.
+
+        When memory runs out, the micro-batches are halved and `run` is called again.
 
         `undo` is called after each attempt that ran out of memory. `fits` says whether there is
         memory to do the same with one row by itself. Without `trains` nothing is learned of how

@@ -62,7 +62,7 @@ class ServerSelfTest:
         return await self.why_unserved()
 
     async def why_unserved(self) -> str | None:
-        """Return why a version would not be served as meant, and what to do; None if it would be.
+        """Return why a new version would be served wrongly, with the remedy; None if it would not.
 
         The learner must be restored before it trains.
         """

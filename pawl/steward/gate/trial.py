@@ -88,7 +88,7 @@ CELLS: Final = 100
 
 
 def reference_of(blocks: Sequence[Block]) -> Reference:
-    """Return what blocks of canary and base say about their difference."""
+    """Return the evidence of `blocks` on how far the canary is above the base model."""
     ends = [cell_start(cell + 1) for cell in range(CELLS)]
     return Reference([floor(100 * log_wealth(blocks, end, ABOVE)) / 100 for end in ends])
 

@@ -150,7 +150,7 @@ class Leads:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean difference, as a share of the range; None of no blocks."""
+        """Return the mean difference, as a share of the reward range; None without any block."""
         return self._total / self._weight if self._weight else None
 
 
