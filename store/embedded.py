@@ -50,8 +50,8 @@ exec >/dev/null
 SERVE: Final = f"""
 exec 3<&0 </dev/null
 ( ( read -r line <&3 && exit
-    kill -INT $$
-    for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef "$1" ] || exit; sleep 1; done
+    kill -INT $$; sleep 1
+    for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef "$1" ] || exit; kill -INT $$; sleep 1; done
     kill -QUIT $$ ) & )
 exec "$0/postgres" -D "$1" -h '' -k "$2" 3<&-
 """
@@ -133,12 +133,14 @@ class EmbeddedPostgres:
         self._stopping.set()
         with self._mutex:
             self._stopping.clear()
+            deadline = time.monotonic() + STOP_S
             try:
-                if self._server is not None:
+                while self._server is not None and self._server.poll() is None:
+                    if time.monotonic() > deadline:
+                        raise StoreError(f"PostgreSQL did not stop in time; its log: {self.log}")
+                    # Its shell ignores the first if this process does (`pawl up &` in a script).
                     self._server.send_signal(signal.SIGINT)
-                    self._server.wait(STOP_S)
-            except subprocess.TimeoutExpired as error:
-                raise StoreError(f"PostgreSQL did not stop in time; its log: {self.log}") from error
+                    time.sleep(POLL_S)
             finally:
                 self._disown()
 

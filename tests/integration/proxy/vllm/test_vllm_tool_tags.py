@@ -23,7 +23,6 @@ from tests.support.proxy.grammars import (
     grammars_with,
     recorded,
 )
-from trainer.learners.replay.grammars import structural_tag
 
 # Importing vLLM takes its time.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
@@ -61,7 +60,10 @@ def as_vllm(grammar: Grammar | None) -> Grammar | None:
     """A recorded grammar in vLLM's words."""
     if grammar is None or grammar.kind != "tools":
         return grammar
-    import xgrammar  # vLLM brings it: the serving role's tests are collected without
+    # The serving role's tests are collected without vLLM, which brings xgrammar, and without torch.
+    import xgrammar
+
+    from trainer.learners.replay.grammars import structural_tag
 
     tag = structural_tag(xgrammar, grammar.text)
     return Grammar(kind="structural_tag", text=tag)  # type: ignore[arg-type]
