@@ -44,27 +44,6 @@ class StackSettings(StoreSettings):
     )
 
 
-class JudgeSettings(StoreSettings):
-    """Hold the settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
-
-    judge_command: str | None = Field(
-        default=None,
-        description="command line of the program that judges finished episodes, quoted as in a "
-        "shell",
-    )
-    judge_quiet_s: float = Field(
-        default=600.0,
-        ge=0,
-        description="how long after its last call an episode counts as finished, in seconds",
-    )
-    judge_timeout_s: float = Field(
-        default=60.0, gt=0, description="time limit of one judgement, in seconds"
-    )
-    judge_concurrency: int = Field(
-        default=4, ge=1, description="number of episodes judged at the same time"
-    )
-
-
 class ClientSettings(Settings):
     """Hold the settings of the commands that are clients of a proxy."""
 
@@ -105,10 +84,7 @@ class UnreadSettings(Exception):
 
 def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
-    kinds = (
-        *(ProxySettings, TrainerSettings, StackSettings),
-        *(JudgeSettings, StewardSettings, ClientSettings),
-    )
+    kinds = (ProxySettings, TrainerSettings, StackSettings, StewardSettings, ClientSettings)
     names = {name for kind in kinds for name in kind.model_fields} - {"database_url"}
     return {PREFIX + name.upper() for name in names}
 

@@ -66,10 +66,6 @@ WITHHELD = Counter(
     "Calls stored without their content, as it could not be redacted, by reason.",
     ["reason"],
 )
-WITHOUT_LOGPROBS = Counter(
-    "pawl_calls_without_logprobs_total",
-    "Trainable calls whose log-probabilities are left to the version that sampled them.",
-)
 CALL_SECONDS = Histogram(
     "pawl_call_seconds", "From a request's arrival to its reply's end.", ["stream"], buckets=SECONDS
 )
@@ -96,16 +92,11 @@ FORWARDED = Counter(
     ["path", "status"],
 )
 REFUSED = Counter(
-    "pawl_refused_total", "Requests refused by the proxy itself, by class of error.", ["reason"]
-)
-TOO_SLOW = Counter(
-    "pawl_clients_too_slow_total",
-    "Connections closed because the client was too slow with its `head` or `body`, or in reading"
-    " the reply (`write`).",
-    ["what"],
-)
-UNFORESEEN = Counter(
-    "pawl_unforeseen_failures_total", "Requests that failed over an unexpected error (status 500)."
+    "pawl_refused_total",
+    "Requests refused by the proxy itself, by class of error: `Unexpected` for those that failed "
+    "unforeseen (status 500), and `slow_head`, `slow_body` and `slow_write` for connections that "
+    "were closed as their client was too slow.",
+    ["reason"],
 )
 
 # Each record is in exactly one of five states, so that at any moment
@@ -141,11 +132,6 @@ RECORDING_OUTAGE_SECONDS = Gauge(
 SPOOLED = Gauge(
     "pawl_records_spooled",
     "Records on disk that are not in PostgreSQL yet.",
-    multiprocess_mode="livemostrecent",
-)
-HELD = Gauge(
-    "pawl_records_held",
-    "Spooled records that could not be stored or dead-lettered yet, while others are stored.",
     multiprocess_mode="livemostrecent",
 )
 DRAIN_STUCK = Gauge(
@@ -208,11 +194,6 @@ EVAL_REWARD = Gauge(
 )
 
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
-WAITED_FOR_ADAPTER = Counter(
-    "pawl_waited_for_adapter_total",
-    "Calls whose version a replica did not have: `served` after waiting, or `given_up` (503).",
-    ["outcome"],
-)
 WARNINGS = Counter(
     "pawl_warnings_total", "Malformed headers that a call was taken with all the same."
 )

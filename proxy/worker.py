@@ -10,7 +10,7 @@ import structlog
 
 from proxy.calls.call import CallParts, answer_call
 from proxy.error_replies import explain, refuse, send_internal_error
-from proxy.errors import ProxyError, TooSlow
+from proxy.errors import ProxyError, TooSlow, Unexpected
 from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
@@ -24,8 +24,6 @@ from proxy.metrics import (
     IN_FLIGHT_BYTES,
     REFUSED,
     SPOOL_COMMIT,
-    TOO_SLOW,
-    UNFORESEEN,
 )
 from proxy.policies.shared_pins import SharedPins
 from proxy.policies.version_file import VersionFile
@@ -99,13 +97,13 @@ def _answer_failure(exchange: Exchange, error: Exception) -> None:
         refuse(exchange, error)
     else:
         log.error("request_failed", method=exchange.method, call=exchange.call, exc_info=error)
-        UNFORESEEN.inc()
+        REFUSED.labels(Unexpected.__name__).inc()
         send_internal_error(exchange)
 
 
 def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> None:
     """Count and log a client whose connection was closed because it was too slow."""
-    TOO_SLOW.labels(step).inc()
+    REFUSED.labels(f"slow_{step}").inc()
     log.warning(
         "client_too_slow",
         what=step,

@@ -22,7 +22,7 @@ import pawl.steward.metrics
 import proxy.metrics
 import trainer.metrics
 from pawl.cli import app
-from pawl.settings import ClientSettings, JudgeSettings, StackSettings, StewardSettings
+from pawl.settings import ClientSettings, StackSettings, StewardSettings
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
 from trainer.recipes.recipe import Recipe
@@ -36,7 +36,6 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Trainer": TrainerSettings,
     "Steward": StewardSettings,
     "Local stack": StackSettings,
-    "Judge": JudgeSettings,
     "Clients": ClientSettings,
 }
 METRICS: Final[dict[str, ModuleType]] = {

@@ -17,9 +17,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
 
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="After `--`: program to run once for each episode; default: PAWL_JUDGE_COMMAND."
-        ),
+        typer.Argument(help="After `--`: program to run once for each episode."),
     ] = None
     model: Annotated[
         str | None, typer.Option(help="Model to ask instead of a program; needs --rubric.")
@@ -47,26 +45,13 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         ),
     ] = None
     quiet: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Seconds without a call after which an episode is finished; "
-            "default: PAWL_JUDGE_QUIET_S, or 600.",
-        ),
-    ] = None
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Episodes judged at the same time; default: PAWL_JUDGE_CONCURRENCY, or 4."
-        ),
-    ] = None
+        float,
+        typer.Option(min=0, help="Seconds without a call after which an episode is finished."),
+    ] = 600.0
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes judged at the same time.")] = 4
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="Time limit of one judgement, in seconds; default: PAWL_JUDGE_TIMEOUT_S, or 60.",
-        ),
-    ] = None
+        float, typer.Option(min=0.01, help="Time limit of one judgement, in seconds.")
+    ] = 60.0
     attempts: Annotated[
         int, typer.Option(min=1, help="Failures after which an episode is not tried again.")
     ] = 5

@@ -13,7 +13,7 @@ from pawl.commands.common import fail
 from pawl.processes import stop_event
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
-from pawl.settings import JudgeSettings, StackSettings, read_settings, refuse_unread
+from pawl.settings import StackSettings, read_settings, refuse_unread
 from pawl.stack.model import unpacked_model
 from pawl.stack.preflight import NotReady, check_torch
 from pawl.stack.process import ProcessFailed
@@ -52,8 +52,7 @@ def up() -> None:
     """Run PostgreSQL, vLLM, proxy, trainer and steward on this machine until Ctrl-C.
 
     Pawl starts only what you have not configured yourself: no PostgreSQL where DATABASE_URL is
-    set, no vLLM where PAWL_UPSTREAM_URL is set. A judge is started where PAWL_JUDGE_COMMAND is
-    set. Each process has a log file in PAWL_LOG_DIR.
+    set, no vLLM where PAWL_UPSTREAM_URL is set. Each process has a log file in PAWL_LOG_DIR.
 
     Ctrl-C or SIGTERM stops all of it, with status 0. Status 2: a port is taken, memory or disk
     do not suffice, or the recipe cannot be used (nothing was started then); or a process ends
@@ -213,5 +212,4 @@ def _plan(settings: StackSettings) -> StackPlan:
         data_dir=settings.data_dir,
         log_dir=settings.log_dir,
         settings={"PAWL_POLICY": policy or "", "PAWL_MODEL": model or ""},
-        judge=read_settings(JudgeSettings).judge_command is not None,
     )

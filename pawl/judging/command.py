@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shlex
 import signal
 from contextlib import suppress
 from datetime import timedelta
@@ -21,7 +20,7 @@ from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
-from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
+from pawl.settings import ClientSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
 from store.judging import forget_unjudged
 from store.keys import tenant_of_key
@@ -45,56 +44,47 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
         JudgeError: the judge cannot run with these flags.
         Away: with `once`, a server does not answer.
     """
-    settings, proxy = read_settings(JudgeSettings), read_settings(ProxySettings)
-    client = read_settings(ClientSettings)
+    proxy, client = read_settings(ProxySettings), read_settings(ClientSettings)
     # No limit of the client's: each judge and each post has a time limit of its own.
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
         open_engine(read_settings(StackSettings)) as engine,
     ):
-        judge = _judge(flags, settings, proxy, session)
+        judge = _judge(flags, proxy, session)
         url = flags.feedback_url or feedback_url(proxy.listen)
         feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
         async with engine.begin() as connection:
             tenant = await tenant_of_key(connection, client.key)
             if flags.again:
                 await forget_unjudged(connection, judge.name, tenant)
-        judging = Judging(engine, judge, feedback, _plan(flags, settings, tenant))
+        judging = Judging(engine, judge, feedback, _plan(flags, tenant))
         await _run_until_stopped(judging, once=flags.once)
         return {outcome: judging.tally[outcome] for outcome in OUTCOMES}
 
 
-def _plan(flags: "JudgeFlags", settings: JudgeSettings, tenant: str) -> JudgingPlan:
+def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
     """Return the rules of the judge: verdicts reach the episodes of its key's tenant alone."""
-    quiet_s = settings.judge_quiet_s if flags.quiet is None else flags.quiet
     return JudgingPlan(
         selection=Selection(
             since=with_zone(flags.since), agent=flags.agent, policy=flags.policy, tenant=tenant
         ),
-        quiet=timedelta(seconds=quiet_s),
-        concurrency=flags.concurrency or settings.judge_concurrency,
+        quiet=timedelta(seconds=flags.quiet),
+        concurrency=flags.concurrency,
         attempts=flags.attempts,
     )
 
 
-def _judge(
-    flags: "JudgeFlags",
-    settings: JudgeSettings,
-    proxy: ProxySettings,
-    session: aiohttp.ClientSession,
-) -> Judge:
-    timeout_s = flags.timeout or settings.judge_timeout_s
+def _judge(flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession) -> Judge:
     if flags.model is None:
         if flags.rubric is not None:
             raise JudgeError("--rubric is for a model that judges: name the model with --model")
-        command = tuple(flags.command or ()) or _words(settings.judge_command or "")
-        if not command:
+        if not flags.command:
             raise JudgeError(
-                "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, "
-                "PAWL_JUDGE_COMMAND, or --model and --rubric"
+                "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, or with "
+                "--model and --rubric"
             )
-        return ProgramJudge(command, timeout_s=timeout_s, name=flags.name)
+        return ProgramJudge(tuple(flags.command), timeout_s=flags.timeout, name=flags.name)
     if flags.command:
         raise JudgeError("a judge is a program or a model: name one of them, not both")
     base_url = _url("--base-url", flags.base_url or str(proxy.upstream_url))
@@ -110,19 +100,10 @@ def _judge(
         temperature=flags.temperature,
         api_key=os.environ.get("OPENAI_API_KEY"),
         rubric=_rubric(flags.rubric),
-        timeout_s=timeout_s,
+        timeout_s=flags.timeout,
         max_chars=flags.max_chars,
         name=flags.name,
     )
-
-
-def _words(command: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(command))
-    except ValueError as error:
-        raise JudgeError(
-            f"PAWL_JUDGE_COMMAND cannot be split into words ({error}): quote it as in a shell"
-        ) from error
 
 
 def _url(option: str, value: str) -> str:

@@ -41,7 +41,6 @@ class StackPlan(Record, frozen=True, kw_only=True):
         database_url: the PostgreSQL to use; None: start the embedded one.
         upstream_url: the model server to use; None: start vLLM.
         settings: variables of the processes, where they differ from those of this one.
-        judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
     """
 
     vllm: VllmOptions
@@ -54,7 +53,6 @@ class StackPlan(Record, frozen=True, kw_only=True):
     database_url: str | None = None
     upstream_url: str | None = None
     settings: Mapping[str, str] = {}
-    judge: bool = False
 
 
 def configured_plan(
@@ -186,8 +184,6 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     # The proxy finishes its calls and stores their records before it may be killed.
     stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
     processes.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
-    if plan.judge:
-        processes.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
     return processes
 
 

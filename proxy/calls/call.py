@@ -16,7 +16,7 @@ import structlog
 from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
 from proxy.calls.recording import Recorded, note_call, record
 from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
-from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn
+from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn, Unexpected
 from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
 from proxy.feedback import RecentTargets
 from proxy.formats.base import ModelRequest, WireFormat, read_request
@@ -28,7 +28,7 @@ from proxy.identity.identify import identify, identity_alone
 from proxy.intake import Claim, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
-from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WAITED_FOR_ADAPTER, WARNINGS
+from proxy.metrics import ADDED_SECONDS, REFUSED, WARNINGS
 from proxy.policies.versions import Serving, Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
@@ -414,8 +414,13 @@ class Call:
             if served is not None or waited_s >= WAIT_S or not is_awaited:
                 break
             await asyncio.sleep(LOOK_AGAIN_S)
-        WAITED_FOR_ADAPTER.labels("served" if served is not None else "given_up").inc()
-        log.info("adapter_waited_for", call=self.name, version=name, s=round(waited_s, 2))
+        log.info(
+            "adapter_waited_for",
+            call=self.name,
+            version=name,
+            s=round(waited_s, 2),
+            served=served is not None,
+        )
         if served is not None:
             return served
         why = self.why_not_served()
@@ -486,7 +491,7 @@ class Call:
         """Answer an unexpected error: status 500, or an error event if the reply has begun."""
         exchange, errors = self.exchange, self.format.errors
         log.exception("call_failed", call=self.name)
-        UNFORESEEN.inc()
+        REFUSED.labels(Unexpected.__name__).inc()
         await self._make_durable("truncated" if exchange.started else "upstream_error")
         if exchange.started and exchange.open:
             exchange.write(errors.event(f"{UNEXPECTED} (call {self.name})."))

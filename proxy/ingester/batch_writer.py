@@ -27,7 +27,6 @@ from proxy.metrics import (
     STORED,
     TOKENS,
     TOOL_STATUS,
-    WITHOUT_LOGPROBS,
     labelled,
 )
 from proxy.redaction import Redactor
@@ -331,7 +330,5 @@ def count_late(statements: Mapping[str, int]) -> None:
 def _count_call(record: CallRecord) -> None:
     if record.reason is not None:
         labelled(NOT_TRAINABLE, record.reason).inc()
-    elif not record.tokens.sampled_logprobs:
-        WITHOUT_LOGPROBS.inc()
     for event in record.tool_events:
         labelled(TOOL_STATUS, event.status).inc()

@@ -43,7 +43,6 @@ from proxy.metrics import (
     DRAIN_LAG,
     DRAIN_STUCK,
     DROPPED,
-    HELD,
     RECORDED,
     RECORDING_OUTAGE_SECONDS,
     SPOOLED,
@@ -462,7 +461,6 @@ class Drainer:
         SPOOLED.set(sum(s.waiting for s in segments))
         DRAIN_LAG.set(sum(max(s.counted.offset - s.stored.offset, 0) for s in segments))
         self.progress.held = sum(len(s.held) for s in segments)
-        HELD.set(self.progress.held)
         DRAIN_STUCK.set(self.progress.stuck_s)
 
     def _retire(self, segment: Segment) -> None:

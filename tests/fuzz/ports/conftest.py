@@ -55,7 +55,7 @@ INFER: Final = frozenset({"infer", "all", "a"})
 READ: Final = frozenset({"read", "all", "a"})
 # Counters that only a failure of the proxy's own counts.
 FAILURES: Final = (
-    "pawl_unforeseen_failures_total",
+    'pawl_refused_total{reason="Unexpected"}',
     "pawl_records_dead_lettered_total",
     "pawl_records_dropped_total",
 )
@@ -104,8 +104,10 @@ class Ports:
         assert b'"restarts": 0' in ready
         assert not re.search(rb'"restarts": [1-9]', ready), ready
         _, metrics = self.get(self.admin, "/metrics", "read")
-        counted = dict(re.findall(r"^(\w+) (\S+)$", metrics.decode(), re.M))
-        assert {name: float(counted[name]) for name in FAILURES} == dict.fromkeys(FAILURES, 0.0)
+        counted = dict(re.findall(r"^(\S+) (\S+)$", metrics.decode(), re.M))
+        assert {name: float(counted.get(name, 0)) for name in FAILURES} == dict.fromkeys(
+            FAILURES, 0.0
+        )
         log = self.log.read_text(errors="replace")
         bad = [line for line in log.splitlines() if BAD_WORDS.search(line)]
         assert not bad, "\n".join(bad)

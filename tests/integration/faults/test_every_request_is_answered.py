@@ -9,7 +9,7 @@ import pytest
 from proxy.calls import answer, recording
 from proxy.calls import call as steps
 from proxy.http.exchange import Exchange
-from proxy.metrics import UNFORESEEN
+from proxy.metrics import REFUSED
 from tests.integration.conftest import Proxy
 from tests.support.faults.counters import ledger
 from tests.support.servers.fake_upstream import FakeUpstream
@@ -50,7 +50,7 @@ def fail(patched: pytest.MonkeyPatch, step: str) -> None:
 async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
 ) -> None:
-    before = UNFORESEEN._value.get()
+    before = REFUSED.labels("Unexpected")._value.get()
     fail(monkeypatch, step)
     head, body = await ask(proxy, post(path, BODY))
     assert head.startswith(b"HTTP/1.1 500 ")
@@ -59,7 +59,7 @@ async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     reply = json.loads(body)
     assert reply["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
     assert ("type" in reply) is (path == "/v1/messages")
-    assert UNFORESEEN._value.get() == before + 1
+    assert REFUSED.labels("Unexpected")._value.get() == before + 1
     call = await proxy.only_call()
     assert call.status == "upstream_error"
     assert f"x-pawl-call: {call.id}".encode() in head

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from proxy.metrics import RECORDED, TOO_SLOW
+from proxy.metrics import RECORDED, REFUSED
 from tests.integration.conftest import Proxy, StartProxy
 from tests.integration.faults.test_faults import (
     ERROR_EVENTS,
@@ -167,7 +167,7 @@ async def test_client_reads_why_its_upload_is_refused(proxy: Proxy, upstream: Ra
 
 
 def too_slow(what: str) -> float:
-    return float(TOO_SLOW.labels(what)._value.get())
+    return float(REFUSED.labels(f"slow_{what}")._value.get())
 
 
 async def dribble(port: int, data: bytes, at_once: int) -> bytes:

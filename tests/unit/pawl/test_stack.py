@@ -160,13 +160,12 @@ def test_one_trainer_trains_all_policies_of_a_file(
     assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)
 
 
-@pytest.mark.parametrize("judge", [False, True])
-def test_judge_runs_where_one_is_configured(judge: bool, tmp_path: Path) -> None:
+def test_no_vllm_is_started_where_a_model_server_is_configured(tmp_path: Path) -> None:
     plan = configured_plan(
-        "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1", judge=judge
+        "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1"
     )
     started = [process.name for process in _processes(plan, "postgresql://h/d")]
-    assert started == ["trainer", "steward", "proxy", *(["judge"] if judge else [])]
+    assert started == ["trainer", "steward", "proxy"]
 
 
 # vLLM

@@ -203,10 +203,9 @@ async def test_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) 
     await proxy.chat(headers={"x-pawl-episode": "crash-1"})
     await proxy.episodes(3)
     code, _, err = await pawl_judge(
-        *("--once", "--quiet", "0"),
+        *("--once", "--quiet", "0", "--", *bench.command),
         database_url=database_url,
         listen=proxy.settings.listen,
-        command=" ".join(bench.command),
     )
     assert (code, "1 failed" in err) == (1, True)
     # Unsure about one and failed at another: asked again about both if that is wanted.
@@ -218,21 +217,16 @@ async def test_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) 
     assert json.loads(out) == {"judged": 0, "cannot_tell": 1, "failed": 1}
 
 
-async def pawl_judge(
-    *options: str, database_url: str, listen: str, command: str = ""
-) -> tuple[int | None, str, str]:
-    process = await start_judge(*options, url=database_url, listen=listen, command=command)
+async def pawl_judge(*options: str, database_url: str, listen: str) -> tuple[int | None, str, str]:
+    process = await start_judge(*options, url=database_url, listen=listen)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
 
-async def start_judge(
-    *options: str, url: str, listen: str, command: str = ""
-) -> asyncio.subprocess.Process:
-    environment = os.environ | {"DATABASE_URL": url, "PAWL_LISTEN": listen}
+async def start_judge(*options: str, url: str, listen: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pawl.cli", "judge", *options),
-        env=environment | {"PAWL_JUDGE_COMMAND": command},
+        env=os.environ | {"DATABASE_URL": url, "PAWL_LISTEN": listen},
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
