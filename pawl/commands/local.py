@@ -86,7 +86,7 @@ def demo(
     """Show the whole loop on this machine: an unchanged agent gets better while it works.
 
     Asks held-out questions, lets the example agent work while the trainer learns from it, asks
-    the same questions again, and writes `reward.png`, `report.html` and `summary.json`. Needs a
+    the same questions again, and writes `reward.png` and `summary.json`. Needs a
     checkout of the repository, and a machine on which nothing else of Pawl runs.
 
     Status 2: the machine is not fit for it, or the demo could not go on. Status 130: Ctrl-C or
@@ -128,10 +128,9 @@ def example(
 ) -> None:
     """Let an example's agent, built with an unmodified framework, get better while it works.
 
-    Does with the example NAME what `pawl demo` does with its agent, and writes `reward.png`,
-    `report.html` and `summary.json` to its folder. Needs a checkout of the repository with
-    the frameworks (`make example NAME=math` installs them), and a machine on which nothing else of
-    Pawl runs.
+    Does with the example NAME what `pawl demo` does with its agent, and writes `reward.png`
+    and `summary.json` to its folder. Needs a checkout of the repository with the frameworks
+    (`make example NAME=math` installs them), and a machine on which nothing else of Pawl runs.
 
     Status 2: there is no such example, the machine is not fit for it, or it could not go on.
     Status 130: Ctrl-C or SIGTERM; everything that was started is stopped in each case.

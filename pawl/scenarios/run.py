@@ -195,7 +195,7 @@ class Run:
         await ask("asking the held-out questions again", "after")
         self._phase("writing the report")
         summary, curves = await self._summary(stack, ledger)
-        write_report(scenario, self._options.var, summary, self.progress, curves)
+        write_report(scenario.score, self._options.var, summary, self.progress, curves)
         return summary
 
     async def _examine(

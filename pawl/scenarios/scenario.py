@@ -37,7 +37,6 @@ class Keys(BaseModel):
 
     Attributes:
         title: what it is called, in a few words.
-        about: what the page says about it, in a sentence or two.
         model: the name under which the base model is served.
         python: where the agent's packages are installed: beside Pawl, or in `.venv-clients`.
         agent: the agent's function, as `pawl rollout --python` takes it.
@@ -62,7 +61,6 @@ class Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
-    about: str
     model: str
     python: Literal["pawl", "clients"] = "pawl"
     agent: Function = "agent:answer"

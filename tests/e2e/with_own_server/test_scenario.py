@@ -75,4 +75,3 @@ async def test_an_example_learns_and_reports(
     assert summary["policies"]["math"]["versions"] >= updates
     assert summary["policies"]["math"]["trained_episodes"] >= 4
     assert (var / "reward.png").stat().st_size > 10_000
-    assert "held-out after" in (var / "report.html").read_text()

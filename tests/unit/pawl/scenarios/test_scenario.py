@@ -23,7 +23,7 @@ from pawl.scenarios.scenario import (
 )
 from trainer.recipes.recipe import load_recipe
 
-LEAST = 'title = "A title"\nabout = "What it is."\nmodel = "m"\n'
+LEAST = 'title = "A title"\nmodel = "m"\n'
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/example.toml"))
 
 
@@ -44,8 +44,8 @@ def test_agents_of_several_policies_know_whom_they_ask_for() -> None:
 
 
 def test_missing_key_is_named() -> None:
-    with pytest.raises(ScenarioFailed, match=r"sums/example\.toml: about: Field required"):
-        parse_scenario('title = "A"\nmodel = "m"', Path("sums"))
+    with pytest.raises(ScenarioFailed, match=r"sums/example\.toml: model: Field required"):
+        parse_scenario('title = "A"', Path("sums"))
 
 
 async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
