@@ -23,7 +23,6 @@ SLOW: Final = (
     "tests/integration/faults/test_durability.py::test_segment_cut_at_any_byte_loses_only_the_cut_record",
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",
-    "tests/integration/pawl/rollout/test_going_on.py",
     "tests/integration/pawl/rollout/test_rollout.py",
     "tests/integration/proxy/test_limits.py",
     "tests/integration/store/test_embedded.py",

@@ -3,16 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 from zlib import crc32
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
-from typer.testing import CliRunner
 
-from pawl.cli import app
 from pawl.commands.policies import events_of
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
@@ -175,13 +170,3 @@ async def next_candidate(
     async with engine.begin() as connection:
         dumped = rule.model_dump(mode="json")
         await make_candidate(connection, "m", number, dumped, reason="probed")
-
-
-async def command(*words: str) -> Any:
-    return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *words])
-
-
-@pytest.fixture
-def _settings(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DATABASE_URL", database_url)

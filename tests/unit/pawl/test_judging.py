@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pawl.judging.answers import (
     MAX_ANSWER,
-    JudgeError,
     JudgeFailed,
     idempotency_key,
     metrics_of,
@@ -18,7 +17,6 @@ from pawl.judging.answers import (
     read_verdict,
 )
 from pawl.judging.command import feedback_url, is_proxy
-from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import judge_messages, read_score, transcript
 from pawl.judging.run import retry_at
 from tests.support.records import START
@@ -282,11 +280,6 @@ def test_any_episode_can_be_shown(calls: list[dict[str, Any]]) -> None:
 
 
 # Where it runs
-
-
-def test_a_program_that_is_not_there_is_told_at_once() -> None:
-    with pytest.raises(JudgeError, match="no-such-program"):
-        ProgramJudge(["no-such-program"], timeout_s=1)
 
 
 @pytest.mark.parametrize(

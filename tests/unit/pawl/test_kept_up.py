@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pawl.serving.process as kept
-from pawl.serving.process import DISK_FAILS, Child, NotReplaced, Running
+from pawl.serving.process import Child, NotReplaced, Running
 from proxy.errors import DoesNotStart
 from proxy.shared_memory import ProcessState, read_states, readiness, write_states
 
@@ -121,18 +121,6 @@ async def test_child_that_never_comes_up_is_given_up_at_the_first_start(one: Kep
     await one.child.start()
     with pytest.raises(DoesNotStart, match="worker 0 ends as soon as it is started"):
         await asyncio.wait_for(one.gave_up, 30)
-
-
-async def test_child_that_a_disk_keeps_from_starting_is_started_again_for_ever(
-    one: Kept,
-) -> None:
-    one.broken(True, DISK_FAILS)
-    await one.child.start()
-    await one.until(lambda s: s.restarts == kept.MOST_EARLY_ENDS + 2)
-    assert not one.gave_up.done()
-    assert one.pauses[-1] >= 0.19
-    one.broken(False)
-    await one.until(lambda s: s.state == "up")
 
 
 async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: Kept) -> None:

@@ -1,18 +1,24 @@
-"""`pawl rollout` as a process, beside a stand-in for the proxy: agents, judges, the terminal."""
+"""`pawl rollout` as a process, beside a stand-in for the proxy: agents, judges, the terminal.
+
+Stopped, killed, or left alone by the proxy or the model server, it goes on.
+"""
 
 import asyncio
 import json
 import os
 import re
+import signal
 import sys
 import termios
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.rollouts import COMMAND, Runner
+from tests.support.rollouts import COMMAND, TASKS, Outcome, Runner, ended
 from tests.support.servers.fake_proxy import FakeProxy
+from tests.support.waiting import until
 
 JUDGE = """
 import json, sys
@@ -35,10 +41,10 @@ async def test_program_gets_its_task_and_an_address_that_names_it(
     fake: FakeProxy, runner: Runner
 ) -> None:
     options = ("-n", "2", "-k", "2", "--split", "eval", "--answer", "a", "--policy", "m@2")
-    ended = await runner.run(*COMMAND, *options)
-    assert (ended.status, ended.errors) == (0, "")
-    assert ended.summary["runs"] == ended.summary["planned"] == 12
-    assert ended.summary["reward"] == 0.5
+    outcome = await runner.run(*COMMAND, *options)
+    assert (outcome.status, outcome.errors) == (0, "")
+    assert outcome.summary["runs"] == outcome.summary["planned"] == 12
+    assert outcome.summary["reward"] == 0.5
     assert Counter(call["task"] for call in fake.calls) == {f"t{n}": 2 for n in range(6)}
     assert {call["split"] for call in fake.calls} == {"eval"}
     assert {asked["model"] for asked in fake.asked} == {"m@2"}
@@ -72,8 +78,8 @@ async def test_hidden_fields_are_shown_to_the_judge_alone(
     how = COMMAND if agent == "command" else ("--python", agent)
     hidden = ("--hide", "gold", "--hide", "tests")
     judge = ("--judge", f"{sys.executable} judge.py")
-    ended = await runner.run(*how, *hidden, *judge)
-    assert ended.status == 0, ended.errors
+    outcome = await runner.run(*how, *hidden, *judge)
+    assert outcome.status == 0, outcome.errors
     assert list(fake.rewards().values()) == [[7]]
     assert "all it knows" in runner.by_task()["t1"].output
     # Another set of fields would be another experiment.
@@ -82,7 +88,7 @@ async def test_hidden_fields_are_shown_to_the_judge_alone(
     assert "is of a rollout with other hidden: name another file" in again.errors
 
 
-@pytest.mark.parametrize("agent", ["command", "agent:answer", "agent:alone"])
+@pytest.mark.parametrize("agent", ["command", "agent:alone"])
 async def test_failed_run_has_no_reward_and_is_named(
     fake: FakeProxy, runner: Runner, agent: str
 ) -> None:
@@ -90,8 +96,8 @@ async def test_failed_run_has_no_reward_and_is_named(
     runner.write([{"id": kind, "do": kind} for kind in kinds])
     is_command = agent == "command"
     how = COMMAND if is_command else ("--python", agent)
-    ended = await runner.run(*how, "--timeout", "20", "-k", "6", "--answer", "id")
-    assert ended.status == 1
+    outcome = await runner.run(*how, "--timeout", "20", "-k", "6", "--answer", "id")
+    assert outcome.status == 1
     assert {task: run.error for task, run in runner.by_task().items()} == {
         "exit": "exit status 3",
         "raise": "exit status 1" if is_command else "raised ValueError",
@@ -104,7 +110,7 @@ async def test_failed_run_has_no_reward_and_is_named(
     assert runner.by_task()["hang"].detail == "not done within 20 s"
     assert len(fake.rewards()) == 1
     failed = [one for one in fake.statements if one["metric"] == "run_failed"]
-    assert len(failed) == 5 == ended.summary["failed"]
+    assert len(failed) == 5 == outcome.summary["failed"]
 
 
 async def test_client_made_at_import_calls_nobody(runner: Runner, tmp_path: Path) -> None:
@@ -112,20 +118,20 @@ async def test_client_made_at_import_calls_nobody(runner: Runner, tmp_path: Path
         "import os, agent\nURL = os.environ['OPENAI_BASE_URL']\n"
         "def answer(task):\n    return agent.ask(URL, 'q')\n"
     )
-    ended = await runner.run("--python", "early:answer", "-k", "1")
-    assert ended.summary["failed"] == 6
-    assert "must read OPENAI_BASE_URL" in ended.errors
+    outcome = await runner.run("--python", "early:answer", "-k", "1")
+    assert outcome.summary["failed"] == 6
+    assert "must read OPENAI_BASE_URL" in outcome.errors
 
 
 async def test_judge_states_a_number_or_metrics_or_statements(
     fake: FakeProxy, runner: Runner, tmp_path: Path
 ) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
-    ended = await runner.run(*COMMAND, "--judge", f"{sys.executable} judge.py", "-k", "3")
-    assert ended.status == 1
-    assert ended.summary["unjudged"] == 2
-    assert ended.summary["errors"] == {"judge failed": 2}
-    assert ended.summary["metrics"] == {"reward": 0.5833, "length": 7.0, "style": 1.0}
+    outcome = await runner.run(*COMMAND, "--judge", f"{sys.executable} judge.py", "-k", "3")
+    assert outcome.status == 1
+    assert outcome.summary["unjudged"] == 2
+    assert outcome.summary["errors"] == {"judge failed": 2}
+    assert outcome.summary["metrics"] == {"reward": 0.5833, "length": 7.0, "style": 1.0}
     tasks = {call["episode"]: call["task"] for call in fake.calls}
     assert {
         (tasks[one["episode"]], one.get("metric"), one["value"]) for one in fake.statements
@@ -171,3 +177,120 @@ async def test_terminal_gets_a_table_and_the_output_the_summary(runner: Runner) 
     lines = [line.split() for line in last.splitlines()]
     assert ["4/4", "0", "2", "1.000"] in [words[:4] for words in lines]
     assert ["2", "exit", "status", "3"] in lines
+
+
+async def test_failed_runs_can_be_run_again(fake: FakeProxy, runner: Runner) -> None:
+    runner.write([{"id": "t0"}, {"id": "t1", "do": "exit"}])
+    assert (await runner.run(*COMMAND)).status == 1
+    calls = len(fake.calls)
+    assert (await runner.run(*COMMAND)).status == 1
+    assert len(fake.calls) == calls
+    assert (await runner.run(*COMMAND, "--again")).status == 1
+    assert [call["task"] for call in fake.calls[calls:]] == ["t1"]
+
+
+def looked(paths: Sequence[str]) -> bool:
+    """Whether these requests show that a look for the proxy failed.
+
+    A client whose kept connection breaks off asks again at once, and that may be answered.
+    """
+    return sum(path.endswith("/v1/models") for path in paths) >= 2
+
+
+def missed(fake: FakeProxy) -> bool:
+    """Whether calls were turned away, and after the last of them whoever looked why."""
+    calls = [at for at, path in enumerate(fake.turned_away) if path.endswith("/completions")]
+    return bool(calls) and looked(fake.turned_away[calls[-1] :])
+
+
+async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Outcome:
+    """Run the tasks; the proxy (`down`) or model server (`no_model`) is away until it is missed."""
+    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
+    await runner.until_settled(4 if who == "down" else 2)
+    setattr(fake, who, True)
+    await until(lambda: missed(fake))
+    setattr(fake, who, False)
+    return await ended(process)
+
+
+async def test_run_that_fails_while_the_proxy_restarts_is_made_again(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """Runs that fail because it is away are done again; what it did not take is told again."""
+    fake.feedback_status = [503, 500, 429, 401, 403, 404]
+    outcome = await run_while_away(runner, fake, "down")
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["runs"] == 18
+    assert outcome.summary["failed"] == 0
+    assert len(fake.rewards()) == 18
+
+
+async def test_no_run_fails_while_the_model_server_restarts(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """The proxy is there, and passes on that nobody is behind it."""
+    outcome = await run_while_away(runner, fake, "no_model")
+    assert outcome.status == 0, outcome.errors
+    assert outcome.summary["failed"] == 0
+    assert outcome.summary["errors"].keys() == {"proxy away"}
+    assert len(fake.rewards()) == 18
+
+
+async def test_absence_that_is_over_when_the_run_fails_counts_too(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """Agents wait before they give up, and the proxy may be back by then."""
+    runner.write([{"id": "t1", "do": "exit late"}])
+    process = await runner.start(*COMMAND)
+    await until(lambda: len(fake.calls) == 1)
+    fake.down = True
+    await until(lambda: looked(fake.turned_away))
+    fake.down = False
+    outcome = await ended(process)
+    assert outcome.summary["errors"] == {"proxy away": 1, "exit status 3": 1}
+    assert len(fake.calls) == 2
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_refused_feedback_is_counted_and_not_repeated(
+    fake: FakeProxy, runner: Runner, status: int
+) -> None:
+    fake.feedback_status = [status]
+    outcome = await runner.run(*COMMAND, "--answer", "a")
+    assert outcome.status == 1
+    assert outcome.summary["errors"] == {"feedback refused": 1}
+    assert len(fake.rewards()) == 5
+    assert (await runner.run(*COMMAND, "--answer", "a")).status == 0
+    assert len(fake.rewards()) == 5
+
+
+async def test_ctrl_c_lets_runs_end_and_the_same_command_goes_on(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    runner.write([task | {"seconds": 0.3} for task in TASKS])
+    options = (*COMMAND, "-k", "2", "--answer", "a")
+    process = await runner.start(*options)
+    await until(lambda: len(fake.calls) >= 2)
+    os.kill(process.pid, signal.SIGINT)
+    outcome = await ended(process)
+    assert outcome.status == 130
+    assert 2 <= outcome.summary["runs"] == len(fake.rewards()) < 6
+    assert outcome.summary["abandoned"] == 0
+    assert (await runner.run(*options)).status == 0
+    assert len(fake.rewards()) == len(fake.calls) == 6
+
+
+@pytest.mark.parametrize(
+    "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
+)
+async def test_sigterm_abandons_runs_that_are_under_way(
+    fake: FakeProxy, runner: Runner, how: tuple[str, str]
+) -> None:
+    runner.write([task | {"do": "hang"} for task in TASKS])
+    process = await runner.start(*how, "-k", "2")
+    await until(lambda: len(fake.calls) >= 2)
+    process.terminate()
+    outcome = await asyncio.wait_for(ended(process), 20)
+    assert outcome.status == 130
+    assert outcome.summary["runs"] == 0
+    assert {one["metric"] for one in fake.statements} == {"run_abandoned"}

@@ -1,14 +1,20 @@
-"""`pawl rollout` against a real proxy: what the ledger has after kills, and of runs that failed."""
+"""`pawl rollout` against a real proxy: its keys, and the ledger after kills and failures."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.commands.rollout import Flags, run_rollout
+from pawl.rollout.tasks import RolloutError
+from pawl.settings import ClientSettings
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.integration.conftest import Proxy
+from tests.support.proxy.keys import bearer, made, taken
 from tests.support.rollouts import COMMAND, Runner, kill
 from tests.support.waiting import eventually
 
@@ -71,3 +77,42 @@ async def test_a_failed_run_is_an_episode_without_a_reward(proxy: Proxy, tmp_pat
     assert {episode.split for episode in episodes.values()} == {"eval"}
     assert rewards(episodes["good"]) == [0.0]
     assert [(one.metric, one.value) for one in episodes["bad"].feedback] == [("run_failed", 1.0)]
+
+
+AGENT = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "m", "messages": [{"role": "user", "content": "q"}]}).encode(),
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+with urllib.request.urlopen(request, timeout=30) as reply:
+    print(json.load(reply)["choices"][0]["message"]["content"])
+"""
+
+
+async def test_rollout_shows_its_key_and_the_agent_its_own(
+    proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "a": "hi"}\n')
+    runner = await made(engine, "runner", "infer", "feedback", "read")
+    agent = await made(engine, "agent", "infer")
+    await taken(proxy, runner)
+    monkeypatch.setenv("OPENAI_API_KEY", agent)
+    flags = Flags(
+        tasks=Path("tasks.jsonl"),
+        url=proxy.url,
+        command=f"{sys.executable} agent.py",
+        answer="a",
+    )
+    with pytest.raises(RolloutError, match="401: set PAWL_API_KEY"):
+        await run_rollout(flags)
+    monkeypatch.setenv("PAWL_API_KEY", runner)
+    assert ClientSettings().headers == bearer(runner)
+    summary = await run_rollout(flags)
+    assert (summary["runs"], summary["failed"], summary["reward"]) == (1, 0, 1.0)
+    journal = (tmp_path / "tasks.rollout.jsonl").read_text()
+    assert runner not in journal
+    assert agent not in journal

@@ -9,17 +9,13 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from aiohttp import web
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
 MIB = 2**20
-FIRST = b'data: {"choices":[]}\n\n'
 
 
 @pytest.fixture
@@ -75,48 +71,3 @@ async def test_memory_stays_small_and_torch_stays_out(
     maps = Path(f"/proc/{proxy.pid}/maps").read_text()
     assert "torch" not in maps
     assert "numpy" not in maps
-
-
-async def test_call_is_answered_and_recorded(
-    process: tuple[psutil.Process, str], upstream: FakeUpstream, engine: AsyncEngine
-) -> None:
-    _, url = process
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-            reply = await response.json()
-        rated = {"metric": "reward", "value": 1.0, "response": reply["id"]}
-        async with session.post(f"{url}/feedback", json=rated) as response:
-            assert response.status == 200
-
-    async def scored() -> bool:
-        async with engine.connect() as connection:
-            episodes = await read_episodes(connection, await episode_ids(connection))
-        return [len(episode.calls) for episode in episodes if episode.feedback] == [1]
-
-    await eventually(scored)
-
-
-async def test_first_chunk_is_passed_on_at_once(
-    process: tuple[psutil.Process, str], upstream: FakeUpstream
-) -> None:
-    arrived = asyncio.Event()
-
-    async def held_back(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(FIRST)
-        await arrived.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    upstream.behave = held_back
-    _, url = process
-    async with aiohttp.ClientSession() as session:
-        for _ in range(20):
-            arrived.clear()
-            body = {"model": "m", "stream": True}
-            async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-                assert await response.content.readuntil(b"\n\n") == FIRST
-                arrived.set()
-                assert await response.read() == b"data: [DONE]\n\n"

@@ -6,10 +6,8 @@ import pytest
 
 from pawl.steward.gating import Gating
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.steward.trials import AWAY, _settings, gating
+from tests.support.steward.trials import AWAY, gating
 from trainer.publishing.model_server import Replicas
-
-__all__ = ["_settings"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
 from store.versions import policy_name
 from store.write.ingest import Ingester
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import promote
 from tests.support.records import ago, call, reward
 from tests.support.steward.trials import (
@@ -28,7 +29,6 @@ from tests.support.steward.trials import (
     begin_trial,
     candidate,
     changes,
-    command,
     gate,
     live,
     look,
@@ -75,9 +75,8 @@ async def test_better_version_is_tried_and_promoted_with_its_evidence(
     ]
 
 
-@pytest.mark.usefixtures("_settings")
 async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    pawl: Pawl, database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     await on_trial(engine, judge)
     shown = 'pawl_trained_version{policy="m"}'
@@ -87,7 +86,7 @@ async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
     await judge.look(engine)
     assert f"{shown} 1.0" in generate_latest().decode()
     # It stays so after a roll-back, and a steward that is started again shows the same.
-    assert (await command("rollback", "m")).exit_code == 0
+    assert (await pawl("policies", "rollback", "m")).exit_code == 0
     VERSION.clear()
     await next_candidate(engine, 2, 0)
     await gate(database_url).look(engine)
@@ -292,12 +291,11 @@ async def test_version_serving_again_after_a_roll_back_is_rolled_back_if_it_turn
     ]
 
 
-@pytest.mark.usefixtures("_settings")
 async def test_version_given_the_traffic_again_by_an_operator_is_watched_by_its_own_trial(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    pawl: Pawl, database_url: str, engine: AsyncEngine, judge: Gating
 ) -> None:
     await tried_twice(engine, judge)
-    assert (await command("promote", "m@1")).exit_code == 0
+    assert (await pawl("policies", "promote", "m@1")).exit_code == 0
     await pass_time(engine)
     await turns_bad(engine, 1)
     await look(database_url, engine)

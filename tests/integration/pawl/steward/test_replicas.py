@@ -141,24 +141,6 @@ def database_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
         yield refused
 
 
-async def test_known_versions_are_loaded_while_the_database_is_away(
-    database_url: str,
-    engine: AsyncEngine,
-    server: FakeModelServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    await publish(engine, tmp_path, 1)
-    async with stewarding(database_url, server.url):
-        await assert_has(server, "m@1")
-        with database_away(monkeypatch) as refused:
-            await refused.wait()
-            server.loaded.clear()
-            await assert_has(server, "m@1")
-        await publish(engine, tmp_path, 2)
-        await assert_has(server, "m@1", "m@2")
-
-
 async def test_only_what_served_is_loaded_of_an_old_reading(
     database_url: str,
     engine: AsyncEngine,

@@ -19,6 +19,7 @@ from store.errors import NotGated, StateChanged
 from store.version_queries import list_versions, numbered_version
 from store.version_states import roll_back
 from store.write.ingest import ingest
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import set_state
 from tests.support.records import call
@@ -27,7 +28,6 @@ from tests.support.steward.replicas import publish, retire
 from tests.support.steward.trials import (
     AWAY,
     RULE,
-    command,
     live,
     look,
     pass_time,
@@ -215,21 +215,21 @@ async def test_roll_back_by_hand_loads_first_too(engine: AsyncEngine, servers: S
     assert await states(engine) == AGAIN
 
 
-@pytest.mark.usefixtures("_settings", "_retired")
+@pytest.mark.usefixtures("_retired")
 async def test_command_says_what_could_not_be_loaded(
-    engine: AsyncEngine, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
+    pawl: Pawl, engine: AsyncEngine, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.refused = {"m@1"}
     monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
-    done = await command("rollback", "m")
+    done = await pawl("policies", "rollback", "m")
     assert done.stdout.startswith(
         "m@2 is rolled back\nm serves\nm@1 could not be loaded: the model server did not load m@1"
     )
     assert await states(engine) == BASE
 
 
-@pytest.mark.usefixtures("_settings")
 async def test_operator_promotes_what_was_called_back_only_once_the_replicas_have_it(
+    pawl: Pawl,
     database_url: str,
     engine: AsyncEngine,
     server: FakeModelServer,
@@ -240,13 +240,13 @@ async def test_operator_promotes_what_was_called_back_only_once_the_replicas_hav
     await fallen(engine, tmp_path)
     await look(database_url, engine, AWAY)
     monkeypatch.setenv("PAWL_UPSTREAM_URL", AWAY)
-    refused = await command("promote", "m@1")
+    refused = await pawl("policies", "promote", "m@1")
     assert isinstance(refused.exception, NotGated)
     assert "m@1 had been retired, and could not be loaded again" in str(refused.exception)
     assert "PAWL_UPSTREAM_URL" in str(refused.exception)
     assert await states(engine) == BASE_KEPT
     monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
-    assert (await command("promote", "m@1")).stdout == "m@1 serves\n"
+    assert (await pawl("policies", "promote", "m@1")).stdout == "m@1 serves\n"
     assert set(server.loaded) == {"m@1"}
     assert await states(engine) == AGAIN
 

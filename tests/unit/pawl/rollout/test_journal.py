@@ -108,22 +108,6 @@ def settled_runs(data: bytes) -> dict[Key, str]:
     }
 
 
-@given(st.integers(0, 2000))
-def test_journal_that_is_cut_anywhere_is_read(cut: int) -> None:
-    whole = encoded([PLAN, *attempt("e1", KEYS[0]), *attempt("e2", KEYS[1])])
-    past = read(whole[:cut])
-    assert past.size <= cut
-    assert len(past.settled) + len(past.under_way) <= 2
-
-
-def test_failed_run_is_done_again_only_if_that_is_wanted() -> None:
-    statement = {"metric": "run_failed", "value": 1, "episode": "e1"}
-    failed = Ended(episode="e1", outcome="failed", statements=(statement,))
-    data = encoded([PLAN, Begun(episode="e1", key=KEYS[0]), failed, Posted(episode="e1")])
-    assert set(read(data).settled) == {KEYS[0]}
-    assert read(data, again=True).settled == {}
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -201,16 +185,6 @@ def test_journal_has_one_writer(tmp_path: Path) -> None:
         Journal(path)
     journal.close()
     Journal(path).close()
-
-
-def test_another_plan_is_refused_by_what_differs(tmp_path: Path) -> None:
-    path = tmp_path / "j"
-    path.write_bytes(encoded([PLAN]))
-    journal = Journal(path)
-    other = msgspec.structs.replace(PLAN, agent="b", hidden=("gold",))
-    with pytest.raises(RolloutError, match="with other agent, hidden: name another file"):
-        journal.begin(other)
-    journal.close()
 
 
 def test_outputs_of_a_long_journal_are_not_kept(tmp_path: Path) -> None:

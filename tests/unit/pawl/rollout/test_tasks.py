@@ -70,13 +70,6 @@ def test_line_that_is_no_task_is_refused_by_its_number(text: bytes, message: str
         parse_tasks(text, "tasks.jsonl")
 
 
-def test_missing_field_is_refused_by_the_option_that_names_it() -> None:
-    with pytest.raises(RolloutError, match=r"line 2: .* no field 'answer', which --answer names"):
-        parse_tasks(lines({"answer": None}, {"q": 1}), "tasks.jsonl", "answer")
-    with pytest.raises(RolloutError, match=r"--hide: no task of tasks.jsonl has a field 'b'"):
-        parse_tasks(lines({"a": 1}, {"q": 1}), "tasks.jsonl", hidden=("a", "b"))
-
-
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 
 
