@@ -84,9 +84,7 @@ async def test_split_is_a_field(engine: AsyncEngine) -> None:
     assert {line["episode"]: line["split"] for line in lines} == {"t": "train", "e": "eval"}
 
 
-async def test_curve_has_a_line_for_each_evaluated_version(
-    filled: AsyncEngine,
-) -> None:
+async def test_curve_has_a_line_for_each_evaluated_version(filled: AsyncEngine) -> None:
     async with filled.begin() as connection:
         for version, values in ((1, (0.0, 0.0, 1.0)), (2, (1.0, 1.0, 1.0))):
             for number, value in enumerate(values):

@@ -10,7 +10,6 @@ from typing import Any
 from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.settings import StewardSettings
 from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.steward.run import app_of
 from store.claims import begin_update, consume
@@ -18,6 +17,7 @@ from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.servers.fake_server import FakeModelServer
+from tests.support.steward.trials import settings_of
 from tests.support.waiting import awaited
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
 from trainer.publishing.model_server import ModelServer
@@ -83,10 +83,9 @@ class RunningSteward:
 
 
 @asynccontextmanager
-async def stewarding(database_url: str, *urls: str) -> AsyncIterator[RunningSteward]:
+async def stewarding(engine: AsyncEngine, *urls: str) -> AsyncIterator[RunningSteward]:
     """Run a steward of these replicas, in this process."""
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    servable = ServableVersions(settings, POLL_S)
+    servable = ServableVersions(settings_of(engine), POLL_S)
     async with AsyncExitStack() as exits:
         servers = [await exits.enter_async_context(ModelServer(url)) for url in urls]
         controllers = [ReplicaController(server, servable, POLL_S) for server in servers]

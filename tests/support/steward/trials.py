@@ -40,14 +40,19 @@ GOOD, BAD = [1.0, 0.9], [0.0, 0.1]
 MANY = 60
 
 
-def gating(database_url: str, replicas: Replicas) -> Gating:
-    settings = StewardSettings.model_validate({"database_url": database_url})
-    return Gating(settings, 0.01, replicas)
+def settings_of(engine: AsyncEngine) -> StewardSettings:
+    """Return the settings of a steward of the engine's database."""
+    url = engine.url.render_as_string(hide_password=False)
+    return StewardSettings.model_validate({"database_url": url})
 
 
-def gate(database_url: str) -> Gating:
+def gating(engine: AsyncEngine, replicas: Replicas) -> Gating:
+    return Gating(settings_of(engine), 0.01, replicas)
+
+
+def gate(engine: AsyncEngine) -> Gating:
     """A steward's that asks no model server."""
-    return gating(database_url, Replicas([AWAY]))
+    return gating(engine, Replicas([AWAY]))
 
 
 @asynccontextmanager
@@ -61,12 +66,10 @@ async def following(judge: Gating) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def look(
-    database_url: str, engine: AsyncEngine, *urls: str, slots: int | None = None
-) -> None:
+async def look(engine: AsyncEngine, *urls: str, slots: int | None = None) -> None:
     """Let one new steward, of these model servers, look at the policies once."""
     async with Replicas(urls or [AWAY], slots) as replicas:
-        await gating(database_url, replicas).look(engine)
+        await gating(engine, replicas).look(engine)
 
 
 async def candidate(

@@ -93,14 +93,6 @@ def test_object_is_metrics(metrics: dict[str, float]) -> None:
     assert metrics_of(statements) == metrics
 
 
-def test_statements_are_taken_as_any_judges() -> None:
-    assert verdict({"value": 0.5}) == [{"value": 0.5, "episode": "e1"}]
-    assert verdict([{"value": 1, "response": "r"}, {"metric": "style", "value": 0}]) == [
-        {"value": 1, "response": "r"},
-        {"metric": "style", "value": 0, "episode": "e1"},
-    ]
-
-
 @pytest.mark.parametrize("answer", [b"null", b" null\n", b'{"value": null}', b'{"reward": null}'])
 def test_judge_that_cannot_tell_states_nothing(answer: bytes) -> None:
     assert read_verdict(answer, "e1") == []

@@ -139,9 +139,7 @@ async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: K
         os.kill(old, 0)
 
 
-async def test_old_child_that_ends_while_it_is_replaced_in_vain_is_started_again(
-    one: Kept,
-) -> None:
+async def test_old_child_that_ends_while_it_is_replaced_in_vain_is_started_again(one: Kept) -> None:
     await one.up()
     one.broken(True)
     replacing = asyncio.create_task(one.child.replace())

@@ -336,9 +336,7 @@ async def test_only_finished_episodes_without_a_score_are_judged(engine: AsyncEn
     assert sorted(judge.asked) == ["failed", "over"]
 
 
-async def test_episode_in_parts_is_judged_when_its_last_part_is_over(
-    engine: AsyncEngine,
-) -> None:
+async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: AsyncEngine) -> None:
     digest = b"\x01" + b"s" * 15
     await store(
         engine,
@@ -599,10 +597,7 @@ async def test_fault_of_a_model_leaves_the_episode_unscored(
 
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503, None])
 async def test_server_that_cannot_answer_now_is_no_episodes_fault(
-    engine: AsyncEngine,
-    session: aiohttp.ClientSession,
-    upstream: FakeUpstream,
-    status: int | None,
+    engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream, status: int | None
 ) -> None:
     await store(engine, call("e"))
     upstream.behave = answers({}, status or 200)

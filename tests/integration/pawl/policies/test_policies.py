@@ -226,10 +226,8 @@ async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None
 # promote, rollback, freeze
 
 
-async def test_frozen_traffic_is_moved_by_commands_alone(
-    pawl: Pawl, database_url: str, engine: AsyncEngine
-) -> None:
-    judge = gate(database_url)
+async def test_frozen_traffic_is_moved_by_commands_alone(pawl: Pawl, engine: AsyncEngine) -> None:
+    judge = gate(engine)
     await on_trial(engine, judge)
     frozen = await pawl("policies", "freeze", "m", "--reason", "release day")
     assert frozen.stdout == "m is frozen\n"
@@ -243,9 +241,9 @@ async def test_frozen_traffic_is_moved_by_commands_alone(
 
 
 async def test_operator_promotes_the_tried_version_and_rolls_it_back(
-    pawl: Pawl, database_url: str, engine: AsyncEngine
+    pawl: Pawl, engine: AsyncEngine
 ) -> None:
-    await on_trial(engine, gate(database_url))
+    await on_trial(engine, gate(engine))
     promoted = await pawl("policies", "promote", "m", "--reason", "seen by eye")
     assert promoted.stdout == "m@1 serves\n"
     last = (await events_of(engine, "m"))[-1]
@@ -269,10 +267,8 @@ async def test_operator_promotes_the_tried_version_and_rolls_it_back(
         assert said in str(found.exception)
 
 
-async def test_figures_of_a_trial_are_shown(
-    pawl: Pawl, database_url: str, engine: AsyncEngine
-) -> None:
-    await on_trial(engine, gate(database_url))
+async def test_figures_of_a_trial_are_shown(pawl: Pawl, engine: AsyncEngine) -> None:
+    await on_trial(engine, gate(engine))
     [_, shown] = await lines(pawl, "show", "m")
     assert shown["trial"]["kind"] == "promote"
     assert shown["trial"]["arms"]["canary"]["mean"] == pytest.approx(0.95)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.steward.gating import Gating
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
@@ -11,9 +12,9 @@ from trainer.publishing.model_server import Replicas
 
 
 @pytest.fixture
-async def judge(database_url: str) -> AsyncIterator[Gating]:
+async def judge(engine: AsyncEngine) -> AsyncIterator[Gating]:
     async with Replicas([AWAY]) as replicas:
-        yield gating(database_url, replicas)
+        yield gating(engine, replicas)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ async def test_better_version_is_tried_and_promoted_with_its_evidence(
 
 
 async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
-    pawl: Pawl, database_url: str, engine: AsyncEngine, judge: Gating
+    pawl: Pawl, engine: AsyncEngine, judge: Gating
 ) -> None:
     await on_trial(engine, judge)
     shown = 'pawl_trained_version{policy="m"}'
@@ -89,7 +89,7 @@ async def test_promotion_by_a_steward_is_shown_and_logged_as_one_by_a_trainer(
     assert (await pawl("policies", "rollback", "m")).exit_code == 0
     VERSION.clear()
     await next_candidate(engine, 2, 0)
-    await gate(database_url).look(engine)
+    await gate(engine).look(engine)
     assert f"{shown} 1.0" in generate_latest().decode()
 
 
@@ -268,20 +268,20 @@ async def turns_bad(engine: AsyncEngine, number: int) -> None:
 
 
 async def test_version_serving_again_after_a_roll_back_is_rolled_back_if_it_turns_bad(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    engine: AsyncEngine, judge: Gating
 ) -> None:
     await tried_twice(engine, judge)
     await turns_bad(engine, 2)
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     await pass_time(engine)
     await live(engine, {("base", 0): BAD, ("serving", 1): FAIR}, "again", many=100)
-    await look(database_url, engine)
+    await look(engine)
     assert (await states(engine))[1] == "serving"
     assert WATCHED in generate_latest().decode()
     assert not any(line.unwatched for line in await versions_of(engine, "m"))
     await turns_bad(engine, 1)
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
     assert (await changes(engine))[-4:] == [
         ("m@2", "rolled_back", "steward"),
@@ -292,11 +292,11 @@ async def test_version_serving_again_after_a_roll_back_is_rolled_back_if_it_turn
 
 
 async def test_version_given_the_traffic_again_by_an_operator_is_watched_by_its_own_trial(
-    pawl: Pawl, database_url: str, engine: AsyncEngine, judge: Gating
+    pawl: Pawl, engine: AsyncEngine, judge: Gating
 ) -> None:
     await tried_twice(engine, judge)
     assert (await pawl("policies", "promote", "m@1")).exit_code == 0
     await pass_time(engine)
     await turns_bad(engine, 1)
-    await look(database_url, engine)
+    await look(engine)
     assert (await states(engine))[1] == "rolled_back"

@@ -18,9 +18,9 @@ from pawl.steward.gating import Gating
 from store import version_states
 from store.read.gates import Gated, gated
 from store.version_queries import list_versions
-from store.version_states import freeze, make_candidate
+from store.version_states import freeze
 from tests.support.faults.killing import Killed, killing
-from tests.support.ledger.lineage import promote, trained
+from tests.support.ledger.lineage import promote
 from tests.support.steward.trials import (
     candidate,
     changes,
@@ -82,7 +82,7 @@ async def test_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy
 
 
 async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database gives queries of its role a time, as some do: that is as if it went away."""
 
@@ -96,13 +96,13 @@ async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_fir
     await candidate(engine, 0, name="a")
     await candidate(engine, 0)
     monkeypatch.setattr("pawl.steward.gating.gated", where_a(too_long))
-    async with following(gate(database_url)):
+    async with following(gate(engine)):
         await eventually(is_tried, within_s=120.0)
     assert await state_of_a(engine) == "candidate"
 
 
 async def test_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_wait_for(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what is tried, and of what serves."""
     read = evidence.arm_episodes
@@ -114,7 +114,7 @@ async def test_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_
 
     async def look_until(state: str) -> int:
         """Let a new steward look until version 1 has that state; the most that a look read."""
-        judge, most, looks = gate(database_url), 0, 0
+        judge, most, looks = gate(engine), 0, 0
         while (await states(engine))[1] != state:
             parts.clear()
             await judge.look(engine)
@@ -122,7 +122,7 @@ async def test_steward_that_starts_anew_reads_no_more_in_a_look_than_others_can_
             assert looks < 40
         return most
 
-    await on_trial(engine, gate(database_url))
+    await on_trial(engine, gate(engine))
     monkeypatch.setattr("pawl.steward.evidence.READ_S", 0.0, raising=False)
     monkeypatch.setattr("pawl.steward.evidence.PART", timedelta(minutes=10))
     monkeypatch.setattr("pawl.steward.evidence.arm_episodes", counted)
@@ -171,7 +171,7 @@ async def test_look_does_not_undo_what_an_operator_did_meanwhile(
 
 
 async def test_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
         found = await gated(connection, name)
@@ -184,13 +184,13 @@ async def test_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
     await candidate(engine, 0)
     reads = [None]
     monkeypatch.setattr("pawl.steward.gating.gated", frozen_then)
-    await gate(database_url).look(engine)
+    await gate(engine).look(engine)
     assert not reads
     assert (await states(engine))[1] == "candidate"
 
 
 async def test_failure_that_is_no_outage_is_not_called_one(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_: object) -> None:
         raise ValueError("for the test")
@@ -198,15 +198,13 @@ async def test_failure_that_is_no_outage_is_not_called_one(
     monkeypatch.setattr("pawl.steward.gating.gated_policies", broken)
 
     with capture_logs() as logs:
-        async with following(gate(database_url)):
+        async with following(gate(engine)):
             await until(lambda: bool(logs), within_s=120.0)
     assert [one["event"] for one in logs] == ["gate_fails"]
 
 
-async def test_several_stewards_make_each_change_once(
-    database_url: str, engine: AsyncEngine
-) -> None:
-    stewards = [gate(database_url) for _ in range(3)]
+async def test_several_stewards_make_each_change_once(engine: AsyncEngine) -> None:
+    stewards = [gate(engine) for _ in range(3)]
     await on_trial(engine, stewards[0])
     for _ in range(3):
         await asyncio.gather(*(one.look(engine) for one in stewards))
@@ -220,12 +218,7 @@ async def test_several_stewards_make_each_change_once(
 @pytest.mark.parametrize("better", [True, False])
 @pytest.mark.parametrize("when", ["before", "in the middle", "before the commit"])
 async def test_steward_killed_in_a_change_leaves_nothing_half_done(
-    database_url: str,
-    engine: AsyncEngine,
-    judge: Gating,
-    monkeypatch: pytest.MonkeyPatch,
-    when: str,
-    better: bool,
+    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch, when: str, better: bool
 ) -> None:
     await on_trial(engine, judge, better)
     if when == "in the middle":
@@ -238,15 +231,15 @@ async def test_steward_killed_in_a_change_leaves_nothing_half_done(
         await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
     assert len(await changes(engine)) == 1
-    await gate(database_url).look(engine)
+    await gate(engine).look(engine)
     made = [("m@0", "published"), ("m@1", "serving")] if better else [("m@1", "rolled_back")]
     assert (await changes(engine))[1:] == [(*change, "steward") for change in made]
 
 
 async def test_judging_goes_on_once_the_database_is_back(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await on_trial(engine, gate(database_url))
+    await on_trial(engine, gate(engine))
     refused = asyncio.Event()
 
     async def away(_: object) -> None:
@@ -258,19 +251,7 @@ async def test_judging_goes_on_once_the_database_is_back(
 
     real = pawl.steward.gating.gated_policies
     monkeypatch.setattr("pawl.steward.gating.gated_policies", away)
-    async with following(gate(database_url)):
+    async with following(gate(engine)):
         await refused.wait()
         monkeypatch.setattr("pawl.steward.gating.gated_policies", real)
         await eventually(promoted)
-
-
-async def test_policy_that_cannot_be_judged_hinders_no_other(
-    engine: AsyncEngine, judge: Gating
-) -> None:
-    async with engine.begin() as connection:
-        await trained(connection, 0, name="broken")
-        await make_candidate(connection, "broken", 1, {"margin": "much"}, reason="probed")
-    await candidate(engine, 0)
-    await judge.look(engine)
-    await judge.look(engine)
-    assert (await states(engine))[1] == "canary"

@@ -76,7 +76,7 @@ async def why(engine: AsyncEngine) -> object:
 
 
 async def test_version_is_not_watched_by_another_reward_and_is_again_by_its_own(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    engine: AsyncEngine, judge: Gating
 ) -> None:
     await promoted(engine, judge)
     await live(engine, {("base", 0): BAD, ("serving", 1): GOOD}, "b", many=4 * MANY)
@@ -84,7 +84,7 @@ async def test_version_is_not_watched_by_another_reward_and_is_again_by_its_own(
     assert WATCHED + "1.0" in generate_latest().decode()
     await earns(engine, LESS)
     # Neither by a steward that reads all again, nor by one that has seen it before.
-    for one in (gate(database_url), judge):
+    for one in (gate(engine), judge):
         await one.look(engine)
         assert await states(engine) == {0: "published", 1: "serving"}
         assert WATCHED + "0.0" in generate_latest().decode()
@@ -94,7 +94,7 @@ async def test_version_is_not_watched_by_another_reward_and_is_again_by_its_own(
     await judge.look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()
     await live(engine, {("base", 0): GOOD, ("serving", 1): BAD}, "c", from_s=TO_S + 10.0, many=100)
-    await gate(database_url).look(engine)
+    await gate(engine).look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
@@ -147,7 +147,7 @@ async def test_version_promoted_by_the_new_reward_is_watched_by_it(
 
 
 async def test_untried_versions_are_watched_together_only_if_they_have_one_reward(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine,
 ) -> None:
     """What follows the change is what the next version is compared with."""
     async with engine.begin() as connection:
@@ -157,10 +157,10 @@ async def test_untried_versions_are_watched_together_only_if_they_have_one_rewar
         far = {("base", 0): BAD, ("serving", number): GOOD}
         await live(engine, far, str(number), from_s=from_s, to_s=from_s - 590.0)
         await hour_passes(engine)
-    await look(database_url, engine)
+    await look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()
     await earns(engine, LESS)
-    await look(database_url, engine)
+    await look(engine)
     assert (await states(engine))[2] == "serving"
     assert "reward is another sum" in str(await why(engine))
     rule = UNTRIED.model_copy(update={"margin": 0.02, "reward_range": (0.0, 0.1)})
@@ -169,7 +169,7 @@ async def test_untried_versions_are_watched_together_only_if_they_have_one_rewar
     # By as much less as what serves would be rolled back for, were it one line.
     await gives(engine, 3, [0.5, 0.6], BAD)
     await hour_passes(engine)
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "published", 3: "serving"}
     assert WATCHED + "0.0" in generate_latest().decode()
     assert "first version by its reward" in str(await why(engine))
@@ -177,7 +177,7 @@ async def test_untried_versions_are_watched_together_only_if_they_have_one_rewar
     await serves(engine, 4, rule)
     await gives(engine, 4, BAD, GOOD)
     await hour_passes(engine)
-    await look(database_url, engine)
+    await look(engine)
     published = dict.fromkeys(range(3), "published")
     assert await states(engine) == published | {3: "serving", 4: "rolled_back"}
     assert (await changes(engine))[-2] == ("m@4", "rolled_back", "steward")

@@ -95,10 +95,10 @@ async def rounds(judge: Gating, engine: AsyncEngine, times: int = 5) -> None:
         await judge.replays.go_on(engine)
 
 
-async def look(database_url: str, engine: AsyncEngine, *urls: str, times: int = 5) -> None:
+async def look(engine: AsyncEngine, *urls: str, times: int = 5) -> None:
     """Let a new steward look at the policies so often."""
     async with Replicas(urls) as replicas:
-        await rounds(gating(database_url, replicas), engine, times)
+        await rounds(gating(engine, replicas), engine, times)
 
 
 async def events_of(engine: AsyncEngine, version: int = 1) -> list[PolicyEvent]:
@@ -128,10 +128,10 @@ async def server() -> AsyncIterator[FakeModelServer]:
 
 
 @pytest.fixture
-async def judge(database_url: str, server: FakeModelServer) -> AsyncIterator[Gating]:
+async def judge(engine: AsyncEngine, server: FakeModelServer) -> AsyncIterator[Gating]:
     """The server's steward."""
     async with Replicas([server.url]) as replicas:
-        yield gating(database_url, replicas)
+        yield gating(engine, replicas)
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ async def _random_waits(engine: AsyncEngine, random_adapter: Path, url: str) -> 
 
 
 @pytest.mark.usefixtures("_random_waits")
-async def test_random_adapter_is_stopped(engine: AsyncEngine, database_url: str, url: str) -> None:
-    await look(database_url, engine, url)
+async def test_random_adapter_is_stopped(engine: AsyncEngine, url: str) -> None:
+    await look(engine, url)
     assert await states(engine) == {0: "serving", 1: "rejected"}
     event = await last_event(engine)
     assert (event.from_state, event.to_state, event.actor) == ("candidate", "rejected", "steward")
@@ -191,28 +191,28 @@ async def test_random_adapter_is_stopped(engine: AsyncEngine, database_url: str,
 
 
 async def test_adapter_that_answers_alike_is_tried_with_the_evidence(
-    engine: AsyncEngine, database_url: str, near_adapter: Path, url: str
+    engine: AsyncEngine, near_adapter: Path, url: str
 ) -> None:
     await recorded(engine)
     await candidate(engine)
     await loaded(near_adapter, url)
-    await look(database_url, engine, url, times=2)
+    await look(engine, url, times=2)
     assert (await states(engine))[1] == "candidate"
-    await look(database_url, engine, url)
+    await look(engine, url)
     assert (await states(engine))[1] == "canary"
     assert 0.0 <= (await replay_of(engine))["kl"] < 0.5
 
 
 @pytest.mark.parametrize("states_wanted", [0, 6])
 async def test_trial_begins_without_a_replay_of_none_or_of_no_recorded_call(
-    engine: AsyncEngine, server: FakeModelServer, database_url: str, states_wanted: int
+    engine: AsyncEngine, server: FakeModelServer, states_wanted: int
 ) -> None:
     """What it would answer is too far from what serves."""
     server.logprobs = {"m@1": -9.0}
     if not states_wanted:
         await recorded(engine)
     await candidate(engine, replay_states=states_wanted)
-    await look(database_url, engine, server.url, times=5 if states_wanted else 1)
+    await look(engine, server.url, times=5 if states_wanted else 1)
     assert (await states(engine))[1] == "canary"
     if states_wanted:
         replay = await replay_of(engine)
@@ -223,10 +223,10 @@ async def test_trial_begins_without_a_replay_of_none_or_of_no_recorded_call(
 
 @pytest.mark.usefixtures("_random_waits")
 async def test_version_trained_on_from_a_stopped_one_never_serves(
-    engine: AsyncEngine, database_url: str, url: str
+    engine: AsyncEngine, url: str
 ) -> None:
     await add_child(engine, 2)
-    await look(database_url, engine, url)
+    await look(engine, url)
     assert await states(engine) == {0: "serving", 1: "rejected", 2: "rejected"}
     # Nor what was being trained meanwhile, and is recorded only now.
     await add_child(engine, 3)
@@ -247,13 +247,13 @@ async def add_child(engine: AsyncEngine, number: int) -> None:
 
 @pytest.mark.usefixtures("_random_waits")
 async def test_steward_killed_in_the_middle_comes_to_the_same_when_it_is_started_again(
-    engine: AsyncEngine, database_url: str, url: str
+    engine: AsyncEngine, url: str
 ) -> None:
     uninterrupted = await replayed(engine, url)
     # Four of six calls are answered, and what is recorded then is asked about by nobody.
-    await look(database_url, engine, url, times=1)
+    await look(engine, url, times=1)
     await recorded(engine, held_out=9, others=9, run="late-", ago_s=0.0)
-    await look(database_url, engine, url)
+    await look(engine, url)
     assert await replay_of(engine) == json.loads(msgspec.json.encode(uninterrupted))
 
 
@@ -274,51 +274,47 @@ async def replayed(engine: AsyncEngine, url: str) -> Replayed | None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.usefixtures("_random_waits")
 async def test_steward_killed_as_it_stops_one_leaves_all_or_nothing(
-    engine: AsyncEngine,
-    database_url: str,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    after: bool,
+    engine: AsyncEngine, url: str, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     killing(version_states, "change_state", after=after)(monkeypatch)
     with pytest.raises(Killed):
-        await look(database_url, engine, url)
+        await look(engine, url)
     monkeypatch.undo()
     assert (await states(engine))[1] == "candidate"
-    await look(database_url, engine, url)
+    await look(engine, url)
     became = [event.to_state for event in await events_of(engine)]
     assert became == ["rejected", "candidate", "written"]
 
 
 @pytest.mark.usefixtures("_waits")
 async def test_candidate_waits_while_no_server_answers(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     with capture_logs() as logs:
-        await look(database_url, engine, AWAY)
+        await look(engine, AWAY)
     assert [one["event"] for one in logs] == ["replay_waits_for_server"]
     assert (await states(engine))[1] == "candidate"
     # It has it loaded no more, or not yet.
     del server.loaded["m@1"]
-    await look(database_url, engine, server.url)
+    await look(engine, server.url)
     assert (await states(engine))[1] == "candidate"
     server.loaded["m@1"] = "/m/1"
-    await look(database_url, engine, AWAY, server.url)
+    await look(engine, AWAY, server.url)
     assert (await states(engine))[1] == "canary"
 
 
 @pytest.mark.usefixtures("_waits")
 async def test_server_whose_engine_died_is_passed_over(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     """It lists its models all the same."""
     async with fake_model_server() as dead:
         dead.loaded["m@1"] = "/m/1"
         dead.engine_is_dead = True
         dead.cannot_answer |= {"m", "m@1"}
-        await look(database_url, engine, dead.url)
+        await look(engine, dead.url)
         assert (await states(engine))[1] == "candidate"
-        await look(database_url, engine, dead.url, server.url)
+        await look(engine, dead.url, server.url)
     assert (await states(engine))[1] == "canary"
     assert (await replay_of(engine))["states"] == 6
 
@@ -357,15 +353,15 @@ async def test_slow_server_keeps_no_policy_from_being_judged(
 
 
 async def test_answer_that_does_not_come_in_time_is_given_up_after_some_tries(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, server: FakeModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await recorded(engine)
     await candidate(engine, replay_states=4)
     server.slow_answer = asyncio.Event()
     monkeypatch.setattr("pawl.steward.replays.ANSWER_S", 0.1)
-    await look(database_url, engine, server.url, times=TRIES)
+    await look(engine, server.url, times=TRIES)
     assert len(await events_of(engine)) == 2
-    await look(database_url, engine, server.url, times=TRIES + 1)
+    await look(engine, server.url, times=TRIES + 1)
     assert (await states(engine))[1] == "candidate"
     replay = await replay_of(engine)
     assert (replay["states"], replay["left_out"], replay["missing"]) == (0, 4, 0)
@@ -374,13 +370,13 @@ async def test_answer_that_does_not_come_in_time_is_given_up_after_some_tries(
 
 
 async def test_prompts_that_are_too_long_for_the_server_are_left_out(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     await recorded(engine)
     await recorded(engine, held_out=1, others=0, run="long-", tokens=tokens([2] * 40, [6]))
     await candidate(engine, replay_states=9)
     server.longest = 30
-    await look(database_url, engine, server.url)
+    await look(engine, server.url)
     assert (await states(engine))[1] == "canary"
     replay = await replay_of(engine)
     assert (replay["states"], replay["left_out"], replay["missing"]) == (8, 1, 0)
@@ -389,11 +385,7 @@ async def test_prompts_that_are_too_long_for_the_server_are_left_out(
 
 @pytest.mark.usefixtures("_waits")
 async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
-    engine: AsyncEngine,
-    database_url: str,
-    server: FakeModelServer,
-    judge: Gating,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: AsyncEngine, server: FakeModelServer, judge: Gating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.longest = 2
     with capture_logs() as logs:
@@ -411,11 +403,11 @@ async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
     # It is asked again, and the event is written once, also by a steward that is started again.
     monkeypatch.setattr("pawl.steward.replays.AGAIN", timedelta(0))
     await rounds(judge, engine)
-    await look(database_url, engine, server.url)
+    await look(engine, server.url)
     assert [one.to_state for one in await events_of(engine)] == ["candidate", *REJECTED[1:]]
     # Nor does one with another reason from the server write an event at every look.
     for server.longest in (3, 2, 3):
-        await look(database_url, engine, server.url)
+        await look(engine, server.url)
         await rounds(judge, engine)
     assert len(await events_of(engine)) == 4
     server.longest = None
@@ -427,18 +419,18 @@ async def test_no_user_meets_a_candidate_of_which_nothing_could_be_asked(
 
 @pytest.mark.usefixtures("_waits")
 async def test_candidate_that_cannot_answer_what_serves_can_is_rejected(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     """As one whose log-probabilities are no numbers, which vLLM answers with 500."""
     server.cannot_answer = {"m@1"}
-    await look(database_url, engine, server.url, times=2 * TRIES + 1)
+    await look(engine, server.url, times=2 * TRIES + 1)
     assert (await states(engine))[1] == "rejected"
     assert "refused 6 of 6 answers" in (await last_event(engine)).reason
     assert (await replay_of(engine))["missing"] == 6
 
 
 async def test_candidate_with_more_malformed_tool_calls_than_what_serves_is_rejected(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     await recorded(engine, request=TOOLS)
     await candidate(engine)
@@ -446,7 +438,7 @@ async def test_candidate_with_more_malformed_tool_calls_than_what_serves_is_reje
         "m": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
         "m@1": '<tool_call>{"name": "add", "arguments": {"b": 1}}</tool_call>',
     }
-    await look(database_url, engine, server.url)
+    await look(engine, server.url)
     assert (await states(engine))[1] == "rejected"
     reason = (await last_event(engine)).reason
     assert "100% of its tool calls are malformed, and 0% of those of what serves" in reason
@@ -509,24 +501,24 @@ async def test_verdict_about_a_frozen_policy_waits(engine: AsyncEngine, judge: G
 
 @pytest.mark.usefixtures("_waits")
 async def test_several_stewards_reject_a_candidate_once(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     server.logprobs = {"m@1": -0.1, "m": -9.0}
     async with Replicas([server.url]) as replicas:
-        stewards = [gating(database_url, replicas) for _ in range(3)]
+        stewards = [gating(engine, replicas) for _ in range(3)]
         for _ in range(5):
             await asyncio.gather(*(rounds(one, engine, 1) for one in stewards))
     assert [one.to_state for one in await events_of(engine)] == REJECTED
 
 
 async def test_recorded_ids_are_continued_at_temperature_one_with_a_seed(
-    engine: AsyncEngine, database_url: str, server: FakeModelServer
+    engine: AsyncEngine, server: FakeModelServer
 ) -> None:
     await recorded(engine, held_out=1, others=0)
     await candidate(engine)
     seeds = set()
     for _ in range(2):
-        await look(database_url, engine, server.url, times=1)
+        await look(engine, server.url, times=1)
         body = server.sampled_with
         assert body is not None
         assert (body["model"], body["prompt"], body["max_tokens"]) == ("m@1", [2, 3, 4], 8)

@@ -40,11 +40,11 @@ PROBE = (ProbeRow(ids=(1, 2, 3), logprobs=(TRAINED, TRAINED)),)
 
 
 async def test_restarted_server_gets_its_adapters_back(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2, 3)
     await retire(engine, 1)
-    async with stewarding(database_url, server.url):
+    async with stewarding(engine, server.url):
         await assert_has(server, "m@2", "m@3")
         # What serves comes first.
         assert server.loads == ["m@3", "m@2"]
@@ -56,11 +56,11 @@ async def test_restarted_server_gets_its_adapters_back(
 
 
 async def test_only_policies_of_the_servers_base_model_are_loaded(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, policy="elsewhere", base="other-model")
     await publish(engine, tmp_path, 1, policy="writer", base="m")
-    async with stewarding(database_url, server.url):
+    async with stewarding(engine, server.url):
         await assert_has(server, "writer@1")
         # Nothing else is loaded at any later look.
         await asyncio.sleep(5 * POLL_S)
@@ -68,14 +68,14 @@ async def test_only_policies_of_the_servers_base_model_are_loaded(
 
 
 async def test_replica_that_is_away_or_slow_delays_no_other(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)
     port = free_port()
     async with fake_model_server() as slow:
         slow.slow_load = asyncio.Event()
         urls = (f"http://127.0.0.1:{port}/v1", slow.url, server.url)
-        async with stewarding(database_url, *urls):
+        async with stewarding(engine, *urls):
             await assert_has(server, "m@1")
             await publish(engine, tmp_path, 2)
             await assert_has(server, "m@1", "m@2")
@@ -87,13 +87,13 @@ async def test_replica_that_is_away_or_slow_delays_no_other(
 
 
 async def test_several_stewards_at_once_load_each_adapter_once(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     server.slow_load = asyncio.Event()
     async with AsyncExitStack() as exits:
         await publish(engine, tmp_path, 1, 2)
         for _ in range(4):
-            await exits.enter_async_context(stewarding(database_url, server.url))
+            await exits.enter_async_context(stewarding(engine, server.url))
         await until(lambda: server.tries.total() >= 4)
         server.slow_load.set()
         await assert_has(server, "m@1", "m@2")
@@ -103,22 +103,22 @@ async def test_several_stewards_at_once_load_each_adapter_once(
 
 
 async def test_other_files_under_a_versions_name_are_replaced(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)
     server.loaded = {"m@1": "/elsewhere", "by-hand": "/mine"}
-    async with stewarding(database_url, server.url):
+    async with stewarding(engine, server.url):
         await until(lambda: server.loaded.get("m@1") == str(tmp_path / "m" / "1"))
         # What is not a version's name is nobody's business.
         assert server.loaded["by-hand"] == "/mine"
 
 
 async def test_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
     server.refused = {"m@2"}
-    async with stewarding(database_url, server.url):
+    async with stewarding(engine, server.url):
         await assert_has(server, "m@1")
         # Ten looks at least, and it is not tried at each of them: again after 1, 2 and 4 s.
         await asyncio.sleep(10 * POLL_S)
@@ -142,15 +142,11 @@ def database_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
 
 
 async def test_only_what_served_is_loaded_of_an_old_reading(
-    database_url: str,
-    engine: AsyncEngine,
-    server: FakeModelServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of others may be being deleted by a trainer that the database is there for."""
     await publish(engine, tmp_path, 1, 2)
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         await assert_has(server, "m@1", "m@2")
         monkeypatch.setattr("pawl.steward.replicas.OLDEST_S", 0.3)
         with database_away(monkeypatch):
@@ -165,11 +161,11 @@ async def test_only_what_served_is_loaded_of_an_old_reading(
 
 
 async def test_version_retired_meanwhile_is_not_loaded(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
     server.slow_load = asyncio.Event()
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         await until(lambda: bool(server.tries))
         await retire(engine, 1)
         await until(lambda: [one.version for one in steward.servable.versions or []] == [0, 2])
@@ -197,7 +193,6 @@ def altered(path: Path) -> Iterator[None]:
     ],
 )
 async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_no_other(
-    database_url: str,
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -209,7 +204,7 @@ async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_
     await publish(engine, tmp_path, 1, 2)
     with ExitStack() as spoilt:
         spoilt.enter_context(spoil(tmp_path / "m" / "2" / name))
-        async with stewarding(database_url, server.url) as steward:
+        async with stewarding(engine, server.url) as steward:
             # The one that serves comes first, and fails; the other is loaded at the same look.
             await assert_has(server, "m@1")
             await until(lambda: bool(steward.reasons(kind)))
@@ -237,10 +232,10 @@ async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_
 
 
 async def test_files_are_checked_at_each_load(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         await assert_has(server, "m@1")
         (tmp_path / "m" / "1" / SERVED[0]).write_text("other")
         server.loaded.clear()
@@ -259,13 +254,13 @@ async def why_misserved(steward: RunningSteward, server: FakeModelServer) -> str
 
 
 async def test_replica_restarted_with_another_base_is_refused_and_reported(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, probe=PROBE)
     server.logprobs["m@1"] = TRAINED
     async with fake_model_server() as other:
         other.logprobs["m@1"] = TRAINED
-        async with stewarding(database_url, server.url, other.url) as steward:
+        async with stewarding(engine, server.url, other.url) as steward:
             await assert_has(server, "m@1")
             await assert_has(other, "m@1")
             # It was restarted: it has lost its adapters, and has other weights.
@@ -287,36 +282,36 @@ async def test_replica_restarted_with_another_base_is_refused_and_reported(
 
 
 async def test_adapter_that_a_restarted_server_does_not_apply_is_refused(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     """It answers as its base model does, which the trained version is near to."""
     near = (ProbeRow(ids=(1, 2, 3), logprobs=(-1.01, -1.01)),)
     server.logprobs = {"m": -1.0, "m@1": -1.0}
     await publish(engine, tmp_path, 1, probe=near)
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         assert "it did not load the adapter" in await why_misserved(steward, server)
         await assert_has(server)
 
 
 async def test_adapter_loaded_before_the_steward_came_is_checked_too(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     """Whoever loaded it may have been killed before it could ask what is served."""
     await publish(engine, tmp_path, 1, probe=PROBE)
     server.loaded = {"m@1": str(tmp_path / "m" / "1")}
     server.logprobs["m@1"] = OTHER
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         await why_misserved(steward, server)
         await assert_has(server)
 
 
 async def test_adapter_that_nobody_could_ask_about_is_not_left_loaded(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, probe=PROBE)
     server.logprobs["m@1"] = TRAINED
     server.cannot_answer = {"m@1"}
-    async with stewarding(database_url, server.url) as steward:
+    async with stewarding(engine, server.url) as steward:
         assert "refused a probe of m@1" in await why_misserved(steward, server)
         await assert_has(server)
         server.cannot_answer = set()

@@ -75,9 +75,7 @@ async def fallen(engine: AsyncEngine, root: Path, *, retired: bool = True) -> No
     await live(engine, {("base", 0): [0.9, 1.0], ("serving", 2): [0.1, 0.0]})
 
 
-async def killed_before_it_loads(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def killed_before_it_loads(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A steward that has called version 1 back, and was killed then."""
 
     async def killed(*_: object) -> None:
@@ -86,7 +84,7 @@ async def killed_before_it_loads(
     with monkeypatch.context() as patched:
         patched.setattr("pawl.steward.gating.load_again", killed)
         with pytest.raises(KeyboardInterrupt):
-            await look(database_url, engine, AWAY)
+            await look(engine, AWAY)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
 
 
@@ -99,15 +97,15 @@ async def _retired(engine: AsyncEngine, tmp_path: Path) -> None:
 
 @pytest.fixture
 async def _called_back(
-    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A steward called version 1 back, and was killed."""
     await fallen(engine, tmp_path)
-    await killed_before_it_loads(database_url, engine, monkeypatch)
+    await killed_before_it_loads(engine, monkeypatch)
 
 
 async def test_retired_version_is_on_every_replica_before_it_serves_again(
-    database_url: str, engine: AsyncEngine, servers: Servers, tmp_path: Path
+    engine: AsyncEngine, servers: Servers, tmp_path: Path
 ) -> None:
     await fallen(engine, tmp_path)
     at_load: list[str] = []
@@ -117,7 +115,7 @@ async def test_retired_version_is_on_every_replica_before_it_serves_again(
 
     for server in servers:
         server.at_load = note
-    await look(database_url, engine, *(server.url for server in servers))
+    await look(engine, *(server.url for server in servers))
     assert at_load == ["published", "published"]
     assert await states(engine) == AGAIN
     assert [set(server.loaded) for server in servers] == [{"m@1"}, {"m@1"}]
@@ -166,7 +164,6 @@ def alters_the_files(servers: Servers, root: Path) -> None:
     ],
 )
 async def test_version_serves_again_only_if_the_replicas_have_it(
-    database_url: str,
     engine: AsyncEngine,
     servers: Servers,
     tmp_path: Path,
@@ -179,9 +176,9 @@ async def test_version_serves_again_only_if_the_replicas_have_it(
 ) -> None:
     await fallen(engine, tmp_path, retired=was_retired)
     if was_killed:
-        await killed_before_it_loads(database_url, engine, monkeypatch)
+        await killed_before_it_loads(engine, monkeypatch)
     happens(servers, tmp_path)
-    await look(database_url, engine, AWAY, *(server.url for server in servers[:asked]))
+    await look(engine, AWAY, *(server.url for server in servers[:asked]))
     assert await states(engine) == after
     if happens is nothing:
         assert all(set(server.loaded) == {"m@1"} for server in servers[:asked])
@@ -230,7 +227,6 @@ async def test_command_says_what_could_not_be_loaded(
 
 async def test_operator_promotes_what_was_called_back_only_once_the_replicas_have_it(
     pawl: Pawl,
-    database_url: str,
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -238,7 +234,7 @@ async def test_operator_promotes_what_was_called_back_only_once_the_replicas_hav
 ) -> None:
     """A steward called version 1 back, found no replica to load it on, and let the base serve."""
     await fallen(engine, tmp_path)
-    await look(database_url, engine, AWAY)
+    await look(engine, AWAY)
     monkeypatch.setenv("PAWL_UPSTREAM_URL", AWAY)
     refused = await pawl("policies", "promote", "m@1")
     assert isinstance(refused.exception, NotGated)
@@ -308,7 +304,6 @@ async def of_others(engine: AsyncEngine) -> dict[int, str]:
 
 @pytest.mark.parametrize("is_configured", [False, True])
 async def test_version_called_longest_ago_is_retired_before_the_load(
-    database_url: str,
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -326,7 +321,7 @@ async def test_version_called_longest_ago_is_retired_before_the_load(
         await real(self, name, folder)
 
     monkeypatch.setattr(ModelServer, "load", load)
-    await look(database_url, engine, server.url, slots=4 if is_configured else None)
+    await look(engine, server.url, slots=4 if is_configured else None)
     assert await states(engine) == AGAIN
     assert at_load == [KEPT | {2: "retired"}]
     assert await of_others(engine) == KEPT | {2: "retired"}
@@ -347,7 +342,6 @@ async def test_version_called_longest_ago_is_retired_before_the_load(
     ],
 )
 async def test_only_a_slot_that_is_needed_and_can_be_spared_is_taken(
-    database_url: str,
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -363,13 +357,13 @@ async def test_only_a_slot_that_is_needed_and_can_be_spared_is_taken(
     await fallen(engine, tmp_path, retired=happens != "never retired")
     server.adapter_slots = slots
     if happens == "killed":
-        await killed_before_it_loads(database_url, engine, monkeypatch)
+        await killed_before_it_loads(engine, monkeypatch)
     if happens == "called back":
         async with engine.begin() as connection:
             for state in ("retired", "published"):
                 await set_state(connection, "n", 2, state, reason="for the test", actor="operator")
     for _ in range(2):
-        await look(database_url, engine, server.url)
+        await look(engine, server.url)
     assert await states(engine) == AGAIN
     assert await of_others(engine) == after
 
@@ -388,7 +382,7 @@ async def test_roll_back_by_hand_makes_room_too(
 
 
 async def test_trainer_stopped_while_it_counts_slots_keeps_nothing_from_serving_again(
-    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await others(engine, tmp_path)
     await fallen(engine, tmp_path)
@@ -396,7 +390,7 @@ async def test_trainer_stopped_while_it_counts_slots_keeps_nothing_from_serving_
     async with engine.begin() as connection:
         await lock_slots(connection, "n")
         with capture_logs() as logs:
-            await look(database_url, engine, server.url)
+            await look(engine, server.url)
     assert "no_room_made" in [one["event"] for one in logs]
     assert await states(engine) == AGAIN
     assert await of_others(engine) == KEPT

@@ -87,7 +87,7 @@ async def gives(
 
 
 async def test_version_that_is_worse_than_the_one_before_it_is_rolled_back(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    engine: AsyncEngine, judge: Gating
 ) -> None:
     """No trainer runs in any of these tests, and no model server."""
     await served(engine, (GOOD, BAD), (BAD, BAD))
@@ -109,7 +109,7 @@ async def test_version_that_is_worse_than_the_one_before_it_is_rolled_back(
     # Nothing more happens, and what serves again is not rolled back for what was before.
     for _ in range(2):
         await judge.look(engine)
-        await look(database_url, engine)
+        await look(engine)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     assert 'pawl_steward_gate_watched{policy="m"} 0.0' in generate_latest().decode()
 
@@ -128,38 +128,34 @@ async def test_rewards_outside_of_the_range_are_shown_of_what_serves_untried(
 
 
 async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
-    database_url: str, engine: AsyncEngine, judge: Gating
+    engine: AsyncEngine, judge: Gating
 ) -> None:
     await served(engine, (GOOD, BAD), (GOOD, BAD))
     await judge.look(engine)
     assert (await states(engine))[2] == "serving"
     assert 'pawl_steward_gate_watched{policy="m"} 1.0' in generate_latest().decode()
     await live(engine, {("base", 0): GOOD, ("serving", 2): BAD}, "turns", from_s=2500, to_s=800)
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
 
 
-async def test_world_that_gets_worse_for_all_rolls_nothing_back(
-    database_url: str, engine: AsyncEngine
-) -> None:
+async def test_world_that_gets_worse_for_all_rolls_nothing_back(engine: AsyncEngine) -> None:
     await served(engine, ([1.0, 0.9], [0.6, 0.5]), ([0.5, 0.4], [0.1, 0.0]))
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
 
 
-async def test_first_version_is_compared_with_the_base_model(
-    database_url: str, engine: AsyncEngine
-) -> None:
+async def test_first_version_is_compared_with_the_base_model(engine: AsyncEngine) -> None:
     await served(engine, (BAD, GOOD))
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
 async def test_version_without_a_base_share_is_not_watched_and_the_table_says_why(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine,
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), rule=GateOptions())
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
     assert not await changes(engine)
     lines = await versions_of(engine, "m")
@@ -171,7 +167,7 @@ async def test_version_without_a_base_share_is_not_watched_and_the_table_says_wh
 
 
 async def test_version_before_which_the_base_had_no_share_counts_as_unwatched(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine,
 ) -> None:
     """The recipe gives a share from the second version on."""
     async with engine.begin() as connection:
@@ -181,26 +177,26 @@ async def test_version_before_which_the_base_had_no_share_counts_as_unwatched(
         await serves(engine, number, rule)
         if number == 2:
             # None of its episodes counts yet.
-            await look(database_url, engine)
+            await look(engine)
             page = generate_latest().decode()
             watched.append('pawl_steward_gate_watched{policy="m"} 1.0' in page)
         await gives(engine, number, GOOD, BAD if rule.is_watched else [])
         if number > 1:
             await pass_time(engine)
-            await look(database_url, engine)
+            await look(engine)
             page = generate_latest().decode()
             watched.append('pawl_steward_gate_watched{policy="m"} 1.0' in page)
     assert watched == [False, False, True]
 
 
 async def test_versions_made_of_a_bad_one_go_with_it_and_are_not_trained_on(
-    database_url: str, engine: AsyncEngine
+    engine: AsyncEngine,
 ) -> None:
     """Before any episode of a bad version counts, others have followed it."""
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD), (BAD, GOOD))
     async with engine.begin() as connection:
         await set_state(connection, "m", 2, "retired", reason="idle", actor="trainer")
-    await look(database_url, engine)
+    await look(engine)
     assert await states(engine) == {
         0: "published",
         1: "serving",
@@ -243,16 +239,16 @@ async def test_version_after_a_roll_back_is_watched_again(
 
 @pytest.mark.parametrize("after", [False, True])
 async def test_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
     killing(pawl.steward.gating, "roll_back_to", after=after)(monkeypatch)
     with pytest.raises(Killed):
-        await look(database_url, engine)
+        await look(engine)
     assert (await states(engine))[3] == "serving"
     assert not await changes(engine)
-    await look(database_url, engine)
-    await look(database_url, engine)
+    await look(engine)
+    await look(engine)
     assert await changes(engine) == [
         ("m@3", "rolled_back", "steward"),
         ("m@2", "rolled_back", "steward"),
