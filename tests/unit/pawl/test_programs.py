@@ -102,11 +102,6 @@ async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch)
         assert "PAWL_" not in said
 
 
-async def test_missing_program_is_not_found() -> None:
-    with pytest.raises(FileNotFoundError):
-        await run("no-such-program")
-
-
 def test_garbage_collector_rests_during_large_imports_and_leaves_them_out() -> None:
     before = gc.get_freeze_count()
     with large_imports():

@@ -1,4 +1,4 @@
-"""The demo's agent: warm, on a stand-in for the proxy, with the example's own judge."""
+"""The demo's agent on a stand-in for the proxy, with the example's own judge."""
 
 import asyncio
 import json

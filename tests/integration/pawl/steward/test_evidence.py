@@ -140,22 +140,6 @@ async def test_steward_that_ran_on_and_one_that_was_restarted_come_to_the_same(
     assert sum(one["unscored"] for one in counted.values()) > 10
 
 
-async def test_serving_version_is_not_judged_by_its_episodes_as_a_canary(
-    engine: AsyncEngine,
-) -> None:
-    """Nor a canary by what a proxy that lags took it for."""
-    arrivals = []
-    for number in range(30):
-        arm, at = ARMS[number % 3], BEGAN + timedelta(seconds=number)
-        arrivals += [begun(f"own-{number}", arm, at, number)]
-        of_another_time: Arm = "canary" if arm == "serving" else "serving"
-        arrivals += [begun(f"other-{number}", of_another_time, at, 100 + number, VERSIONS[arm])]
-    await Ingester().store(engine, [one.record for one in arrivals])
-    found = await figures(engine, trial(), BEGAN + 2 * DELAY)
-    counted = {arm: one["episodes"] for arm, one in found["decision"]["arms"].items()}
-    assert counted == dict.fromkeys(ARMS, 10)
-
-
 async def test_part_too_long_for_a_look_is_read_in_shorter_ones(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

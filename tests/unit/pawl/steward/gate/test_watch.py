@@ -120,14 +120,12 @@ UNTRIED = GateOptions(base_share=0.3)
 MARGIN = UNTRIED.scaled_margin
 
 
-def serving(
-    random: Random, version: int, count: int, lead: float, base: float = 0.4
-) -> list[Episode]:
+def serving(random: Random, version: int, count: int, lead: float) -> list[Episode]:
     """Episodes begun while a version served, right or wrong, of it and of the base model."""
     found = []
     for _ in range(count):
         is_base = random.random() < UNTRIED.base_share
-        mean = base if is_base else base + lead
+        mean = 0.4 if is_base else 0.4 + lead
         arm: Arm = BASE if is_base else SERVING
         number = 0 if is_base else version
         found.append(Episode(arm, "one", float(random.random() < mean), version=number))
@@ -149,9 +147,9 @@ def followed(*parts: list[Episode], after_base: bool = False, old: int = 0) -> W
     return succession.watched()
 
 
-def line(leads: list[float], count: int, seed: int, base: float = 0.4) -> list[list[Episode]]:
+def line(leads: list[float], count: int, seed: int) -> list[list[Episode]]:
     random = Random(seed)
-    return [serving(random, at, count, lead, base) for at, lead in enumerate(leads, 1)]
+    return [serving(random, at, count, lead) for at, lead in enumerate(leads, 1)]
 
 
 @pytest.mark.parametrize("lead", [-0.2, 0.0, 0.4])
