@@ -10,7 +10,7 @@ the query of `store.claim_query`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -288,8 +288,7 @@ async def consume(
     await _refuse_ended(connection, update_id)
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
-    consumed = [(one.episode_id, one.trained, one.reason) for one in outcomes]
-    await consume_episodes(connection, update_id, consumed)
+    await consume_episodes(connection, update_id, outcomes)
     if version is not None and adapter_path is not None:
         source = metrics.get(IMPORTED_FROM)
         await add_version(
@@ -363,25 +362,19 @@ async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
 async def consume_episodes(
     connection: AsyncConnection,
     update_id: UUID,
-    episodes: Iterable[tuple[UUID, bool, str | None]],
+    outcomes: Sequence[Outcome],
 ) -> None:
     """Consume episodes for an update's policy, in the caller's transaction and the given order.
-
-    Args:
-        connection: an open transaction.
-        update_id: the update that consumes them.
-        episodes: for each its id, whether it was trained, and the reason if it was not.
 
     Raises:
         sqlalchemy.exc.IntegrityError: the policy has consumed an episode already, or never had a
             call of it, or a reason is missing.
     """
-    rows = list(episodes)
     values = {
         "update_id": update_id,
-        "ids": [episode for episode, _, _ in rows],
-        "trained": [trained for _, trained, _ in rows],
-        "reasons": [reason for _, _, reason in rows],
+        "ids": [one.episode_id for one in outcomes],
+        "trained": [one.trained for one in outcomes],
+        "reasons": [one.reason for one in outcomes],
     }
     await connection.execute(_CONSUME, values)
 
@@ -501,8 +494,10 @@ async def consume_unclaimed(
     await connection.execute(
         _CLAIM, {"update_id": update_id, "policy": policy, "ids": list(reasons)}
     )
-    consumed = [(one, False, reason) for one, reason in reasons.items()]
-    await consume_episodes(connection, update_id, consumed)
+    outcomes = [
+        Outcome(episode_id=one, trained=False, reason=reason) for one, reason in reasons.items()
+    ]
+    await consume_episodes(connection, update_id, outcomes)
     return counted
 
 
@@ -530,7 +525,15 @@ async def set_aside(
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
-    held = await _usable_of(connection, update_id, damaged)
+    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
+    claimed = set((await connection.execute(query)).scalars())
+    await lock(connection, [*claimed, *damaged])
+    # What turned out to be evaluation meanwhile is not consumed.
+    training = select(episodes.c.id).where(
+        episodes.c.id.in_(claimed & damaged.keys()), literal_column(SPLIT) == TRAIN
+    )
+    to_consume = set((await connection.execute(training)).scalars())
+    held = [one for one in damaged if one in to_consume]
     metrics = {
         **(figures or {}),
         "episodes": len(held),
@@ -539,7 +542,8 @@ async def set_aside(
         reason: {str(one): why for one, why in damaged.items()},
     }
     await end_update(connection, update_id, "expired" if held else "abandoned", metrics)
-    await consume_episodes(connection, update_id, [(one, False, reason) for one in held])
+    outcomes = [Outcome(episode_id=one, trained=False, reason=reason) for one in held]
+    await consume_episodes(connection, update_id, outcomes)
     if reason == DAMAGED:
         await connection.execute(
             update(episodes)
@@ -556,23 +560,6 @@ async def set_aside(
         .values(claimed_by=None)
     )
     return len(held)
-
-
-async def _usable_of(
-    connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
-) -> list[UUID]:
-    """Return the members of `damaged` to consume; lock all rows that will change.
-
-    They are those that the update claimed, but for what turned out to be evaluation meanwhile.
-    """
-    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
-    claimed = set((await connection.execute(query)).scalars())
-    await lock(connection, [*claimed, *damaged])
-    training = select(episodes.c.id).where(
-        episodes.c.id.in_(claimed & damaged.keys()), literal_column(SPLIT) == TRAIN
-    )
-    held = set((await connection.execute(training)).scalars())
-    return [one for one in damaged if one in held]
 
 
 # Reading, and whose turn it is

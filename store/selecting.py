@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, and_, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Row, and_, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownNames
@@ -57,11 +56,6 @@ class Selection(Record, frozen=True, kw_only=True):
     scored_before: datetime | None = None
 
 
-class _Row(NamedTuple):
-    whole: UUID
-    deleted: bool
-
-
 _WHOLE = func.coalesce(episodes.c.root, episodes.c.id)
 _PART = episodes.alias("part")
 
@@ -75,32 +69,28 @@ async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
         row = await _row_named(connection, name)
         if row is None:
             unknown.append(name)
-        elif row.deleted:
+        elif row.deleted_at is not None:
             before[name] = row.whole
         else:
             wholes[row.whole] = None
     return Chosen(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
 
 
-async def _row_named(connection: AsyncConnection, name: str) -> _Row | None:
+async def _row_named(connection: AsyncConnection, name: str) -> Row[UUID, datetime | None] | None:
+    try:
+        as_id = UUID(bare(name))
+    except ValueError:
+        as_id = None
     # Nobody knows any more whose a deleted episode was.
     by_id = and_(
-        episodes.c.id == _id_of(bare(name)),
+        episodes.c.id == as_id,
         or_(is_of(tenant_of(name)), episodes.c.deleted_at.is_not(None)),
     )
     query = select(_WHOLE.label("whole"), episodes.c.deleted_at).where(
         or_(episodes.c.key.in_([name, key_once_deleted(name)]), by_id)
     )
     # A key counts before the id that equals it.
-    row = (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
-    return None if row is None else _Row(row.whole, row.deleted_at is not None)
-
-
-def _id_of(name: str) -> UUID | None:
-    try:
-        return UUID(name)
-    except ValueError:
-        return None
+    return (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
 
 
 async def selected(connection: AsyncConnection, selection: Selection) -> list[UUID]:

@@ -52,12 +52,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
     elif isinstance(record, GapRecord):
         yield from (("episode", key) for key in record.episodes)
     elif isinstance(record, FeedbackRecord):
-        yield from names_in_feedback(record)
-
-
-def names_in_feedback(record: FeedbackRecord) -> list[Named]:
-    """Return the targets of a POST of feedback."""
-    return [(item.target_kind, item.target) for item in record.items]
+        yield from ((item.target_kind, item.target) for item in record.items)
 
 
 def names_of(call: CallRecord) -> list[Named]:
@@ -216,10 +211,19 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
     deletion = last["deletion"] or 0
     gone = Gone(last["dropped"], _outdated.decode(last["outdated"] or "{}"))
     # Where nothing was ever deleted, no record's names need a digest.
-    deleted = await _deleted(driver, records) if deletion else set[UUID]()
+    deleted = set[UUID]()
+    if deletion:
+        names = digests(name for record in records for name in names_in(record))
+        deleted = {row[0] for row in await driver.fetch(_DELETED, list(names))}
     if not deleted and not any(gone):
         return Admitted(list(records), frozenset(), deletion)
-    names_of_late = [name for call in _late(records, deleted) for name in names_of(call)]
+    # Calls of deleted episodes.
+    names_of_late = [
+        name
+        for record in records
+        if isinstance(record, CallRecord) and without_deleted(record, deleted) is None
+        for name in names_of(record)
+    ]
     await add(driver, names_of_late, deletion)
     await forget_unmatched(driver, names_of_late)
     # Feedback about such a call may be in the same batch.
@@ -240,18 +244,6 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
         frozenset(one for one, record in left.items() if record is None),
         deletion,
     )
-
-
-async def _deleted(driver: Any, records: Sequence[SpoolRecord]) -> set[UUID]:
-    """Return the tombstones among the names in `records`."""
-    names = digests(name for record in records for name in names_in(record))
-    return {row[0] for row in await driver.fetch(_DELETED, list(names))}
-
-
-def _late(records: Sequence[SpoolRecord], deleted: Set[UUID]) -> list[CallRecord]:
-    """Return the calls of deleted episodes."""
-    calls = (record for record in records if isinstance(record, CallRecord))
-    return [call for call in calls if without_deleted(call, deleted) is None]
 
 
 async def begin_deletion(driver: Any) -> int:

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, select, text, update
+from sqlalchemy import ColumnElement, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
@@ -510,7 +510,7 @@ async def list_events(
     if before is not None:
         query = query.where(policy_events.c.id < before)
     rows = await connection.execute(query.order_by(policy_events.c.id.desc()).limit(most))
-    return [_event_of(row) for row in rows]
+    return [PolicyEvent(**row._mapping) for row in rows]
 
 
 async def is_why_it_stays(
@@ -530,7 +530,3 @@ async def why_stays(connection: AsyncConnection, name: str, version: int) -> str
     """Return why a version stays in its state, if its newest event is about that; else None."""
     newest = await list_events(connection, name, version, most=1)
     return next((one.reason for one in newest if one.from_state == one.to_state), None)
-
-
-def _event_of(row: Row[Any]) -> PolicyEvent:
-    return PolicyEvent(**row._mapping)

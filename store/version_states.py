@@ -133,16 +133,11 @@ async def change_state(
     """
     if to == version.state:
         return
-    if version.ended and to not in ("rolled_back", "retired"):
+    if (version.ended or version.rolled_back) and to not in ("rolled_back", "retired"):
+        why = "ended when the policy's line started again" if version.ended else "was rolled back"
         raise RolledBack(
-            f"{version.name}@{version.version} ended when the policy's line started again, so it"
-            f" cannot become {to!r}: nothing brings it back; import its adapter as a version of its"
-            " own"
-        )
-    if version.rolled_back and to not in ("rolled_back", "retired"):
-        raise RolledBack(
-            f"{version.name}@{version.version} was rolled back, so it cannot become {to!r}: "
-            "nothing brings it back; import its adapter as a version of its own"
+            f"{version.name}@{version.version} {why}, so it cannot become {to!r}: nothing brings"
+            " it back; import its adapter as a version of its own"
         )
     if to not in ALLOWED[version.state]:
         raise StateChanged(
@@ -579,9 +574,8 @@ async def reject_with_chain(
     await lock_policies(connection, [name])
     ancestors = await unloaded_ancestors(connection, name, number)
     siblings = await rejected_siblings(connection, name, number)
-    current = await lock_version(connection, name, number)
-    await change_state(
-        connection, current, "rejected", reason=reason, actor="trainer", evidence=evidence
+    await set_state(
+        connection, name, number, "rejected", reason=reason, actor="trainer", evidence=evidence
     )
     if most_kl is None and siblings < SERVER_TRIED:
         return
@@ -618,9 +612,8 @@ async def reject_orphan(connection: AsyncConnection, name: str, version: int) ->
     ancestor = await failed_ancestor(connection, name, version)
     if ancestor is None:
         return None
-    current = await lock_version(connection, name, version)
     why = _trained_on_from(ancestor)
-    await change_state(connection, current, "rejected", reason=why, actor="trainer")
+    await set_state(connection, name, version, "rejected", reason=why, actor="trainer")
     return why
 
 

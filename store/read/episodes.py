@@ -121,7 +121,15 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = await _whole(connection, calls)
-    trained_at = {row.episode_id: row.at for row in await _rows(connection, _trained(wanted))}
+    # When the first update claimed each episode that trained on it.
+    trained = await _rows(
+        connection,
+        select(consumptions.c.episode_id, func.min(updates.c.claimed_at).label("at"))
+        .join(updates, updates.c.id == consumptions.c.update_id)
+        .where(consumptions.c.episode_id.in_(wanted), consumptions.c.trained)
+        .group_by(consumptions.c.episode_id),
+    )
+    trained_at = {row.episode_id: row.at for row in trained}
     calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
     parts_of: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
@@ -155,16 +163,6 @@ _EVENTS = select(tool_events).order_by(tool_events.c.at, tool_events.c.id)
 _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
 
 
-def _trained(ids: Sequence[UUID]) -> Select[Any]:
-    """Build the query for when the first update claimed each episode that trained on it."""
-    return (
-        select(consumptions.c.episode_id, func.min(updates.c.claimed_at).label("at"))
-        .join(updates, updates.c.id == consumptions.c.update_id)
-        .where(consumptions.c.episode_id.in_(ids), consumptions.c.trained)
-        .group_by(consumptions.c.episode_id)
-    )
-
-
 async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
     return (await connection.execute(query)).all()
 
@@ -180,23 +178,19 @@ async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[
 
 
 async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
-    return whole_texts([*calls, *await _bases(connection, calls)])
+    """Rebuild the texts of calls, after reading the others that these add to, directly or not.
 
-
-async def _bases(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """Read the calls that these calls add to, directly or not, and that are not among them.
-
-    They belong to other episodes only if a join by conversation prefix is in doubt.
+    Those belong to other episodes only if a join by conversation prefix is in doubt.
     """
-    bases: list[Row[Any]] = []
+    all_calls = list(calls)
     known = {row.id for row in calls}
     missing = {row.parent_id for row in calls if row.parent_id is not None} - known
     while missing:
         rows = await _rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
-        bases += rows
+        all_calls += rows
         known |= missing
         missing = {row.parent_id for row in rows if row.parent_id is not None} - known
-    return bases
+    return whole_texts(all_calls)
 
 
 def _grouped(rows: Iterable[Row[Any]], whole_of: Mapping[UUID, UUID]) -> dict[UUID, list[Row[Any]]]:

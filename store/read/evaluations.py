@@ -82,7 +82,11 @@ async def rewards_of_work(connection: AsyncConnection) -> list[Evaluation]:
 async def _curve(connection: AsyncConnection, split: Split, policy: str | None) -> list[Evaluation]:
     curve: list[Evaluation] = []
     for row in await connection.execute(_CURVES[split], {"policy": policy}):
-        interval = _interval(row.mean, row.spread, row.scored, row.zero_or_one)
+        interval: Interval | None = None
+        if row.mean is not None and row.zero_or_one:
+            interval = wilson(row.mean, row.scored)
+        elif row.mean is not None:
+            interval = student(row.mean, row.spread or 0.0, row.scored)
         low, high = interval or (None, None)
         curve.append(
             Evaluation(
@@ -96,12 +100,3 @@ async def _curve(connection: AsyncConnection, split: Split, policy: str | None) 
             )
         )
     return curve
-
-
-def _interval(
-    mean: float | None, spread: float | None, scored: int, zero_or_one: bool
-) -> Interval | None:
-    """Return Wilson's interval for rewards of 0 and 1, and Student's for all others."""
-    if mean is None:
-        return None
-    return wilson(mean, scored) if zero_or_one else student(mean, spread or 0.0, scored)

@@ -14,7 +14,6 @@ from store.records import (
     Episode,
     EpisodeState,
     Feedback,
-    ToolEvent,
     TransitionRow,
 )
 from store.tenants import DEFAULT, bare, tenant_of
@@ -58,10 +57,6 @@ def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> b
     Raises:
         Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.
     """
-    return msgspec.json.encode(_episode_line(episode, now, quiet))
-
-
-def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str, Any]:
     line: dict[str, Any] = {
         "episode": bare(episode.key),
         "task": episode.task and bare(episode.task),
@@ -70,15 +65,23 @@ def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str
         "feedback": _statements(episode.feedback),
         "calls": [_call(episode, call) for call in episode.calls],
     }
-    if stray := [*episode.stray_tool_events, *_unmatched_events(episode.calls)]:
+    unmatched = [
+        event
+        for call in episode.calls
+        for event in call.tool_events
+        if match_event(event, call.tool_calls) is None
+    ]
+    if stray := [*episode.stray_tool_events, *unmatched]:
         # Tool events that belong to no tool call of the episode: shown, but without effect.
-        line["stray_tool_events"] = [_stray(event) for event in stray]
+        line["stray_tool_events"] = [
+            {"id": event.tool_id, "name": event.name, "status": event.status} for event in stray
+        ]
     tenant = tenant_of(episode.key)
     if tenant != DEFAULT:
         line["tenant"] = tenant
     if episode.quarantined_reason is not None:
         line["quarantined"] = episode.quarantined_reason
-    return line
+    return msgspec.json.encode(line)
 
 
 def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
@@ -129,19 +132,6 @@ def _event(event: MatchedEvent) -> dict[str, Any]:
         "status": event.status,
         "arguments": event.arguments,
     }
-
-
-def _unmatched_events(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
-    return [
-        event
-        for call in calls
-        for event in call.tool_events
-        if match_event(event, call.tool_calls) is None
-    ]
-
-
-def _stray(event: ToolEvent) -> dict[str, Any]:
-    return {"id": event.tool_id, "name": event.name, "status": event.status}
 
 
 def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
-from sqlalchemy import Select, exists, func, select, text
+from sqlalchemy import exists, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
@@ -106,21 +106,6 @@ async def _chosen(
     split: Split,
     most: int,
 ) -> Sequence[UUID]:
-    newest = await connection.execute(_newest(candidate, serving, before, split))
-    values = {
-        "newest": list(newest.scalars()),
-        "policy": candidate.name,
-        "salt": f"@{candidate.version}",
-        "before": lowest_id_at(before),
-        "most": most,
-    }
-    return list((await connection.execute(_CALLS, values)).scalars())
-
-
-def _newest(
-    candidate: PolicyVersion, serving: int, before: datetime, split: Split
-) -> Select[tuple[UUID]]:
-    """Build the query for the newest episodes that may be asked about."""
     trained_on = exists().where(
         consumptions.c.episode_id == episodes.c.id,
         consumptions.c.policy == candidate.name,
@@ -129,7 +114,7 @@ def _newest(
         updates.c.version > serving,
         updates.c.version <= candidate.version,
     )
-    return (
+    newest = (
         select(episodes.c.id)
         .join(episode_policies, episode_policies.c.episode_id == episodes.c.id)
         .where(
@@ -145,3 +130,11 @@ def _newest(
         .order_by(episodes.c.id.desc())
         .limit(NEWEST)
     )
+    values = {
+        "newest": list((await connection.execute(newest)).scalars()),
+        "policy": candidate.name,
+        "salt": f"@{candidate.version}",
+        "before": lowest_id_at(before),
+        "most": most,
+    }
+    return list((await connection.execute(_CALLS, values)).scalars())

@@ -130,7 +130,10 @@ async def write(
     statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
     written = Written()
     if calls:
-        known = await _known(driver, list(calls)) if repeated else set[UUID]()
+        known = set[UUID]()
+        if repeated:
+            query = "SELECT id FROM transitions WHERE id = ANY($1)"
+            known = {row[0] for row in await driver.fetch(query, list(calls))}
         await _place_calls(driver, list(calls.values()), question_of, written)
         await _write_calls(driver, known, batch, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
@@ -145,11 +148,6 @@ async def write(
         written.rescored += await _set_back(driver, [one for one in pending if one.idempotency_key])
         written.statements += statements.values()
     return written
-
-
-async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
-    rows = await driver.fetch("SELECT id FROM transitions WHERE id = ANY($1)", ids)
-    return {row[0] for row in rows}
 
 
 async def _place_calls(
@@ -220,7 +218,7 @@ async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[
         await driver.copy_records_to_table(table, columns=columns, records=rows)
 
 
-# Of two requests in one batch, the later one is the conflict.
+# Requests whose key is stored with another body, too. Of two in one batch, the later one conflicts.
 _CONFLICTS = """
     SELECT n.id FROM feedback_requests n WHERE n.id = ANY($1) AND EXISTS (
         SELECT FROM feedback_requests o
@@ -276,16 +274,6 @@ async def _set_back(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID
     return [row[0] for row in rows if row[0] is not None]
 
 
-async def key_conflicts(driver: Any, written: Written) -> list[UUID]:
-    """Return the batch's feedback requests whose key is stored with another body, too.
-
-    Call it after the batch is committed: of two batches committed at the same time, at least the
-    later one sees the other.
-    """
-    conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
-    return [row[0] for row in conflicts]
-
-
 class Ingester:
     """Store the batches of one drainer, and cache the calls that later ones may add to."""
 
@@ -331,10 +319,16 @@ class Ingester:
     async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
         days = _days(records)
         for repeated in (False, True):
-            await self._make_partitions(engine, days)
+            # In transactions of their own, so that no drainer holds row locks while it waits here.
+            for day in sorted(days - self._days):
+                async with engine.begin() as connection:
+                    await ensure_partition(connection, day)
+                self._days.add(day)
             try:
                 async with engine.connect() as connection:
-                    return await self._store_on(await _driver_of(connection), records, repeated)
+                    # Transactions are the driver's own, so SQLAlchemy must not begin one.
+                    driver = (await connection.get_raw_connection()).driver_connection
+                    return await self._store_on(driver, records, repeated)
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
                 # Some records are stored already, or a day's partition was dropped. Both are
                 # rare, so it is looked for only now.
@@ -357,9 +351,10 @@ class Ingester:
                 driver, admitted.records, batch, self._question_of, repeated=repeated
             )
         batch.commit()
-        conflicts = await key_conflicts(driver, written)
+        # After the commit: of two batches at the same time, at least the later sees the other.
+        conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
         if conflicts and self._on_conflicts is not None:
-            self._on_conflicts(conflicts)
+            self._on_conflicts([row[0] for row in conflicts])
         if await meets_others(driver, written):
             async with driver.transaction():
                 late = await settle(driver, written)
@@ -371,13 +366,6 @@ class Ingester:
             async with driver.transaction():
                 more = await settle_outages(driver, written.outages)
         return admitted.left_out
-
-    async def _make_partitions(self, engine: AsyncEngine, days: set[date]) -> None:
-        # In a transaction of their own, so that no drainer holds row locks while it waits here.
-        for day in sorted(days - self._days):
-            async with engine.begin() as connection:
-                await ensure_partition(connection, day)
-            self._days.add(day)
 
 
 def _days(records: Sequence[SpoolRecord]) -> set[date]:
@@ -428,7 +416,3 @@ def _refusals() -> Iterator[None]:
         if is_no_records_fault(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
-
-
-async def _driver_of(connection: AsyncConnection) -> Any:
-    return (await connection.get_raw_connection()).driver_connection

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
-from store.claims import Claim, consume_episodes, end_update
+from store.claims import Claim, Outcome, consume_episodes, end_update
 from store.errors import ClaimLost, UnknownPolicy
 from store.records import SpoolRecord
 from store.version_queries import idle_versions, list_versions
@@ -221,19 +221,26 @@ async def test_each_episode_is_consumed_with_its_outcome(
     engine: AsyncEngine, running: tuple[UUID, list[UUID]]
 ) -> None:
     update_id, [one, other, last] = running
-    outcomes = [(other, False, "alone"), (one, True, None), (last, False, "no_spread")]
+    outcomes = [
+        Outcome(episode_id=other, trained=False, reason="alone"),
+        Outcome(episode_id=one, trained=True),
+        Outcome(episode_id=last, trained=False, reason="no_spread"),
+    ]
     async with engine.begin() as connection:
         await consume_episodes(connection, update_id, outcomes)
         await consume_episodes(connection, update_id, [])
-    assert await consumed(engine) == sorted((e, update_id, t, why) for e, t, why in outcomes)
+    assert await consumed(engine) == sorted(
+        (one.episode_id, update_id, one.trained, one.reason) for one in outcomes
+    )
 
 
 async def test_of_refused_outcomes_none_is_stored(
     engine: AsyncEngine, running: tuple[UUID, list[UUID]]
 ) -> None:
     update_id, [one, other, _] = running
-    without_reason = [(one, True, None), (other, False, None)]
-    twice = [(one, True, None), (other, True, None), (one, False, "alone")]
+    trained = [Outcome(episode_id=one, trained=True), Outcome(episode_id=other, trained=True)]
+    without_reason = [trained[0], Outcome(episode_id=other, trained=False)]
+    twice = [*trained, Outcome(episode_id=one, trained=False, reason="alone")]
     for outcomes in (without_reason, twice):
         with pytest.raises(IntegrityError):
             async with engine.begin() as connection:
