@@ -175,11 +175,6 @@ def due_in(live: Live, slots: int) -> float:
     return max(0.0, live.tail_s / others - live.since_s)
 
 
-def is_due(live: Live, slots: int) -> bool:
-    """Return whether it is time for the next version."""
-    return due_in(live, slots) <= 0.0
-
-
 async def lock_slots(connection: AsyncConnection, policy: str) -> None:
     """Let nobody else reserve a slot of the policy's model server until the transaction ends."""
     await connection.execute(_LOCK, {"policy": policy})
@@ -208,17 +203,8 @@ async def live_versions(
         "known": None if known is None else list(known),
     }
     row = (await connection.execute(_LIVE, values)).one()
-    return Live(
-        serving=row.serving,
-        published=row.published,
-        gated=row.gated,
-        unloading=row.unloading,
-        coming=row.coming,
-        ready=row.ready,
-        partners_ready=row.partners_ready,
-        tail_s=float(row.tail_s),
-        since_s=inf if row.since_s is None else float(row.since_s),
-    )
+    since_s = inf if row.since_s is None else float(row.since_s)
+    return Live(**{**row._mapping, "tail_s": float(row.tail_s), "since_s": since_s})
 
 
 async def has_longest(connection: AsyncConnection, policy: str, longest_s: float) -> bool:
@@ -270,7 +256,9 @@ async def make_room(
     if row is None:
         return None
     idle = version_of(row)
-    why = f"its slot is needed for {version.served_name}, which is to serve again, and of all that"
-    why = f"{why} lost the traffic it was called longest ago"
+    why = (
+        f"its slot is needed for {version.served_name}, which is to serve again, and of all that"
+        " lost the traffic it was called longest ago"
+    )
     await change_state(connection, idle, "retired", reason=why, actor=actor)
     return idle.served_name

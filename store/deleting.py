@@ -194,12 +194,7 @@ async def deleted_before(connection: AsyncConnection, name: str, whole: UUID) ->
     driver = await driver_of(connection)
     parts = await driver.fetch("SELECT id FROM episodes WHERE id = $1 OR root = $1", whole)
     adapters = await adapters_of(driver, [row[0] for row in parts])
-    return Receipt(
-        episode=name,
-        id=whole,
-        state="deleted_before",
-        **adapters,
-    )
+    return Receipt(episode=name, id=whole, state="deleted_before", **adapters)
 
 
 async def end_updates(

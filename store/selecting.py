@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, Row, and_, exists, func, literal, or_, select
@@ -76,7 +77,7 @@ async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
     return Chosen(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
 
 
-async def _row_named(connection: AsyncConnection, name: str) -> Row[UUID, datetime | None] | None:
+async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
     try:
         as_id = UUID(bare(name))
     except ValueError:

@@ -52,7 +52,12 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
     elif isinstance(record, GapRecord):
         yield from (("episode", key) for key in record.episodes)
     elif isinstance(record, FeedbackRecord):
-        yield from ((item.target_kind, item.target) for item in record.items)
+        yield from names_in_feedback(record)
+
+
+def names_in_feedback(record: FeedbackRecord) -> list[Named]:
+    """Return the targets of a POST of feedback."""
+    return [(item.target_kind, item.target) for item in record.items]
 
 
 def names_of(call: CallRecord) -> list[Named]:

@@ -655,10 +655,18 @@ async def roll_back(
         return None
     first = first or version
     await _roll_back_between(connection, first, version, actor)
-    before = await _serves_instead(connection, first, to_base)
     again = f"{version.name}@{version.version} was rolled back: {reason}"
     if to_base is not None:
-        again = f"{again}; {to_base}"
+        base = await numbered_version(connection, version.name, 0)
+        assert base is not None
+        before, again = base, f"{again}; {to_base}"
+    else:
+        before = await version_before(connection, first)
+        if before.state == "retired":
+            raise StateChanged(
+                f"{before.name}@{before.version}, which served before, is retired, and so on no"
+                " server: it cannot serve before it is loaded; decide again"
+            )
     await promote(connection, before.name, before.version, reason=again, actor=actor)
     return before
 
@@ -697,23 +705,6 @@ async def _roll_back_between(
         else:
             await change_state(connection, version, "rolled_back", reason=why, actor=actor)
         await _reject_descendants(connection, version, actor)
-
-
-async def _serves_instead(
-    connection: AsyncConnection, version: PolicyVersion, to_base: str | None
-) -> PolicyVersion:
-    """Return what serves instead of a version: the base model if `to_base` says why."""
-    if to_base is not None:
-        base = await numbered_version(connection, version.name, 0)
-        assert base is not None
-        return base
-    before = await version_before(connection, version)
-    if before.state == "retired":
-        raise StateChanged(
-            f"{before.name}@{before.version}, which served before, is retired, and so on no server:"
-            " it cannot serve before it is loaded; decide again"
-        )
-    return before
 
 
 async def _reject_descendants(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import claims
-from store.policy_table import PolicySpec, PolicyTable
+from store.policy_table import PolicyTable
 from store.records import Record
 from store.tenants import DEFAULT
 from trainer.errors import RecipeError, TrainerError, UpstreamAway
@@ -62,7 +62,16 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
                 f" {name!r} with trained = true: name some of these, or add it there:"
                 f" {', '.join(trained)}"
             )
-    _check_bases(settings, [trained[name] for name in names])
+    by_base: dict[str, list[str]] = {}
+    for name in names:
+        by_base.setdefault(trained[name].base, []).append(name)
+    if len(by_base) > 1:
+        wanted = " and ".join(f"PAWL_POLICY={','.join(names)}" for names in by_base.values())
+        raise TrainerError(
+            f"{settings.policies}: the policies have {len(by_base)} base models"
+            f" ({', '.join(by_base)}), and a trainer holds one: start a trainer for each, with"
+            f" {wanted}"
+        )
     return tuple(
         Chosen(
             policy=name,
@@ -76,26 +85,20 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
     )
 
 
-def _check_bases(settings: TrainerSettings, specs: Sequence[PolicySpec]) -> None:
-    by_base: dict[str, list[str]] = {}
-    for spec in specs:
-        by_base.setdefault(spec.base, []).append(spec.name)
-    if len(by_base) > 1:
-        wanted = " and ".join(f"PAWL_POLICY={','.join(names)}" for names in by_base.values())
-        raise TrainerError(
-            f"{settings.policies}: the policies have {len(by_base)} base models"
-            f" ({', '.join(by_base)}), and a trainer holds one: start a trainer for each, with"
-            f" {wanted}"
-        )
-
-
 def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     """Return the recipe of each policy.
 
     Raises:
         TrainerError: a recipe cannot be read, or two cannot share a base model.
     """
-    recipes = [_load_recipe(policy) for policy in chosen]
+    recipes = []
+    for policy in chosen:
+        try:
+            recipes.append(load_recipe(policy.recipe))
+        except RecipeError as error:
+            if not policy.known:
+                raise
+            raise RecipeError(f"policy {policy.policy!r}: {error}") from error
     for policy, recipe in zip(chosen[1:], recipes[1:], strict=True):
         for key in ("dtype", "batch.gradient_checkpointing"):
             first, other = attrgetter(key)(recipes[0]), attrgetter(key)(recipe)
@@ -108,15 +111,6 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     for policy, recipe in zip(chosen, recipes, strict=True):
         check_gate(policy, recipe)
     return recipes
-
-
-def _load_recipe(chosen: Chosen) -> Recipe:
-    try:
-        return load_recipe(chosen.recipe)
-    except RecipeError as error:
-        if not chosen.known:
-            raise
-        raise RecipeError(f"policy {chosen.policy!r}: {error}") from error
 
 
 def check_gate(chosen: Chosen, recipe: Recipe) -> None:

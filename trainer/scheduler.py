@@ -181,7 +181,11 @@ class PolicyScheduler:
         return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
 
     async def _turn(self, held: Sequence[PolicyWorker]) -> bool:
-        """Run one update, of the first in turn that has enough for one; return if any had."""
+        """Run one update, of the first in turn that has enough for one; return if any had.
+
+        Raises:
+            Exception: see `run`.
+        """
         waiting, alone = [], len(self._workers) == 1
         for worker in held:
             signal = await worker.waiting(self._guard, alone=alone)
@@ -192,15 +196,12 @@ class PolicyScheduler:
                 for worker in self._workers.values():
                     worker.turns = 0 if worker.policy == name else worker.turns + 1
                 return True
-        self._stop_if_all_failed()
-        return False
-
-    def _stop_if_all_failed(self) -> None:
         failures = [worker.failure for worker in self._workers.values()]
         last = failures[-1]
         may_pass = any(why is None or isinstance(why, FilesUnread) for why in failures)
         if last is not None and not may_pass:
             raise last
+        return False
 
 
 class Waiting(Record, frozen=True, kw_only=True):

@@ -330,20 +330,13 @@ async def add_policies(
     for call, episode_id in calls:
         if call.policy is not None and call.policy_version is not None:
             served[episode_id, call.policy].append(call.policy_version)
-    added = await driver.fetch(_ADD, *_columns(served)) if served else []
+    rows = [(*key, min(versions), max(versions)) for key, versions in sorted(served.items())]
+    added = await driver.fetch(_ADD, *map(list, zip(*rows, strict=True))) if rows else []
     if earning := [row[0] for row in added if row[1]]:
         # It may have been scored before this policy served a call of it.
         await score_sums(driver, earning)
     if changed:
         await driver.execute(_REFRESH, changed)
-
-
-def _columns(
-    served: Mapping[tuple[UUID, str], Sequence[int]],
-) -> tuple[list[UUID], list[str], list[int], list[int]]:
-    keys = sorted(served)
-    lowest, highest = ([of(served[key]) for key in keys] for of in (min, max))
-    return [one for one, _ in keys], [policy for _, policy in keys], lowest, highest
 
 
 async def share_policies(driver: Any, linked: Iterable[UUID]) -> None:

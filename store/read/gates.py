@@ -16,7 +16,7 @@ from typing import Any, Final
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Row, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
@@ -173,7 +173,10 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     # First, since whoever reads it keeps it from being changed: what comes after is of that time.
     reward = (await reward_rule(connection, name)).digest
     rows = (await connection.execute(_STANDING, {"name": name})).all()
-    by_state: dict[PolicyState, Standing] = {row.state: _standing(row) for row in rows}
+    by_state: dict[PolicyState, Standing] = {
+        row.state: Standing(version=version_of(row), gate=row.gate, since=row.changed_at)
+        for row in rows
+    }
     if "serving" not in by_state:
         return None
     return Gated(
@@ -185,10 +188,6 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
         canary=by_state.get("canary"),
         candidate=by_state.get("candidate"),
     )
-
-
-def _standing(row: Row[Any]) -> Standing:
-    return Standing(version=version_of(row), gate=row.gate, since=row.changed_at)
 
 
 async def newest_promoted(connection: AsyncConnection, name: str) -> int:
@@ -375,7 +374,7 @@ async def arm_episodes(
     came_to = {row.id: row for row in await connection.execute(_CAME_TO, values)}
     rows = [(row.task, came_to[row.id]) for row in begun]
     episodes = [
-        _episode_of(task, row)
+        ArmEpisode(family=task_family(task and bare(task)), **row._mapping)
         for task, row in rows
         if row.arm in given and row.version in given[row.arm]
     ]
@@ -399,18 +398,3 @@ async def begin_of_newest(
     }
     newest: UUID | None = await connection.scalar(_NEWEST, values)
     return until if newest is None else time_of(newest)
-
-
-def _episode_of(task: str | None, row: Row[Any]) -> ArmEpisode:
-    return ArmEpisode(
-        id=row.id,
-        arm=row.arm,
-        version=row.version,
-        family=task_family(task and bare(task)),
-        reward=row.reward,
-        failed=row.failed,
-        broken=row.broken,
-        malformed=row.malformed,
-        tools_failed=row.tools_failed,
-        seconds=row.seconds,
-    )

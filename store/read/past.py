@@ -51,11 +51,7 @@ async def past_update(
         recipe=row.recipe,
         metrics=row.metrics,
         outcomes=tuple(
-            Outcome(
-                episode_id=one.episode_id,
-                trained=one.trained,
-                reason=one.reason,
-            )
+            Outcome(episode_id=one.episode_id, trained=one.trained, reason=one.reason)
             for one in spent
         ),
     )

@@ -86,7 +86,14 @@ def advantages(
         for index, episode in enumerate(episodes)
         for unit in _scored_calls(index, episode, rule, baseline)
     ]
-    after = _updated_moving(units, before) if baseline.needs_moving_averages else before
+    after = before
+    if baseline.needs_moving_averages:
+        finals: dict[tuple[str, str], list[float]] = {}
+        airs: dict[tuple[str, str], list[float]] = {}
+        for unit in units:
+            finals.setdefault((unit.family, unit.agent), []).append(mean_of(unit.finals))
+            airs.setdefault((unit.family, unit.agent), []).append(mean_of(unit.airs))
+        after = before.updated(finals, airs)
     against = _compared(units, baseline, before, after)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
     for unit, (final, air), values in zip(
@@ -156,15 +163,6 @@ def _scored_calls(
         )
         for agent, own in scored.items()
     ]
-
-
-def _updated_moving(units: Sequence[ScoredCalls], before: MovingBaselines) -> MovingBaselines:
-    finals: dict[tuple[str, str], list[float]] = {}
-    airs: dict[tuple[str, str], list[float]] = {}
-    for unit in units:
-        finals.setdefault((unit.family, unit.agent), []).append(mean_of(unit.finals))
-        airs.setdefault((unit.family, unit.agent), []).append(mean_of(unit.airs))
-    return before.updated(finals, airs)
 
 
 def _compared(

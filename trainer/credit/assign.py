@@ -99,7 +99,10 @@ def assign_credit(
     """
 
     def why(episode: Episode) -> str | None:
-        return _stale(episode, oldest_version) or withheld.get(episode.id)
+        versions = [call.policy_version or 0 for call in episode.calls if call.trainable]
+        if any(version < oldest_version for version in versions):
+            return "stale"
+        return withheld.get(episode.id)
 
     accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
@@ -158,11 +161,6 @@ def _for_policy(episode: Episode, policy: str) -> Episode:
         for call in episode.calls
     )
     return msgspec.structs.replace(episode, calls=calls)
-
-
-def _stale(episode: Episode, oldest_version: int) -> str | None:
-    versions = [call.policy_version or 0 for call in episode.calls if call.trainable]
-    return "stale" if any(version < oldest_version for version in versions) else None
 
 
 def credit_accounts(

@@ -132,12 +132,11 @@ def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[Reward]
         single = [of_agent[call.agent] for call in episode.calls]
     else:
         return [of_episode] * len(episode.calls)
-    return [_or_whole(own, of_episode) for own in single]
-
-
-def _or_whole(own: Reward, of_episode: Reward) -> Reward:
-    """Return a call's own reward, or its episode's; of two that lack something, what it lacks."""
-    return own if own.value is not None or (of_episode.value is None and own.lacks) else of_episode
+    # A call's own reward, or its episode's; of two that lack something, what the call lacks.
+    return [
+        own if own.value is not None or (of_episode.value is None and own.lacks) else of_episode
+        for own in single
+    ]
 
 
 def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:

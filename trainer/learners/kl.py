@@ -134,16 +134,12 @@ def metered_rows(rows: Sequence[Row]) -> list[Row]:
     tokens = sum(len(row.ids) for row in rows)
     left = min(MOST_TOKENS, max(FEWEST_TOKENS, tokens // PART))
     chosen: list[Row] = []
-    for row in sorted(rows, key=_draw):
+    for row in sorted(rows, key=lambda row: blake2b(str(row.ids).encode(), digest_size=8).digest()):
         if chosen and len(row.ids) > left:
             break
         chosen.append(row)
         left -= len(row.ids)
     return chosen
-
-
-def _draw(row: Row) -> bytes:
-    return blake2b(str(row.ids).encode(), digest_size=8).digest()
 
 
 @torch.no_grad()

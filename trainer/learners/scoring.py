@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from store.values.sampling import Distribution
-from trainer.batches import Row, Tree, bare_row, build_tree, padded
+from trainer.batches import Row, bare_row, build_tree, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
@@ -55,15 +55,6 @@ def score_rows(
     """
     scored = _score_merged(model, rows) if merge else _score_separately(model, rows)
     return scored if hidden else scored._replace(hidden=None)
-
-
-def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
-    """Return the node before every sampled token, row after row, in the tree of the `inputs`."""
-    return [
-        node
-        for row, path in zip(rows, tree.paths, strict=True)
-        for node in path[len(row.prompt_ids) - 1 :]
-    ]
 
 
 def plain_logprobs(model: Any, rows: Sequence[Row], *, merge: bool) -> list[list[float]]:
@@ -106,7 +97,12 @@ def tree_states(model: Any, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
         )[0]
         .squeeze(0)
     )
-    return states, parents_of(rows, tree)
+    parents = [
+        node
+        for row, path in zip(rows, tree.paths, strict=True)
+        for node in path[len(row.prompt_ids) - 1 :]
+    ]
+    return states, parents
 
 
 def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
@@ -215,21 +211,16 @@ def _unsupported_reason(model: Any) -> str | None:
 def _mismatch_reason(model: Any) -> str | None:
     """Return how far merged and separate log-probabilities differ, or None if they agree."""
     model.eval()
-    rows = _example_rows(model.config.get_text_config().vocab_size)
+    # Two rows that share a prompt, and one that shares half of it.
+    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator()
+    ids = torch.randint(vocabulary, (32,), generator=generator.manual_seed(0)).tolist()
+    rows = [
+        bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
+        for index, prompt in enumerate([ids[:12], ids[:12], ids[:6]])
+    ]
     merged = score_rows(model, rows).logprobs
     separate = score_rows(model, rows, merge=False).logprobs
     difference = float((merged - separate).abs().mean())
     if difference <= TOLERANCE[model.dtype]:
         return None
     return f"merged and separate differ by {difference:.2g} nats a token"
-
-
-def _example_rows(vocabulary: int) -> list[Row]:
-    """Return three rows: two that share a prompt, and one that shares half of it."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
-    prompts = [ids[:12], ids[:12], ids[:6]]
-    return [
-        bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
-        for index, prompt in enumerate(prompts)
-    ]

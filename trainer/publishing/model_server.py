@@ -201,10 +201,13 @@ class ModelServer:
             choice = answer["choices"][0]
             logprobs = map(float, choice["logprobs"]["token_logprobs"])
             sampled = list(zip(choice["token_ids"], logprobs, strict=True))
+            if not sampled:
+                raise ValueError("no token was sampled")
         except _NOT_REPORTED as error:
-            raise _no_ids(name) from error
-        if not sampled:
-            raise _no_ids(name)
+            raise PublishError(
+                f"the model server does not report ids and log-probabilities of what {name}"
+                " samples: use a vLLM that knows return_token_ids"
+            ) from error
         return choice, sampled
 
     async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
@@ -270,13 +273,6 @@ class ModelServer:
             ) from error
 
 
-def _no_ids(name: str) -> PublishError:
-    return PublishError(
-        f"the model server does not report ids and log-probabilities of what {name} samples: use a"
-        " vLLM that knows return_token_ids"
-    )
-
-
 class Replicas:
     """Pass each operation to all replicas of the model server that answer.
 
@@ -321,7 +317,9 @@ class Replicas:
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
             if isinstance(result, UpstreamAway):
-                self._note_away(server, result)
+                if server not in self._away:
+                    log.warning("replica_away", replica=server.url, reason=str(result))
+                self._away.add(server)
                 away.append(result)
             elif isinstance(result, Exception):
                 raise result
@@ -333,12 +331,6 @@ class Replicas:
         if not answers:
             raise away[0]
         return answers
-
-    def _note_away(self, server: ModelServer, error: UpstreamAway) -> None:
-        """Log that a replica is away, once for as long as it stays away."""
-        if server not in self._away:
-            log.warning("replica_away", replica=server.url, reason=str(error))
-        self._away.add(server)
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """Return the models that every replica which answers serves, by name.

@@ -62,12 +62,9 @@ class Recording:
 
     async def found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
         """Record the update of an earlier trainer, from the manifest that it wrote."""
+        made = (manifest.version, folder)
         await self._consume(
-            update_id,
-            manifest.outcomes,
-            manifest.metrics,
-            manifest.baselines,
-            (manifest.version, folder),
+            update_id, manifest.outcomes, manifest.metrics, manifest.baselines, made
         )
         self._count(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)

@@ -123,14 +123,10 @@ class Versions:
 
     async def reject(self, version: PolicyVersion, reason: str) -> None:
         """Set the state of a version to `rejected`, for a reason that is recorded."""
+        number = version.version
         async with self._engine.begin() as connection:
             await set_state(
-                connection,
-                self._policy,
-                version.version,
-                "rejected",
-                reason=reason,
-                actor="trainer",
+                connection, self._policy, number, "rejected", reason=reason, actor="trainer"
             )
 
     def folder(self, version: int) -> Path | None:

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.adapter_slots import Live, due_in, free_slots, is_due, needed_slots
+from store.adapter_slots import Live, due_in, free_slots, needed_slots
 
 COUNTS = st.integers(min_value=0, max_value=20)
 LIVE = st.builds(Live, serving=COUNTS, published=COUNTS, unloading=COUNTS, coming=COUNTS)
@@ -52,7 +52,7 @@ def test_half_the_slots_are_taken_at_once_and_the_others_at_even_intervals(
     timed = msgspec.structs.replace(live, tail_s=tail_s, since_s=since_s)
     others = max(1, slots - live.serving)
     wait_s = due_in(timed, slots)
-    assert is_due(timed, slots) is (wait_s == 0.0)
+    assert (due_in(timed, slots) == 0.0) is (wait_s == 0.0)
     if 2 * free_slots(live, slots) >= others:
         assert wait_s == 0.0
     else:
@@ -62,8 +62,8 @@ def test_half_the_slots_are_taken_at_once_and_the_others_at_even_intervals(
 
 def test_after_an_outage_a_server_with_idle_slots_is_not_kept_waiting() -> None:
     live = Live(serving=1, published=3, unloading=0, coming=0, tail_s=36_000.0, since_s=60.0)
-    assert is_due(live, 8)
-    assert not is_due(msgspec.structs.replace(live, published=4), 8)
+    assert due_in(live, 8) == 0.0
+    assert due_in(msgspec.structs.replace(live, published=4), 8) > 0.0
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
@@ -83,11 +83,11 @@ def test_what_others_are_ready_to_go_live_with_needs_one_slot_and_is_due(
 ) -> None:
     asked = msgspec.structs.replace(live, ready=1, partners_ready=1, tail_s=1e9, since_s=0.0)
     assert needed_slots(asked, slots, together) == 1
-    assert is_due(asked, slots)
+    assert due_in(asked, slots) == 0.0
 
 
 @given(LIVE, SLOTS)
 def test_where_nothing_was_retired_yet_or_nothing_made_it_is_due(live: Live, slots: int) -> None:
-    assert is_due(live, slots)
-    assert is_due(msgspec.structs.replace(live, tail_s=1e6), slots)
-    assert is_due(msgspec.structs.replace(live, since_s=0.0), slots)
+    assert due_in(live, slots) == 0.0
+    assert due_in(msgspec.structs.replace(live, tail_s=1e6), slots) == 0.0
+    assert due_in(msgspec.structs.replace(live, since_s=0.0), slots) == 0.0

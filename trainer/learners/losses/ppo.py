@@ -75,7 +75,13 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         self._critic_weight = 0.0
         weights = [row.weight for row in rows]
         values = [view.values[row.key] for row in rows]
-        advantages = self._advantages(rows, view)
+        advantages = row_advantages(
+            rows,
+            values,
+            [self.kl.rewards(row, view.policy[row.key]) for row in rows],
+            trace=self.recipe.ppo.gae_lambda,
+            by_agent=self.recipe.credit.assignment == "per_agent",
+        )
         returns = [
             [advantage + value for advantage, value in zip(*pair, strict=True)]
             for pair in zip(advantages, values, strict=True)
@@ -93,16 +99,6 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             },
         )
         return list(rows)
-
-    def _advantages(self, rows: Sequence[Row], view: View) -> list[list[float]]:
-        ppo = self.recipe.ppo
-        return row_advantages(
-            rows,
-            [view.values[row.key] for row in rows],
-            [self.kl.rewards(row, view.policy[row.key]) for row in rows],
-            trace=ppo.gae_lambda,
-            by_agent=self.recipe.credit.assignment == "per_agent",
-        )
 
     def _importance_weighted(
         self, row: Row, old: Sequence[float], advantages: Sequence[float]
