@@ -406,7 +406,6 @@ async def make_candidate(
     gate: Mapping[str, Any],
     *,
     reason: str,
-    actor: Actor = "trainer",
 ) -> bool:
     """Let `version`, which is loaded, wait for its canary, to be judged by the rule `gate`.
 
@@ -422,11 +421,11 @@ async def make_candidate(
         if older.version >= version:
             continue
         newer = f"{name}@{version} was made from more episodes, and waits instead"
-        await change_state(connection, older, "rejected", reason=newer, actor=actor)
+        await change_state(connection, older, "rejected", reason=newer, actor="trainer")
         makes_way |= older.state == "candidate"
     new = await lock_version(connection, name, version)
     await _set(connection, name, version, gate=await judged_by(connection, name, gate))
-    await change_state(connection, new, "candidate", reason=reason, actor=actor)
+    await change_state(connection, new, "candidate", reason=reason, actor="trainer")
     return makes_way
 
 

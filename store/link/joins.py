@@ -106,14 +106,13 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
             joined[call_id] = None
         elif needed_by in held:
             del joined[call_id]
-    return Joins(places=places, calls=joined, evaluation=_evaluation(by_root.values()))
-
-
-def _evaluation(episodes: Iterable[Sequence[EpisodePart]]) -> frozenset[UUID]:
-    """Return all parts of the episodes that have a part in the `eval` split."""
-    return frozenset(
-        part.id for parts in episodes if any(part.split == EVAL for part in parts) for part in parts
+    evaluation = frozenset(
+        part.id
+        for joined_parts in by_root.values()
+        if any(part.split == EVAL for part in joined_parts)
+        for part in joined_parts
     )
+    return Joins(places=places, calls=joined, evaluation=evaluation)
 
 
 def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:

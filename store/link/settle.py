@@ -132,7 +132,7 @@ async def _bring(
 ) -> None:
     """Compute anew all that follows from scores, joins and outages of these episodes."""
     ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
-    linked = await _linked(driver, ends)
+    linked = {row[0] for row in await driver.fetch(_REACHED, list(ends))} if ends else set[UUID]()
     touched = {*rescored, *linked, *in_outage}
     if not touched:
         return
@@ -167,14 +167,11 @@ async def _match(driver: Any, written: Written) -> dict[UUID, UUID]:
     targets = {*written.targets(), *await stored_targets(driver, wanted)}
     if not targets:
         return {}
-    columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
+    ordered = sorted(targets, key=lambda target: (target.kind, target.name, str(target.call_id)))
+    columns = [list(column) for column in zip(*ordered, strict=True)]
     matched = await driver.fetch(_MATCH.format(table="feedback", call="call_id"), *columns)
     await driver.execute(_MATCH.format(table="tool_events", call="asked_by"), *columns)
     return {row[0]: row[1] for row in matched}
-
-
-def _in_order(target: Target) -> tuple[str, str, str]:
-    return target.kind, target.name, str(target.call_id)
 
 
 async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
@@ -241,6 +238,7 @@ _MARK_TOO_COMMON = f"""
         GROUP BY 1, 2 HAVING count(*) > {MOST_PROVIDERS})
 """
 _ENDS = "SELECT DISTINCT unnest(ARRAY[needed_by, provided_by]) FROM links WHERE call_id = ANY($1)"
+# These episodes and all that can be reached from them through links.
 _REACHED = """
     WITH RECURSIVE reached (id) AS (
         SELECT unnest($1::uuid[])
@@ -260,13 +258,6 @@ async def _link(driver: Any, written: Written) -> set[UUID]:
         return set(written.linked)
     await driver.execute(_MARK_TOO_COMMON, calls)
     return {*written.linked, *(row[0] for row in await driver.fetch(_ENDS, calls))}
-
-
-async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
-    """Return these episodes and all that can be reached from them through links."""
-    if not seeds:
-        return set()
-    return {row[0] for row in await driver.fetch(_REACHED, list(seeds))}
 
 
 async def _lock(driver: Any, episodes: set[UUID]) -> None:

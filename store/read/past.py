@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 from store.errors import UnknownUpdate
 from store.ids import time_of
-from store.records import Episode, Group, Record, TransitionRow
+from store.records import Episode, Record, TransitionRow
 from store.schema.tables import consumptions, episodes, policies, updates
 
 
@@ -34,8 +34,7 @@ async def past_update(
     """Read the update that made version `which`, or that has the id `which`.
 
     If several policies have that version, `policy` selects one; with `tenant` only those of this
-    tenant are looked at. Calls and feedback that came after
-    the claim are left out.
+    tenant are looked at. Calls and feedback that came after the claim are left out.
 
     Raises:
         UnknownUpdate: there is no such update, or several, or it is not finished, or it imported
@@ -44,10 +43,18 @@ async def past_update(
     """
     row = await _find(connection, which, policy, tenant)
     await _refuse_deleted(connection, row.id)
-    claim = await load_claim(connection, row.id)
+    claim, then = await load_claim(connection, row.id), row.claimed_at
+    groups = tuple(
+        msgspec.structs.replace(
+            group,
+            episodes=tuple(episode_at(episode, then) for episode in group.episodes),
+            earlier=tuple(episode_at(episode, then) for episode in group.earlier),
+        )
+        for group in claim.groups
+    )
     spent = await connection.execute(select(consumptions).where(consumptions.c.update_id == row.id))
     return PastUpdate(
-        claim=claim_at(claim, row.claimed_at, baselines=claim.baselines),
+        claim=msgspec.structs.replace(claim, groups=groups),
         recipe=row.recipe,
         metrics=row.metrics,
         outcomes=tuple(
@@ -55,12 +62,6 @@ async def past_update(
             for one in spent
         ),
     )
-
-
-def claim_at(claim: Claim, moment: datetime, baselines: Mapping[str, Any] | None) -> Claim:
-    """Return a claim as it was at `moment`, with these moving baselines."""
-    groups = tuple(_group_at(group, moment) for group in claim.groups)
-    return msgspec.structs.replace(claim, groups=groups, baselines=baselines)
 
 
 async def _find(
@@ -102,14 +103,6 @@ async def _refuse_deleted(connection: AsyncConnection, update_id: UUID) -> None:
             f"{deleted} episodes of update {update_id} were deleted since: what it came to cannot "
             "be computed again, and `pawl policies show` has its figures"
         )
-
-
-def _group_at(group: Group, moment: datetime) -> Group:
-    return msgspec.structs.replace(
-        group,
-        episodes=tuple(episode_at(episode, moment) for episode in group.episodes),
-        earlier=tuple(episode_at(episode, moment) for episode in group.earlier),
-    )
 
 
 def episode_at(episode: Episode, moment: datetime) -> Episode:

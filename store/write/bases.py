@@ -110,8 +110,11 @@ class Batch:
             tips = self._tips[call.episode] = list(self._bases.of(call.episode))
         base = _nearest(tips or self._tips_provided_to(call), call)
         stored = whole if base is None else _added(base, request, prompt_ids)
-        if base is not None and base in tips and _continues(stored, base):
-            tips.remove(base)
+        if base is not None and base in tips:
+            shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
+            # A call that repeats nearly all of its base replaces it as a tip.
+            if len(base.request) - shared < LEAST_SHARED:
+                tips.remove(base)
         tips.append(
             Base(
                 call_id=call.id,
@@ -148,12 +151,6 @@ def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
     if len(of_its_day) < 2:
         return of_its_day[0] if of_its_day else None
     return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
-
-
-def _continues(stored: Stored, base: Base) -> bool:
-    """Return whether the call repeats nearly all of the base, and so replaces it as a tip."""
-    shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
-    return len(base.request) - shared < LEAST_SHARED
 
 
 def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:

@@ -68,24 +68,19 @@ def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
             f"its rank (r) is {rank!r}, and the recipe's lora.rank is {lora.rank}: train one of a"
             " rank up to that, or set lora.rank and the model server's --max-lora-rank higher"
         )
-    odd = _odd_key(config)
-    if odd is not None:
-        return (
-            f"it has {odd} = {config[odd]!r}, and only plain LoRA is trained and served: train one"
-            f" without, or remove the key from its {CONFIG} if it changes nothing"
-        )
-    return None
-
-
-def _odd_key(config: Mapping[str, Any]) -> str | None:
-    """Return a key whose value a plain adapter does not have, or None if there is none."""
+    # Keys whose values a plain adapter does not have.
     odd = sorted(name for name in config.keys() - set(PLAIN) if config[name])
     if config.get("bias", "none") != "none":
         odd.append("bias")
     beginning = config.get("init_lora_weights", True)
     if isinstance(beginning, str) and beginning.lower() not in BEGINNINGS:
         odd.append("init_lora_weights")
-    return odd[0] if odd else None
+    if odd:
+        return (
+            f"it has {odd[0]} = {config[odd[0]]!r}, and only plain LoRA is trained and served:"
+            f" train one without, or remove the key from its {CONFIG} if it changes nothing"
+        )
+    return None
 
 
 def why_another_base(config: Mapping[str, Any], model: str) -> str | None:

@@ -81,7 +81,7 @@ class Recording:
         outcomes: Sequence[Outcome],
         metrics: Mapping[str, Any],
         baselines: Mapping[str, Any] | None,
-        made: tuple[int, Path] | None = None,
+        made: tuple[int, Path] | None,
     ) -> None:
         """Consume an update's episodes; `made` is the number and folder of its version, if any.
 
