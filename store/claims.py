@@ -360,9 +360,7 @@ async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
 
 
 async def consume_episodes(
-    connection: AsyncConnection,
-    update_id: UUID,
-    outcomes: Sequence[Outcome],
+    connection: AsyncConnection, update_id: UUID, outcomes: Sequence[Outcome]
 ) -> None:
     """Consume episodes for an update's policy, in the caller's transaction and the given order.
 
@@ -527,6 +525,7 @@ async def set_aside(
     """
     query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
     claimed = set((await connection.execute(query)).scalars())
+    # All rows that will change.
     await lock(connection, [*claimed, *damaged])
     # What turned out to be evaluation meanwhile is not consumed.
     training = select(episodes.c.id).where(

@@ -138,14 +138,20 @@ STRIP: Final = """
 """
 
 
+async def keep_writers_out(driver: Any) -> int:
+    """Let no batch be stored and no reference resolved until the end; return the deletion's id."""
+    deletion = await begin_deletion(driver)
+    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
+    return deletion
+
+
 async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | None:
     """Delete an episode and all its parts in the caller's transaction; None: it is not there.
 
     Until the transaction ends, no batch of records is stored and no reference is resolved.
     """
     driver = await driver_of(connection)
-    deletion = await begin_deletion(driver)
-    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
+    deletion = await keep_writers_out(driver)
     parts = await driver.fetch(_PARTS, whole)
     if not parts:
         return None

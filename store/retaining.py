@@ -19,15 +19,14 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.database import driver_of
-from store.deleting import BY_EPISODE, STRIP, end_updates, rewrite
+from store.deleting import BY_EPISODE, STRIP, end_updates, keep_writers_out, rewrite
 from store.ids import lowest_id_at
 from store.keep_days import Cuts
 from store.link.claimable import refresh, refresh_wholes
-from store.link.settle import SETTLE_LOCK
 from store.records import Record
 from store.schema.partitions import partition_name
 from store.tenants import DEFAULT, tenant_of
-from store.tombstones import PREFIX, begin_deletion, forget_matched
+from store.tombstones import PREFIX, forget_matched
 
 # Key of the advisory lock of whoever removes: another ingester does nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
@@ -216,19 +215,13 @@ async def remove_some(engine: AsyncEngine, cuts: Cuts, after: UUID = NOWHERE) ->
     return None
 
 
-async def _alone(driver: Any) -> None:
-    """Keep batches from being stored, and references from being resolved, until the end."""
-    await begin_deletion(driver)
-    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
-
-
 async def _remove_outdated(step: _Step) -> Removed | None:
     """Remove some episodes that are outdated."""
     driver, values = step.driver, _parameters(step.cuts)
     outdated = [row[0] for row in await driver.fetch(_OUTDATED, *values, step.after, MOST)]
     if not outdated:
         return None
-    await _alone(driver)
+    await keep_writers_out(driver)
     # One of those that were outdated may have got a call since.
     still = dict(await driver.fetch(_STILL_OUTDATED, *values, outdated))
     parts: dict[UUID, list[UUID]] = {whole: [] for whole in still}
@@ -276,7 +269,7 @@ async def _remove_old_calls(step: _Step) -> Removed | None:
     episodes = await driver.fetch(_WITH_OLD_CALLS, *_parameters(cuts), nobodys, MOST)
     if not episodes:
         return None
-    await _alone(driver)
+    await keep_writers_out(driver)
     groups = {part: (tenant_of(key), [part]) for part, key in episodes}
     some = list(groups)[: await _count_that_fit(driver, cuts, groups)]
     parts_of = _by_tenant(groups[part] for part in some)
@@ -310,12 +303,12 @@ async def _end_a_day(step: _Step) -> Removed | None:
         return None
     day = datetime.strptime(partition.rpartition("_")[2], "%Y%m%d").date()
     if not await driver.fetchval(_IS_NOTED, day):
-        await _alone(driver)
+        await keep_writers_out(driver)
         await driver.execute(_NOTE, day, 0)
         return Removed(last=step.after)
     going_on = await driver.fetch(_GOING_ON.format(partition=partition), MOST)
     if going_on:
-        await _alone(driver)
+        await keep_writers_out(driver)
         await _set_aside(step, [row[0] for row in going_on])
         return Removed(last=step.after)
     return await _drop_day(step, partition, day)
@@ -328,7 +321,7 @@ async def _drop_day(step: _Step, partition: str, day: date) -> Removed:
     """
     driver = step.driver
     calls = await driver.fetchval(f"SELECT count(*) FROM {partition}")
-    await _alone(driver)
+    await keep_writers_out(driver)
     # Readers of any day would wait behind this, so it does not wait long for those before it.
     await driver.execute("SET LOCAL lock_timeout = '2s'")
     await driver.execute(f"DROP TABLE {partition}")

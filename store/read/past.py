@@ -43,7 +43,8 @@ async def past_update(
     """
     row = await _find(connection, which, policy, tenant)
     await _refuse_deleted(connection, row.id)
-    claim, then = await load_claim(connection, row.id), row.claimed_at
+    then = row.claimed_at
+    claim = await load_claim(connection, row.id)
     groups = tuple(
         msgspec.structs.replace(
             group,

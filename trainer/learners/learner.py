@@ -173,11 +173,7 @@ class Learner:
         rows = self._trainer.prepare(rows, view)
         trained, off_policy = self._take_steps(rows, newest)
         metrics = self._take_metrics()
-        # How far the policy is from its base model, on some of the rows.
-        metered = metered_rows(rows)
-        self._model.eval()
-        measure = partial(kl_by_row, self._model, merge=bool(self._merge))
-        distance = kl_figures(metered, self._survey_in_parts(metered, measure))
+        distance = self._meter(rows)
         give_freed_memory_back()
         return {
             **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
@@ -252,6 +248,13 @@ class Learner:
 
         seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
         return seen
+
+    def _meter(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Measure how far the policy is from its base model, on some of `rows`."""
+        metered = metered_rows(rows)
+        self._model.eval()
+        measure = partial(kl_by_row, self._model, merge=bool(self._merge))
+        return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
         """Undo half a step: clear its gradients and figures."""

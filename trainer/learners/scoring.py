@@ -212,8 +212,9 @@ def _mismatch_reason(model: Any) -> str | None:
     """Return how far merged and separate log-probabilities differ, or None if they agree."""
     model.eval()
     # Two rows that share a prompt, and one that shares half of it.
-    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator()
-    ids = torch.randint(vocabulary, (32,), generator=generator.manual_seed(0)).tolist()
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
     rows = [
         bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
         for index, prompt in enumerate([ids[:12], ids[:12], ids[:6]])
