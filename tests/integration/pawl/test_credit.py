@@ -10,7 +10,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.credit import explain_update
 from pawl.export import Selection, export
-from store import claims
 from store.claim_query import ClaimRule
 from store.claims import Claim
 from store.errors import UnknownUpdate
@@ -20,7 +19,7 @@ from store.records import Group, SpoolRecord, ToolCall
 from store.version_states import ensure_base
 from store.write.ingest import ingest
 from tests.integration.pawl.conftest import Pawl
-from tests.support.ledger.updates import record_update
+from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
@@ -127,19 +126,12 @@ async def test_an_export_tells_what_was_asked_for_and_what_was_not(engine: Async
     assert second["stray_tool_events"] == [{"id": "nobody asked", "name": "tool", "status": "ok"}]
 
 
-async def taken(engine: AsyncEngine, recipe: dict[str, Any], rule: ClaimRule = RULE) -> Claim:
-    async with engine.begin() as connection:
-        update_id = await claims.claim(connection, rule, 0, recipe)
-    assert update_id is not None
-    async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id)
-
-
 async def trained(
     engine: AsyncEngine, kept: dict[str, Any], recipe: Recipe = RECIPE, version: int = 1
 ) -> tuple[Claim, Plan]:
     """An update, as far as the ledger is concerned."""
-    claim = await taken(engine, kept, claim_rule(recipe, "m"))
+    claim = await claimed(engine, claim_rule(recipe, "m"), recipe=kept)
+    assert claim is not None
     plan = plan_update(claim, recipe)
     await record_update(engine, claim, plan, version)
     return claim, plan
@@ -198,7 +190,8 @@ async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
         await explain_update(engine, 1, None)
     with pytest.raises(UnknownUpdate, match="no update"):
         await explain_update(engine, new_id(), None)
-    claim = await taken(engine, {})
+    claim = await claimed(engine, RULE)
+    assert claim is not None
     with pytest.raises(UnknownUpdate, match="is running"):
         await explain_update(engine, claim.update_id, None)
 

@@ -13,6 +13,9 @@ from store.schema.tables import policies, updates
 from store.version_states import ALLOWED, add_version, ensure_base, lock_version
 from store.versions import Actor, PolicyState
 
+# The reason of a change that a test makes.
+TEST = "for the test"
+
 
 async def _updated(connection: AsyncConnection, name: str, version: int, parent: int) -> UUID:
     """Add an update that made `version` from `parent`, and return its id."""
@@ -75,8 +78,8 @@ async def set_state(
     version: int,
     state: PolicyState,
     *,
-    reason: str,
-    actor: Actor,
+    reason: str = TEST,
+    actor: Actor = "operator",
 ) -> None:
     """Move a version to `state` by the shortest way that is allowed."""
     current = await lock_version(connection, name, version)
@@ -87,7 +90,13 @@ async def set_state(
 
 
 async def promote(
-    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor, **more: Any
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    *,
+    reason: str = TEST,
+    actor: Actor = "operator",
+    **more: Any,
 ) -> None:
     """Give a version the traffic; one that no server has loaded yet is ready first."""
     await version_states.lock_policies(connection, [name])

@@ -62,12 +62,12 @@ async def publish(
                 version=number,
                 adapter_path=str(folder),
             )
-            await promote(connection, policy, number, reason="for the test", actor="operator")
+            await promote(connection, policy, number)
 
 
 async def retire(engine: AsyncEngine, number: int) -> None:
     async with engine.begin() as connection:
-        await set_state(connection, "m", number, "retired", reason="for the test", actor="operator")
+        await set_state(connection, "m", number, "retired")
 
 
 @dataclass

@@ -85,7 +85,7 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
         await ensure_base(connection, "writer", "qwen")
     await train(engine, "writer", {})
     async with engine.begin() as connection:
-        await promote(connection, "writer", 1, reason="for the test", actor="operator")
+        await promote(connection, "writer", 1)
         scored = call("scored", policy="writer")
         paid = call("paid", policy="writer")
         records = [scored, paid, call("open", policy="writer"), reward(1.0, episode="scored")]

@@ -101,7 +101,7 @@ async def test_version_whose_files_were_deleted_is_not_exported(
 ) -> None:
     await run("import", "writer", "sft")
     async with engine.begin() as connection:
-        await set_state(connection, "writer", 1, "retired", reason="for the test", actor="operator")
+        await set_state(connection, "writer", 1, "retired")
         await mark_deleted(connection, "writer", [1])
     gone = await run("export", "writer", "out", "--version", "1")
     assert str(gone.exception) == (

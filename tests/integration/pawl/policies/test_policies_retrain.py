@@ -49,7 +49,7 @@ async def fill(engine: AsyncEngine, version: int) -> None:
     assert claim is not None
     await consume_all(engine, claim, version=version)
     async with engine.begin() as connection:
-        await promote(connection, "m", version, reason="better", actor="operator")
+        await promote(connection, "m", version)
 
 
 async def left_out(run: Pawl, *queries: str) -> int:

@@ -72,7 +72,7 @@ async def promoted(ledger: AsyncEngine) -> None:
     async with ledger.begin() as connection:
         await add_in_state(connection, "m", 1, "published")
     async with ledger.begin() as connection:
-        await promote(connection, "m", 1, reason="for the test", actor="operator")
+        await promote(connection, "m", 1)
 
 
 async def replaced(stand: Stand) -> None:

@@ -30,17 +30,11 @@ from store.versions import PolicyState, PolicyVersion, policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import promote, trained
 from tests.support.records import call, reward
+from tests.support.steward.trials import RULE
 from trainer.recipes.recipe import GateOptions
 
-DELAY = timedelta(seconds=600)
-RULE = GateOptions(
-    mode="gated",
-    canary_share=0.4,
-    base_share=0.3,
-    margin=0.2,
-    reward_delay_s=DELAY.total_seconds(),
-    fewest=10,
-).model_dump(mode="json")
+DELAY = timedelta(seconds=RULE.reward_delay_s)
+GATE = RULE.model_dump(mode="json")
 VERSIONS: dict[Arm, int] = {"base": 0, "serving": 1, "canary": 2}
 BEGAN = datetime.now(UTC) - timedelta(hours=2)
 
@@ -87,8 +81,8 @@ MEANS: dict[Arm, float] = {"base": 0.4, "serving": 0.5, "canary": 0.6}
 def trial() -> OnTrial:
     """A steward's that begins now."""
     since = BEGAN - KNOWN
-    serving = Standing(version=version(1, "serving"), gate=RULE, since=since)
-    canary = Standing(version=version(2, "canary"), gate=RULE, since=since)
+    serving = Standing(version=version(1, "serving"), gate=GATE, since=since)
+    canary = Standing(version=version(2, "canary"), gate=GATE, since=since)
     return OnTrial(Gated(now=BEGAN, frozen=False, serving=serving, canary=canary), canary)
 
 
@@ -216,7 +210,7 @@ async def test_episodes_begun_before_a_promotion_and_counted_later_are_what_it_w
     until = promoted - DELAY if is_told else None
     told = msgspec.to_builtins(PromotedOn(NOTHING, until))
     evidence = Promotion(actor="steward", evidence=told, tried_at=promoted)
-    serving = Standing(version=version(2, "serving"), gate=RULE, since=serves)
+    serving = Standing(version=version(2, "serving"), gate=GATE, since=serves)
     later = serves + DELAY + STORED
     async with engine.connect() as connection:
         watch = OnWatch(Gated(now=later, frozen=False, serving=serving), evidence)

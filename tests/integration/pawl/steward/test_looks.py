@@ -138,7 +138,7 @@ async def freezes(connection: AsyncConnection) -> None:
 
 
 async def promotes_another(connection: AsyncConnection) -> None:
-    await promote(connection, "m", 2, reason="for the test", actor="operator")
+    await promote(connection, "m", 2)
 
 
 @pytest.mark.parametrize("does", [freezes, promotes_another])

@@ -478,12 +478,12 @@ async def test_replay_begins_again_beside_what_serves_by_its_end(
     await recorded(engine)
     async with engine.begin() as connection:
         await trained(connection, 0)
-        await promote(connection, "m", 1, reason="for the test", actor="operator")
+        await promote(connection, "m", 1)
     await next_candidate(engine, 2, 1, REPLAYED)
     server.logprobs = {"m@1": -9.0}
     await rounds(judge, engine, 1)
     async with engine.begin() as connection:
-        await promote(connection, "m", 0, reason="for the test", actor="operator")
+        await promote(connection, "m", 0)
     await rounds(judge, engine)
     assert (await states(engine))[2] == "canary"
     assert (await replay_of(engine, 2))["kl"] == 0.0

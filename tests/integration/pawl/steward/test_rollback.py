@@ -361,7 +361,7 @@ async def test_only_a_slot_that_is_needed_and_can_be_spared_is_taken(
     if happens == "called back":
         async with engine.begin() as connection:
             for state in ("retired", "published"):
-                await set_state(connection, "n", 2, state, reason="for the test", actor="operator")
+                await set_state(connection, "n", 2, state)
     for _ in range(2):
         await look(engine, server.url)
     assert await states(engine) == AGAIN

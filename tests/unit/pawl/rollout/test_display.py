@@ -52,16 +52,6 @@ def test_every_settled_run_counts_once(runs: list[Ended]) -> None:
     assert figures.reward is None or min(rewards) <= figures.reward <= max(rewards)
 
 
-def test_failure_is_no_reward_of_zero() -> None:
-    figures = Figures(4)
-    for ended in (run("done", 1.0), run("done", 0.0), run("failed", error="exit status 3")):
-        figures.add(ended)
-    figures.add(run("unjudged", error="judge failed"))
-    summary = figures.summary()
-    assert (summary["reward"], summary["failed"], summary["unjudged"]) == (0.5, 1, 1)
-    assert summary["errors"] == {"exit status 3": 1, "judge failed": 1}
-
-
 @pytest.mark.parametrize(("second", "is_binary"), [(1.0, True), (0.5, False)])
 def test_interval_is_wilsons_for_right_and_wrong_and_students_else(
     second: float, is_binary: bool
