@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +19,6 @@ TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": f"echo q{number % 3}"} for
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
 import json, os, sys, time, urllib.request
-
-STARTED = os.environ.get("STARTED")
-if STARTED:
-    with open(STARTED, "a") as file:
-        file.write(f"{os.getpid()}\\n")
 
 
 def ask(base_url, text):
@@ -139,9 +133,3 @@ async def ended(process: asyncio.subprocess.Process) -> Outcome:
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
     return Outcome(process.returncode, json.loads(out) if out else {}, errors.decode())
-
-
-async def kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process with SIGKILL."""
-    os.kill(process.pid, signal.SIGKILL)
-    await process.communicate()

@@ -40,10 +40,6 @@ MOVING = Recipe.model_validate(
 )
 
 
-def asked(*ids: str) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(id=one, name="calc", arguments='{"n": 1}') for one in ids)
-
-
 async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
     async with engine.begin() as connection:
         await ingest(connection, list(records))
@@ -52,7 +48,8 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
 
 async def fill(engine: AsyncEngine) -> None:
     """Two tasks: corrected and late rewards, single calls', tools asked for and not, failures."""
-    asking = call("a1", task="a", tool_calls=asked("t1", "t2"))
+    tools = tuple(ToolCall(id=one, name="calc", arguments="{}") for one in ("t1", "t2"))
+    asking = call("a1", task="a", tool_calls=tools)
     singly = call("a1", task="a", agent="checker")
     await store(
         engine,
@@ -112,18 +109,6 @@ async def test_of_an_export_what_the_trainer_computes(
     ).transitions
     assert sorted(found, key=lambda line: (line.episode, line.call)) == lines_of(credited)
     assert any(line.reason is None for line in found)
-
-
-async def test_an_export_tells_what_was_asked_for_and_what_was_not(engine: AsyncEngine) -> None:
-    await fill(engine)
-    out = io.BytesIO()
-    await export(engine, Selection(), out)
-    first, second, *_ = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [(one["id"], one["arguments"]) for one in first["calls"][0]["tool_events"]] == [
-        ("t1", '{"n": 1}'),
-        ("t2", '{"n": 1}'),
-    ]
-    assert second["stray_tool_events"] == [{"id": "nobody asked", "name": "tool", "status": "ok"}]
 
 
 async def trained(

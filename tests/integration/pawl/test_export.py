@@ -41,6 +41,7 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
         call("open"),
         call("quiet", started_at=NOW - timedelta(hours=1), policy=None, policy_version=None),
         call("raw", request=None, request_raw=b"{", reply=None, reply_raw=b"<html>"),
+        call("raw", tool_events=(tool_event("ok", "nobody asked"),)),
     ]
     async with engine.begin() as connection:
         await ingest(connection, records)
@@ -68,6 +69,9 @@ async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
         {"id": "t1", "name": "tool", "status": "error", "arguments": "{}"}
     ]
     assert (second["agent"], second["tool_events"]) == ("checker", [])
+    stray = [line.get("stray_tool_events") for line in await exported(filled)]
+    told = [{"id": "nobody asked", "name": "tool", "status": "ok"}]
+    assert stray == [None, None, None, None, told]
 
 
 async def test_episodes_are_chosen_by_agent_policy_and_time(filled: AsyncEngine) -> None:

@@ -149,14 +149,6 @@ async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> N
     await live(engine, {("serving", 0): others, ("canary", 1): mine})
 
 
-async def promoted(engine: AsyncEngine, judge: Gating) -> None:
-    """Let version 1 have served for an hour, for its trial."""
-    await on_trial(engine, judge)
-    await judge.look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    await pass_time(engine)
-
-
 async def next_version(engine: AsyncEngine, number: int, parent: int) -> None:
     """Make one more version of the policy."""
     async with engine.begin() as connection:

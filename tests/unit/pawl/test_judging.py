@@ -101,8 +101,6 @@ def test_judge_that_cannot_tell_states_nothing(answer: bytes) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"", "answered nothing"),
-        (b"good", "not JSON"),
         (b"true", "must be a number"),
         (b'"0.5"', "must be a number"),
         (b"{}", "must be an object"),

@@ -14,7 +14,7 @@ from pawl.serving.process import Child, NotReplaced, Running
 from proxy.errors import DoesNotStart
 from proxy.shared_memory import ProcessState, read_states, readiness, write_states
 
-# Says that it is up unless the file `broken` is there; then it ends with the status in it.
+# Says that it is up unless the file `broken` is there; then it ends with status 3.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder, ready = Path(sys.argv[1]), int(sys.argv[3])
 if (folder / "broken").exists():
-    sys.exit(int((folder / "broken").read_text()))
+    sys.exit(3)
 os.write(ready, b"up")
 os.close(ready)
 time.sleep(60)
@@ -44,9 +44,9 @@ class Kept:
         self.seen.append(self.child.state)
         self._news.set()
 
-    def broken(self, is_so: bool, status: int = 3) -> None:
+    def broken(self, is_so: bool) -> None:
         file = self.folder / "broken"
-        file.write_text(str(status)) if is_so else file.unlink()
+        file.touch() if is_so else file.unlink()
 
     def pid(self) -> int:
         present = self.child._present

@@ -350,24 +350,6 @@ async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: Asy
     assert judge.asked == ["first"]
 
 
-async def test_selection_is_judged(engine: AsyncEngine) -> None:
-    await store(
-        engine,
-        call("old", started_at=LONG_AGO),
-        call("other", policy="n"),
-        call("writers", agent="writer"),
-    )
-    for chosen, wanted in (
-        (Selection(since=LONG_AGO + timedelta(minutes=30), policy="m"), ["writers"]),
-        (Selection(policy="n"), ["other"]),
-        (Selection(agent="writer"), ["writers"]),
-    ):
-        judge = Opinion()
-        judge.name = str(chosen)
-        await judged(engine, judge, selection=chosen)
-        assert judge.asked == wanted
-
-
 async def test_judge_is_shown_what_export_writes(engine: AsyncEngine, bench: Bench) -> None:
     await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
     await judged(engine, bench.judge)

@@ -15,7 +15,7 @@ from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.integration.conftest import Proxy
 from tests.support.proxy.keys import bearer, made, taken
-from tests.support.rollouts import COMMAND, Runner, kill
+from tests.support.rollouts import COMMAND, Runner
 from tests.support.waiting import eventually
 
 TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": "2", "seconds": 0.3} for number in range(5)]
@@ -56,7 +56,8 @@ async def test_run_is_one_scored_episode_whenever_the_runner_is_killed(
     for settled in (2, 7, 13):
         process = await runner.start(*options)
         await runner.until_settled(settled)
-        await kill(process)
+        process.kill()
+        await process.communicate()
     outcome = await runner.run(*options)
     assert outcome.status == 0, outcome.errors
     episodes = await stored(proxy, 20 + outcome.summary["abandoned"])

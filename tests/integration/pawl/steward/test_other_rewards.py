@@ -27,8 +27,8 @@ from tests.support.steward.trials import (
     live,
     look,
     next_version,
+    on_trial,
     pass_time,
-    promoted,
     states,
 )
 from tests.support.waiting import eventually
@@ -78,7 +78,9 @@ async def why(engine: AsyncEngine) -> object:
 async def test_version_is_not_watched_by_another_reward_and_is_again_by_its_own(
     engine: AsyncEngine, judge: Gating
 ) -> None:
-    await promoted(engine, judge)
+    await on_trial(engine, judge)
+    await judge.look(engine)
+    await pass_time(engine)
     await live(engine, {("base", 0): BAD, ("serving", 1): GOOD}, "b", many=4 * MANY)
     await judge.look(engine)
     assert WATCHED + "1.0" in generate_latest().decode()

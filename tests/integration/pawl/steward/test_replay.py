@@ -20,7 +20,6 @@ from pawl.commands.policies import versions_of, versions_table
 from pawl.steward.gate.replay import TRIES, Replayed, replay_rule_of
 from pawl.steward.gating import Gating
 from pawl.steward.replays import Replay
-from store import version_states
 from store.ids import new_id
 from store.read.gates import gated
 from store.schema.tables import updates
@@ -28,7 +27,6 @@ from store.version_queries import head_of, list_events, list_versions
 from store.version_states import add_version, freeze, reject_orphan
 from store.versions import PolicyEvent
 from store.write.ingest import ingest
-from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, trained
 from tests.support.records import ago, call, tokens
 from tests.support.servers.computing_server import computing_server
@@ -271,21 +269,6 @@ async def replayed(engine: AsyncEngine, url: str) -> Replayed | None:
     return replay.verdict
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.usefixtures("_random_waits")
-async def test_steward_killed_as_it_stops_one_leaves_all_or_nothing(
-    engine: AsyncEngine, url: str, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
-    killing(version_states, "change_state", after=after)(monkeypatch)
-    with pytest.raises(Killed):
-        await look(engine, url)
-    monkeypatch.undo()
-    assert (await states(engine))[1] == "candidate"
-    await look(engine, url)
-    became = [event.to_state for event in await events_of(engine)]
-    assert became == ["rejected", "candidate", "written"]
-
-
 @pytest.mark.usefixtures("_waits")
 async def test_candidate_waits_while_no_server_answers(
     engine: AsyncEngine, server: FakeModelServer
@@ -497,18 +480,6 @@ async def test_verdict_about_a_frozen_policy_waits(engine: AsyncEngine, judge: G
             await freeze(connection, "m", frozen=frozen, reason="f", actor="operator")
         await rounds(judge, engine)
         assert (await states(engine))[1] == ("candidate" if frozen else "canary")
-
-
-@pytest.mark.usefixtures("_waits")
-async def test_several_stewards_reject_a_candidate_once(
-    engine: AsyncEngine, server: FakeModelServer
-) -> None:
-    server.logprobs = {"m@1": -0.1, "m": -9.0}
-    async with Replicas([server.url]) as replicas:
-        stewards = [gating(engine, replicas) for _ in range(3)]
-        for _ in range(5):
-            await asyncio.gather(*(rounds(one, engine, 1) for one in stewards))
-    assert [one.to_state for one in await events_of(engine)] == REJECTED
 
 
 async def test_recorded_ids_are_continued_at_temperature_one_with_a_seed(

@@ -10,7 +10,6 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-import pawl.steward.gating
 from pawl.commands.policies import events_of, versions_of, versions_table
 from pawl.steward.gating import Gating
 from store import version_states
@@ -18,7 +17,6 @@ from store.claim_query import rolled_back_episodes
 from store.records import Arm
 from store.version_queries import list_versions
 from store.write.ingest import Ingester
-from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.steward.trials import (
     BAD,
@@ -68,7 +66,6 @@ async def gives(
     mine: Sequence[float],
     base: Sequence[float],
     *,
-    run: str = "",
     are_late: bool = False,
 ) -> Sequence[Any]:
     """Episodes begun while a version served."""
@@ -79,7 +76,7 @@ async def gives(
     return await live(
         engine,
         arms,
-        f"{number}{run}",
+        str(number),
         from_s=from_s,
         to_s=from_s - EACH_S + 10,
         are_late=are_late,
@@ -235,25 +232,6 @@ async def test_version_after_a_roll_back_is_watched_again(
         2: "rolled_back",
         3: "rolled_back",
     }
-
-
-@pytest.mark.parametrize("after", [False, True])
-async def test_steward_killed_while_it_rolls_back_leaves_nothing_half_done(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
-    await served(engine, (GOOD, BAD), (BAD, GOOD), (BAD, GOOD))
-    killing(pawl.steward.gating, "roll_back_to", after=after)(monkeypatch)
-    with pytest.raises(Killed):
-        await look(engine)
-    assert (await states(engine))[3] == "serving"
-    assert not await changes(engine)
-    await look(engine)
-    await look(engine)
-    assert await changes(engine) == [
-        ("m@3", "rolled_back", "steward"),
-        ("m@2", "rolled_back", "steward"),
-        ("m@1", "serving", "steward"),
-    ]
 
 
 @pytest.mark.parametrize("mode", ["immediate", "gated"])

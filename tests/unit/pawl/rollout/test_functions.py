@@ -12,14 +12,13 @@ import psutil
 import pytest
 
 from pawl.rollout.agents import Request, Result
-from pawl.rollout.functions import NOWHERE, FunctionAgent
+from pawl.rollout.functions import FunctionAgent
 from pawl.rollout.tasks import RolloutError
 from tests.support.waiting import until
 
 AGENT = """
 import asyncio, os, sys, time
 
-AT_IMPORT = os.environ["OPENAI_BASE_URL"]
 LOOPS = []
 
 
@@ -56,8 +55,6 @@ def answer(task):
             return {"a": ["ä", None]}
         case "nothing":
             return None
-        case "import":
-            return AT_IMPORT
         case "environment":
             return dict(os.environ)
         case "own loop":
@@ -156,11 +153,11 @@ async def test_hung_function_costs_its_own_run_alone(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("do", "output"),
-    [("object", '{"a": ["ä", null]}'), ("nothing", ""), ("own loop", "well"), ("import", NOWHERE)],
+    [("object", '{"a": ["ä", null]}'), ("nothing", ""), ("own loop", "well")],
 )
 async def test_returned_value_is_the_output(start: Start, do: str, output: str) -> None:
     result = await call(await start(), do=do)
-    assert result.output.removesuffix("/v1") == output
+    assert result.output == output
 
 
 async def test_idle_process_is_used_before_another_is_started(start: Start) -> None:

@@ -28,8 +28,8 @@ def abandoned(episode: str) -> Ended:
     return Ended(episode=episode, outcome="abandoned", statements=(statement,))
 
 
-def read(data: bytes, *, again: bool = False) -> Past:
-    return replay(data.splitlines(keepends=True), "j", again=again)
+def read(data: bytes) -> Past:
+    return replay(data.splitlines(keepends=True), "j", again=False)
 
 
 class Launch:

@@ -224,19 +224,15 @@ WAYS: dict[str, Make] = {
     "slow episodes": lambda arm, wrong: Episode(arm, "one", 0.5, seconds=9.0 if wrong else 3.0),
     "unscored episodes": lambda arm, wrong: Episode(arm, "one", None if wrong else 0.5),
 }
-# Rewards that are equal would promote the canary before a guard has seen enough.
-NEVER_PROMOTED = GateOptions(fewest=100_000)
-
-
-def going_wrong(make: Make, canary: float, serving: float, count: int = 4_000) -> list[Episode]:
-    random = Random(1)
-    arms = [arm_of(random, base=0.0) for _ in range(count)]
-    return [make(arm, random.random() < (canary if arm == CANARY else serving)) for arm in arms]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_canary_that_goes_wrong_as_often_is_not_retired(way: str) -> None:
-    found = decide(going_wrong(WAYS[way], canary=0.3, serving=0.3), NEVER_PROMOTED, 0)
+    random = Random(1)
+    arms = [arm_of(random, base=0.0) for _ in range(4_000)]
+    episodes = [WAYS[way](arm, random.random() < 0.3) for arm in arms]
+    # Rewards that are equal would promote the canary before a guard has seen enough.
+    found = decide(episodes, GateOptions(fewest=100_000), 0)
     assert found.kind == "wait"
     # A guard that never applied knows nothing.
     unused = [one for one in found.guards if one.canary is None]
@@ -254,11 +250,11 @@ def test_slow_episode_takes_twice_the_median_of_what_serves_before_its_block() -
     assert slowness.is_slow(Episode(CANARY, "one", None)) is None
 
 
-def hidden(random: Random, share: float, right: float, count: int = 6_000) -> list[Episode]:
+def hidden(random: Random, share: float, right: float) -> list[Episode]:
     """Episodes of which this share of the canary's wrong ones, and none of the others, has no
     reward: clients leave."""
     found = []
-    for _ in range(count):
+    for _ in range(6_000):
         arm = arm_of(random, base=0.0)
         reward = float(random.random() < right)
         leaves = arm == CANARY and not reward and random.random() < share
