@@ -54,20 +54,25 @@ def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> Non
     check_disk(tmp_path, 0.001)
 
 
-@pytest.mark.parametrize("command", ["trainer", "demo"])
-def test_unusable_torch_is_reported_in_one_line(command: str, tmp_path: Path) -> None:
-    fault = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
-    (tmp_path / "torch.py").write_text(fault)
+def refusal_of(command: str, folder: Path, **environment: str) -> list[str]:
+    """Return the lines by which a command that cannot run says so."""
     done = subprocess.run(
         [sys.executable, "-m", "pawl.cli", command],
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("command", ["trainer", "demo"])
+def test_unusable_torch_is_reported_in_one_line(command: str, tmp_path: Path) -> None:
+    fault = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+    (tmp_path / "torch.py").write_text(fault)
+    [line] = refusal_of(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert line.startswith("pawl: the trainer cannot be imported: ImportError: libcudart.so.13")
     assert "make install PYTHON=python3.11" in line
 
@@ -110,22 +115,10 @@ def test_model_is_unpacked_again_after_a_kill(models: Path) -> None:
 
 
 def test_recipe_that_is_not_there_is_named_without_a_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pawl.cli", "up"],
-        cwd=tmp_path,
-        env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(ROOT),
-            "PAWL_RECIPE": "nowhere",
-            "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "nowhere" in done.stderr
+    given = {"PAWL_RECIPE": "nowhere", "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1"}
+    said = "\n".join(refusal_of("up", tmp_path, PYTHONPATH=str(ROOT), **given))
+    assert "Traceback" not in said
+    assert "nowhere" in said
 
 
 def test_process_that_cannot_be_kept_running_is_reported_with_its_log(

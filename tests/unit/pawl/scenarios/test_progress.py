@@ -30,7 +30,6 @@ SPECS = (
     PolicySpec(name="rewriter", base="m"),
     PolicySpec(name="checker", base="m", trained=False),
 )
-USUAL = Ending(learned=0.9, most_waves=40)
 SUMMARY: dict[str, Any] = {
     "before": 0.25,
     "after": 0.75,
@@ -42,6 +41,10 @@ SUMMARY: dict[str, Any] = {
     "failed_requests": 0,
     "seed": 7,
 }
+
+
+def ending(most_waves: int = 40, updates: int | None = None) -> Ending:
+    return Ending(learned=0.9, most_waves=most_waves, updates=updates)
 
 
 def counted(policy: str, calls: int, trainable: int) -> PolicyTotals:
@@ -202,31 +205,23 @@ def test_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("ending", "seen", "ends"),
+    ("rule", "seen", "ends"),
     [
-        (USUAL, progress(0.95, updates=updated(1)), False),
-        (USUAL, progress(0.5, 0.95, updates=updated(2)), False),
-        (USUAL, progress(0.9, 0.95, updates=updated(2)), True),
-        (USUAL, progress(0.9, 0.9, 0.8, updates=updated(3)), False),
-        (Ending(learned=0.9, most_waves=2), progress(0.1, 0.1), True),
+        (ending(), progress(0.95, updates=updated(1)), False),
+        (ending(), progress(0.5, 0.95, updates=updated(2)), False),
+        (ending(), progress(0.9, 0.95, updates=updated(2)), True),
+        (ending(), progress(0.9, 0.9, 0.8, updates=updated(3)), False),
+        (ending(most_waves=2), progress(0.1, 0.1), True),
+        (ending(updates=6), progress(1, 1, 1, updates=updated(5)), False),
+        (ending(updates=6), progress(0.1, updates=updated(6)), True),
         (
-            Ending(learned=0.9, most_waves=40, updates=6),
-            progress(1, 1, 1, updates=updated(5)),
-            False,
-        ),
-        (Ending(learned=0.9, most_waves=40, updates=6), progress(0.1, updates=updated(6)), True),
-        (
-            Ending(learned=0.9, most_waves=40, updates=2),
+            ending(updates=2),
             progress(0.5, 0.5, updates=(*updated(1), update("writer", None))),
             False,
         ),
-        (USUAL, progress(0.1, 0.1, minutes=10, seconds=399), False),
-        (USUAL, progress(0.1, 0.1, minutes=10, seconds=401), True),
-        (
-            Ending(learned=0.9, most_waves=40, updates=50),
-            progress(0.1, 0.1, minutes=10, seconds=401),
-            True,
-        ),
+        (ending(), progress(0.1, 0.1, minutes=10, seconds=399), False),
+        (ending(), progress(0.1, 0.1, minutes=10, seconds=401), True),
+        (ending(updates=50), progress(0.1, 0.1, minutes=10, seconds=401), True),
     ],
     ids=[
         "one good wave",
@@ -242,14 +237,14 @@ def test_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> No
         "no time for more updates",
     ],
 )
-def test_waves_end_when(ending: Ending, seen: Progress, ends: bool) -> None:
-    assert ending.is_reached(seen) is ends
+def test_waves_end_when(rule: Ending, seen: Progress, ends: bool) -> None:
+    assert rule.is_reached(seen) is ends
 
 
 def test_there_are_waves_enough_for_so_many_updates() -> None:
-    assert USUAL.waves == 40
-    assert Ending(learned=0.9, most_waves=2, updates=50).waves == 100
-    assert Ending(learned=0.9, most_waves=40, updates=3).waves == 40
+    assert ending().waves == 40
+    assert ending(most_waves=2, updates=50).waves == 100
+    assert ending(updates=3).waves == 40
 
 
 # What is shown and reported
