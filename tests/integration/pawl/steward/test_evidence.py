@@ -26,9 +26,10 @@ from store.read.gates import (
     begin_of_newest,
 )
 from store.records import ARMS, Arm, SpoolRecord
-from store.versions import PolicyState, PolicyVersion, policy_name
+from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.lineage import promote, trained
+from tests.support.proxy.versions import version
 from tests.support.records import call, reward
 from tests.support.steward.trials import RULE
 from trainer.recipes.recipe import GateOptions
@@ -44,17 +45,6 @@ class Arrival(NamedTuple):
 
     at: datetime
     record: SpoolRecord
-
-
-def version(number: int, state: PolicyState) -> PolicyVersion:
-    return PolicyVersion(
-        name="m",
-        version=number,
-        state=state,
-        served_name=policy_name("m", number, "m"),
-        adapter_path=None,
-        update_id=None,
-    )
 
 
 def begun(key: str, arm: Arm, at: datetime, number: int, served: int | None = None) -> Arrival:

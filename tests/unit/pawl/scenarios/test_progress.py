@@ -24,6 +24,7 @@ from store.read.evaluations import Evaluation
 from store.read.stats import PolicyTotals
 from store.records import UpdateRow
 from store.versions import PolicyVersion
+from tests.support.proxy.versions import version
 
 SPECS = (
     PolicySpec(name="writer", base="m"),
@@ -73,17 +74,6 @@ def update(policy: str, version: int | None, state: str = "done", **metrics: flo
         claimed_at=now,
         finished_at=now,
         metrics=metrics,
-    )
-
-
-def serving(policy: str, version: int) -> PolicyVersion:
-    return PolicyVersion(
-        name=policy,
-        version=version,
-        state="serving",
-        served_name=f"{policy}@{version}",
-        adapter_path=None,
-        update_id=None,
     )
 
 
@@ -151,14 +141,14 @@ def test_agent_that_says_how_its_tool_ended_is_believed() -> None:
     [
         ([], [], 1, False),
         ([update("writer", 1)], [], 1, False),
-        ([update("writer", 1)], [serving("writer", 1)], 1, True),
-        ([update("writer", 1)], [serving("writer", 1)], 2, False),
-        ([update("writer", None)], [serving("writer", 0)], 1, True),
-        ([update("writer", 1), update("rewriter", 1)], [serving("writer", 1)], 1, False),
-        ([update("rewriter", 1)], [serving("rewriter", 1)], 1, False),
+        ([update("writer", 1)], [version(1, "serving", "writer")], 1, True),
+        ([update("writer", 1)], [version(1, "serving", "writer")], 2, False),
+        ([update("writer", None)], [version(0, "serving", "writer")], 1, True),
+        ([update("writer", 1), update("rewriter", 1)], [version(1, "serving", "writer")], 1, False),
+        ([update("rewriter", 1)], [version(1, "serving", "rewriter")], 1, False),
         (
             [update("writer", 1), update("rewriter", None, "running")],
-            [serving("writer", 1)],
+            [version(1, "serving", "writer")],
             1,
             False,
         ),
