@@ -22,9 +22,9 @@ from uuid import UUID
 
 import asyncpg
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.database import driver_of, is_no_records_fault
+from store.database import is_no_records_fault
 from store.errors import Refused
 from store.ids import days_of, time_of
 from store.link.claimable import add_policies
@@ -317,10 +317,10 @@ class Ingester:
             return await self._store(engine, records)
 
     async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
-        days = _days(records)
+        calls = [record.id for record in records if isinstance(record, CallRecord)]
         for repeated in (False, True):
             # In transactions of their own, so that no drainer holds row locks while it waits here.
-            for day in sorted(days - self._days):
+            for day in sorted({*days_of(calls)} - self._days):
                 async with engine.begin() as connection:
                     await ensure_partition(connection, day)
                 self._days.add(day)
@@ -366,34 +366,6 @@ class Ingester:
             async with driver.transaction():
                 more = await settle_outages(driver, written.outages)
         return admitted.left_out
-
-
-def _days(records: Sequence[SpoolRecord]) -> set[date]:
-    """Return the days (UTC) of the calls among `records`."""
-    return set(days_of([record.id for record in records if isinstance(record, CallRecord)]))
-
-
-async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
-    """Store `records` in the caller's transaction, for a single writer and few records.
-
-    Raises:
-        Refused: the database refuses a record.
-        Exception: the database takes no record now
-            (`store.database.is_no_records_fault` tells), or the error is unexpected.
-    """
-    with _refusals():
-        await _ingest(connection, records)
-
-
-async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
-    for day in sorted(_days(records)):
-        await ensure_partition(connection, day)
-    driver = await driver_of(connection)
-    admitted = await admit(driver, records)
-    written = await write(driver, admitted.records, Bases().batch(), repeated=True)
-    await settle(driver, written)
-    while written.outages and await settle_outages(driver, written.outages):
-        pass
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Group, SpoolRecord, ToolCall
 from store.version_states import ensure_base
-from store.write.ingest import ingest
 from tests.integration.pawl.conftest import Pawl
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit

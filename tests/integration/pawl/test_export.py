@@ -12,7 +12,7 @@ from pawl.commands.episodes import export as export_command
 from pawl.export import Selection, export, export_curve
 from store.records import SpoolRecord, ToolCall
 from store.values.intervals import wilson
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tool_event
 
 CALL_KEYS = {

@@ -13,8 +13,8 @@ from proxy.tool_events import parse_readers
 from store.ids import new_id
 from store.read.episodes import episode_ids, read_episodes
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall
-from store.write.ingest import ingest
 from tests.integration.conftest import Proxy, StartProxy
+from tests.support.ledger.episodes import ingest
 from tests.support.records import START, call, tool_event
 from tests.support.waiting import eventually
 

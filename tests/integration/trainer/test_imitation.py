@@ -9,9 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.credit import explain_update
 from store.records import Tokens
 from store.version_states import ensure_base
-from store.write.ingest import ingest
 from tests.integration.trainer.test_non_finite import RealBench
-from tests.support.ledger.episodes import reasons
+from tests.support.ledger.episodes import ingest, reasons
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.training import sft_recipe

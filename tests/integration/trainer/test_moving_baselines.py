@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.trainer.bench import STEPS, Bench
 from trainer.errors import LearnerError

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from store.records import Tokens
 from store.values.packing import pack_logprobs
 from store.version_states import ensure_base
-from store.write.ingest import ingest
-from tests.support.ledger.episodes import reasons
+from tests.support.ledger.episodes import ingest, reasons
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.trainer.bench import Bench

@@ -12,7 +12,7 @@ from store.schema.tables import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call
 from tests.support.trainer.policies import Policies
 from trainer.errors import TrainerError

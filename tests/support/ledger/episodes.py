@@ -1,11 +1,16 @@
 """Store episodes, and read what became of them."""
 
+from collections.abc import Sequence
+
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.claims import Claim
+from store.database import driver_of
+from store.ids import days_of
 from store.read.episodes import episode_ids, read_episodes
-from store.records import Episode, SpoolRecord
+from store.records import CallRecord, Episode, SpoolRecord
+from store.schema.partitions import ensure_partition
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 
@@ -15,6 +20,13 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
     await Ingester().store(engine, records)
+
+
+async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
+    """Store records in the caller's transaction."""
+    for day in days_of([record.id for record in records if isinstance(record, CallRecord)]):
+        await ensure_partition(connection, day)
+    await Ingester()._store_on(await driver_of(connection), records, repeated=True)
 
 
 async def episodes(engine: AsyncEngine) -> list[Episode]:

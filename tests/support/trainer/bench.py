@@ -20,8 +20,8 @@ from store.schema.tables import consumptions, episode_policies
 from store.version_queries import list_versions, numbered_version
 from store.version_states import ensure_base
 from store.versions import PolicyVersion
-from store.write.ingest import ingest
 from tests.support.faults.killing import Killed, killing
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from trainer.batches import Row, bare_row

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.records import SpoolRecord
 from store.version_queries import list_versions
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter

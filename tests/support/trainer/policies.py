@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import SpoolRecord
 from store.version_queries import list_versions
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.trainer.bench import FakeLearner

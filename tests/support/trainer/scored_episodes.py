@@ -15,7 +15,7 @@ from store.records import CallRecord, SpoolRecord, Tokens
 from store.schema.migrate import upgrade
 from store.values.packing import pack_ids, pack_logprobs
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.records import START, call, reward
 
 # The base model, as the model server lists it.

@@ -29,9 +29,9 @@ from pawl.judging.run import Judging, JudgingPlan
 from store.judging import forget_unjudged
 from store.records import SpoolRecord
 from store.tenants import scoped
-from store.write.ingest import ingest
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
+from tests.support.ledger.episodes import ingest
 from tests.support.proxy.keys import bearer, key_of, status, taken
 from tests.support.records import call, reward
 from tests.support.servers.fake_upstream import FakeUpstream, Handler, answers

@@ -26,7 +26,7 @@ from store.schema.tables import updates
 from store.version_queries import head_of, list_events, list_versions
 from store.version_states import add_version, freeze, reject_orphan
 from store.versions import PolicyEvent
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained
 from tests.support.records import ago, call, tokens
 from tests.support.servers.computing_server import computing_server

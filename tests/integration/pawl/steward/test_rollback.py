@@ -18,8 +18,8 @@ from store.adapter_slots import lock_slots
 from store.errors import NotGated, StateChanged
 from store.version_queries import list_versions, numbered_version
 from store.version_states import roll_back
-from store.write.ingest import ingest
 from tests.integration.pawl.conftest import Pawl
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import set_state
 from tests.support.records import call

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.claim_query import ClaimRule, _ready_of, _singles_of, chosen_groups
 from store.records import SpoolRecord
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.updates import claimed
 from tests.support.records import call, reward
 

@@ -12,7 +12,7 @@ from store.read.replayed import Chosen, chosen_calls, replayed_calls
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import trained
 from tests.support.records import ago, call, tokens
 

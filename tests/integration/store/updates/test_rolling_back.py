@@ -16,8 +16,7 @@ from store.records import SpoolRecord
 from store.version_queries import head_of, list_events, numbered_version, version_before
 from store.version_states import change_state, make_ready, roll_back
 from store.versions import PolicyState
-from store.write.ingest import ingest
-from tests.support.ledger.episodes import keys
+from tests.support.ledger.episodes import ingest, keys
 from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, version

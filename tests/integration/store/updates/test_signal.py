@@ -8,8 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claim_query import ClaimRule, waiting_updates
 from store.claims import Claim
-from store.write.ingest import ingest
-from tests.support.ledger.episodes import keys, store
+from tests.support.ledger.episodes import ingest, keys, store
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 

@@ -11,7 +11,7 @@ from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, retire_l
 from store.claims import begin_update, release
 from store.version_queries import list_versions
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import add_in_state
 from tests.support.records import call
 from tests.support.waiting import eventually

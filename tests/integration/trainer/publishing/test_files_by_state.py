@@ -19,7 +19,7 @@ from store import claims
 from store.version_queries import list_versions, numbered_version, unasked_versions, version_before
 from store.version_states import ensure_base
 from store.versions import PolicyVersion
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, set_state
 from tests.support.records import ago, call, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server

@@ -23,7 +23,7 @@ from benchmarks.stack import free_port
 from store.ids import new_id
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord
 from store.version_states import ensure_base
-from store.write.ingest import ingest
+from tests.support.ledger.episodes import ingest
 from tests.support.servers.computing_server import Server
 from tests.support.trainer.scored_episodes import ALONE, BASE, WORDS, Said, call_record, write_model
 from tests.support.waiting import eventually, until

@@ -14,9 +14,9 @@ from store.database import make_engine
 from store.errors import ClaimLost
 from store.read.episodes import episode_ids
 from store.schema.tables import consumptions
-from store.write.ingest import ingest
 from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
+from tests.support.ledger.episodes import ingest
 from tests.support.records import call
 from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.errors import DriftOutOfBounds, FilesUnread
