@@ -1,11 +1,12 @@
-"""Replay recorded exchanges with a real vLLM (`tests/support/recorded`)."""
+"""Replay exchanges with a real vLLM (`tests/support/recorded`), and make some up."""
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from proxy.formats.base import ModelRequest, ReplyFacts, ReplySummary, read_request
 from proxy.formats.registry import FORMATS
@@ -13,6 +14,16 @@ from proxy.formats.registry import FORMATS
 FOLDER = Path(__file__).parent / "recorded"
 SERVED = "calculator"
 ASKED = "agent"
+# A version of the policy `agent`, of which made-up requests ask something plain.
+VERSION = "agent@3"
+SAID = {"messages": [{"role": "user", "content": "q"}]}
+PLAIN: dict[str, dict[str, Any]] = {
+    "chat": {"model": ASKED, **SAID},
+    "completions": {"model": ASKED, "prompt": "q"},
+    "responses": {"model": ASKED, "input": "q"},
+    "messages": {"model": ASKED, "max_tokens": 9, **SAID},
+}
+DONE = b"data: [DONE]\n\n"
 # What differs between any two answers to one request.
 IDS = re.compile(rb'"((?:[a-z_]*_)?id|signature)":\s*"[^"]*"')
 TIMES = re.compile(rb'"created_at":\s*\d+')
@@ -43,6 +54,31 @@ def asked(api: str, recording: dict[str, str]) -> ModelRequest:
     """Rewrite the request of a client that asks for `agent`, served as `calculator`."""
     request = read_request(renamed(recording["request"]).encode())
     return FORMATS[api].rewrite(request, SERVED, want_ids=True)
+
+
+def rewritten(api: str, *, want_ids: bool = True, **fields: Any) -> ModelRequest:
+    """Rewrite a plain request, with these fields besides, for version 3 of `agent`."""
+    request = read_request(json.dumps(PLAIN[api] | fields).encode())
+    return FORMATS[api].rewrite(request, VERSION, want_ids=want_ids)
+
+
+def chunk(
+    delta: Any, tokens: Mapping[int, float] = MappingProxyType({}), **choice: Any
+) -> dict[str, Any]:
+    """Make an event of a chat completion, with the log-probability of each id sampled in it."""
+    content = [{"token": "t", "logprob": logprob} for logprob in tokens.values()]
+    made: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
+    made |= {"logprobs": {"content": content}, "token_ids": list(tokens)} if tokens else {}
+    return {"id": "r1", "model": VERSION, "choices": [made | choice]}
+
+
+def sse(*events: Any) -> bytes:
+    """Write events as servers send them: compact, and named where they have a type."""
+    return b"".join(
+        (b"event: %b\n" % event["type"].encode() if "type" in event else b"")
+        + b"data: %b\n\n" % json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode()
+        for event in events
+    )
 
 
 def cut(data: bytes, at: Iterable[int]) -> list[bytes]:

@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, read_request
-from proxy.formats.messages import MESSAGES, SAME, chat_request
+from proxy.formats.messages import SAME, chat_request
+from tests.support.recordings import PLAIN, VERSION, rewritten
 
-HI: dict[str, Any] = {
-    "model": "agent",
-    "max_tokens": 9,
-    "messages": [{"role": "user", "content": "h\u00e9"}],
-}
+HI = PLAIN["messages"]
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
 TOOL = {"name": "calc", "input_schema": {"properties": {}}, "cache_control": {"type": "ephemeral"}}
@@ -28,29 +24,21 @@ CHAT_TOOL = {
 }
 
 
-def rewritten(fields: dict[str, Any], *, want_ids: bool = True) -> ModelRequest:
-    body = json.dumps(HI | fields).encode()
-    return MESSAGES.rewrite(read_request(body), "agent@3", want_ids=want_ids)
-
-
-def told(**fields: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(rewritten(fields).body)
-    return found
-
-
 def messages_of(*messages: Any, **fields: Any) -> Any:
-    return told(messages=list(messages), **fields)["messages"]
+    request = rewritten("messages", **fields, **({"messages": messages} if messages else {}))
+    return json.loads(request.body)["messages"]
 
 
 def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
-    request = rewritten({"stream": True, "metadata": {"user_id": "u"}, "temperature": 0.5})
+    asked = {"stream": True, "metadata": {"user_id": "u"}, "temperature": 0.5}
+    request = rewritten("messages", **asked)
     assert request.path == "/v1/chat/completions"
     assert request.injected
     assert json.loads(request.body) == {
-        "model": "agent@3",
+        "model": VERSION,
         "max_tokens": 9,
         "temperature": 0.5,
-        "messages": [{"role": "user", "content": "h\u00e9"}],
+        "messages": HI["messages"],
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "logprobs": True,
@@ -59,9 +47,9 @@ def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
 
 
 def test_without_ids_it_is_forwarded_as_it_is() -> None:
-    request = rewritten({}, want_ids=False)
+    request = rewritten("messages", want_ids=False)
     assert request.path is None
-    assert json.loads(request.body) == HI | {"model": "agent@3"}
+    assert json.loads(request.body) == HI | {"model": VERSION}
 
 
 SYSTEMS: list[tuple[Any, list[str]]] = [
@@ -76,7 +64,7 @@ SYSTEMS: list[tuple[Any, list[str]]] = [
 
 @pytest.mark.parametrize(("system", "said"), SYSTEMS)
 def test_system(system: Any, said: list[str]) -> None:
-    first = [m["content"] for m in told(system=system)["messages"] if m["role"] == "system"]
+    first = [m["content"] for m in messages_of(system=system) if m["role"] == "system"]
     assert first == said
 
 
@@ -185,8 +173,7 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("fields", "said"), CHOICES)
 def test_what_each_field_becomes(fields: dict[str, Any], said: dict[str, Any]) -> None:
-    base = {"model": "agent", "max_tokens": 9, "messages": HI["messages"]}
-    assert chat_request(HI | fields) == base | said
+    assert chat_request(HI | fields) == HI | said
 
 
 USER = {"role": "user"}
@@ -234,7 +221,7 @@ INEXPRESSIBLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", INEXPRESSIBLE, ids=json.dumps)
 def test_what_chat_has_no_words_for_is_forwarded_as_it_is(fields: dict[str, Any]) -> None:
-    request = rewritten(fields)
+    request = rewritten("messages", **fields)
     assert (request.path, request.injected) == (None, frozenset())
 
 
@@ -256,11 +243,11 @@ JSON = st.recursive(
     st.dictionaries(st.sampled_from(sorted(HI | {"tools": 0, "system": 0, "thinking": 0})), JSON)
 )
 def test_no_request_breaks_the_rewriting(fields: dict[str, Any]) -> None:
-    told = HI | fields
-    request = chat_request(told)
+    asked = HI | fields
+    request = chat_request(asked)
     # What cannot be expressed is forwarded as it is; what is translated loses no field unseen.
     if request is not None:
         assert json.loads(json.dumps(request)) == request
-        assert request["model"] == told["model"]
+        assert request["model"] == asked["model"]
         assert all(message["role"] for message in request["messages"])
-        assert set(request) >= {name for name in SAME if told.get(name) is not None}
+        assert set(request) >= {name for name in SAME if asked.get(name) is not None}

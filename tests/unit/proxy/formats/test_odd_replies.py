@@ -1,44 +1,28 @@
 """Replies that no parser reads, or that stand on several lines: what was added still goes out."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, WireFormat, read_request
-from proxy.formats.chat import CHAT
-from proxy.formats.completions import COMPLETIONS
-from proxy.formats.messages import MESSAGES
-from proxy.formats.responses import RESPONSES
-from tests.support.recordings import follow
+from proxy.formats.base import read_request
+from proxy.formats.registry import FORMATS
+from tests.support.recordings import DONE, PLAIN, VERSION, cut, follow, rewritten, sse
 
-SERVED = "agent@3"
 ID = b"987654321"
-ASKED = {
-    "chat": b'{"model":"agent","messages":[{"role":"user","content":"q"}],"stream":true}',
-    "completions": b'{"model":"agent","prompt":"q","stream":true}',
-    "responses": b'{"model":"agent","input":"q","stream":true}',
-    "messages": b'{"model":"agent","max_tokens":9,"messages":[{"role":"user","content":"q"}]}',
-}
 
 
-def rewritten(wire_format: WireFormat, **fields: Any) -> ModelRequest:
-    body = json.dumps(json.loads(ASKED[wire_format.name]) | fields).encode()
-    return wire_format.rewrite(read_request(body), SERVED, want_ids=True)
+def whole(api: str, body: bytes, **fields: Any) -> bytes:
+    return follow(api, rewritten(api, **fields), [body], VERSION, streamed=False).seen
 
 
-def whole(wire_format: WireFormat, body: bytes, **fields: Any) -> bytes:
-    request = rewritten(wire_format, **fields)
-    return follow(wire_format.name, request, [body], SERVED, streamed=False).seen
-
-
-def streamed(wire_format: WireFormat, pieces: Iterable[bytes], **fields: Any) -> bytes:
-    request = rewritten(wire_format, **fields)
-    return follow(wire_format.name, request, pieces, SERVED, streamed=True).seen
+def streamed(api: str, pieces: Iterable[bytes], **fields: Any) -> bytes:
+    return follow(api, rewritten(api, **fields), pieces, VERSION, streamed=True).seen
 
 
 TAKEN = b'"logprobs":{"content":[{"token":"]}","logprob":-0.5}]},"token_ids":[%b]' % ID
@@ -64,38 +48,69 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("wire_format", [CHAT, COMPLETIONS], ids=["chat", "completions"])
+@pytest.mark.parametrize("api", ["chat", "completions"])
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_reply_loses_what_was_added_and_nothing_else(
-    name: str, wire_format: WireFormat
-) -> None:
+def test_an_odd_reply_loses_what_was_added_and_nothing_else(name: str, api: str) -> None:
     body, wanted = ODD[name].replace(b"X", TAKEN), ODD[name].replace(b"X", LEFT)
-    assert whole(wire_format, body) == wanted
+    assert whole(api, body) == wanted
     event = b"data: %b\n\n"
-    assert streamed(wire_format, [event % body]) == event % wanted
+    assert streamed(api, [event % body]) == event % wanted
     # Who asks for it has it.
-    asked = {"logprobs": True if wire_format is CHAT else 1, "return_token_ids": True}
+    asked = {"logprobs": True if api == "chat" else 1, "return_token_ids": True}
     body = ODD[name].replace(b"X", TAKEN)
-    assert whole(wire_format, body, **asked) == body
-    assert streamed(wire_format, [event % body], **asked) == event % body
+    assert whole(api, body, **asked) == body
+    assert streamed(api, [event % body], **asked) == event % body
+
+
+# An error of a chat's is made one of Anthropic's.
+NO_REPLIES = [b"<html>502</html>", b"", b"\xff", b"[1]", b'{"a": 1}', b'{"choices": [7]}']
+NO_REPLIES += [b'{"choices": [{"logprobs": 7, "token_ids": "x"}]}']
+ERROR = b'{"error":  {"message": "no"}}'
+
+
+@pytest.mark.parametrize("api", PLAIN)
+@pytest.mark.parametrize("want_ids", [False, True])
+def test_what_is_no_reply_reaches_the_client_byte_for_byte(api: str, want_ids: bool) -> None:
+    request = rewritten(api, want_ids=want_ids)
+    for body in NO_REPLIES + [ERROR] * (request.path is None):
+        assert follow(api, request, [body], VERSION, streamed=False).seen == body
+
+
+UNHOLDABLE = (
+    b'{"choices":[{"index":0,"delta":{"content":"\\ud83d"},"token_ids":[1],"logprobs":null}]}',
+    b'{"choices":[{"index":0,"delta":{},"finish_reason":"\\ud83d"}],"x":1e400}',
+    b'{"type":"message_start","message":{"model":"m@1","id":"\\udc00"},"usage":1e999}',
+    b'{"id":"r","model":"m@1","usage":{"x":1e400},"content":[{"type":"text","text":"\\ud800"}]}',
+)
+
+
+@pytest.mark.parametrize("body", UNHOLDABLE)
+@pytest.mark.parametrize("api", PLAIN)
+def test_values_that_python_cannot_hold_reach_the_client(api: str, body: bytes) -> None:
+    """Halves of an emoji in a stream, numbers past any float: for the client, not for us."""
+    spoken = FORMATS[api]
+    request = spoken.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
+    for streamed, reply in ((False, body), (True, b"data: " + body + b"\n\n")):
+        seen = follow(api, request, [reply], "m@1", streamed=streamed).seen
+        assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
 
 
 def test_value_of_another_kind_than_the_apis_stays() -> None:
     body = b'{"choices":[{"token_ids":7,"logprobs":[1]}],"prompt_token_ids":"x","y":NaN}'
-    assert whole(CHAT, body) == body
+    assert whole("chat", body) == body
     read = body.replace(b"NaN", b"1")
-    assert whole(CHAT, read) == read
+    assert whole("chat", read) == read
 
 
 def test_versions_name_does_not_show_in_an_odd_reply() -> None:
     body = b'{"model": "agent@3", "x": NaN, "y": {"model": "agent@3"}}'
     wanted = body.replace(b"agent@3", b"agent")
-    assert whole(CHAT, body) == wanted
-    assert whole(RESPONSES, body) == wanted
+    assert whole("chat", body) == wanted
+    assert whole("responses", body) == wanted
     other = body.replace(b"agent@3", b"agent@31")
-    assert whole(CHAT, other) == other
-    forwarded = MESSAGES.rewrite(read_request(ASKED["messages"]), SERVED, want_ids=False)
-    assert follow("messages", forwarded, [body], SERVED).seen == wanted
+    assert whole("chat", other) == other
+    forwarded = rewritten("messages", want_ids=False)
+    assert follow("messages", forwarded, [body], VERSION).seen == wanted
 
 
 RESPONSE = (
@@ -106,16 +121,16 @@ RESPONSE = (
 
 
 def test_an_odd_response_loses_what_was_added() -> None:
-    assert whole(RESPONSES, RESPONSE) == (
+    assert whole("responses", RESPONSE) == (
         b'{"id":"r","model":"agent","top_logprobs":null,"output":[{"type":"message","content":'
         b'[{"type":"output_text","text":"\\ud83d","logprobs":null}]}],'
         b'"input_messages":null,"output_messages":null}'
     )
     event = b'event: response.completed\ndata: {"type":"response.completed","response":%b}\n\n'
-    assert ID not in streamed(RESPONSES, [event % RESPONSE])
+    assert ID not in streamed("responses", [event % RESPONSE])
     odd = RESPONSE.replace(b'"output":[{', b'"output":[7,{').replace(b"\\ud83d", b"x")
-    assert ID not in whole(RESPONSES, odd)
-    assert ID not in streamed(RESPONSES, [event % odd])
+    assert ID not in whole("responses", odd)
+    assert ID not in streamed("responses", [event % odd])
 
 
 def test_an_odd_chat_reply_is_a_message_all_the_same() -> None:
@@ -124,11 +139,11 @@ def test_an_odd_chat_reply_is_a_message_all_the_same() -> None:
         b'{"id":"c","model":"agent@3","choices":[{"index":0,"finish_reason":"stop",%b,'
         b'"message":{"role":"assistant","content":"a\\ud83d \\ud83d\\ude00 \\\\ud83d"}}]}'
     ) % TAKEN
-    message = json.loads(whole(MESSAGES, body))
+    message = json.loads(whole("messages", body))
     assert message["content"] == [{"type": "text", "text": "a\ufffd \U0001f600 \\ud83d"}]
     assert message["model"] == "agent"
-    assert ID not in whole(MESSAGES, body.replace(b"choices", b"chances"))
-    assert ID not in whole(MESSAGES, body[:-30])
+    assert ID not in whole("messages", body.replace(b"choices", b"chances"))
+    assert ID not in whole("messages", body[:-30])
 
 
 WHOLE = (
@@ -149,9 +164,9 @@ def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> Non
         if at <= body.find(b'"prompt_token_ids"'):
             body = body[:at] + more.replace(b"X", b"x") + body[at:]
     body = body.replace(b"X", TAKEN)[: cut or None]
-    assert ID not in whole(CHAT, body)
+    assert ID not in whole("chat", body)
     lines = [b"data: " + line + b"\n" for line in body.split(b"\n")]
-    assert ID not in streamed(CHAT, [*lines, b"\n"])
+    assert ID not in streamed("chat", [*lines, b"\n"])
 
 
 def test_an_event_on_several_lines_is_one() -> None:
@@ -160,12 +175,12 @@ def test_an_event_on_several_lines_is_one() -> None:
         b"data: " + line + b"\n" for line in body.replace(b"X", TAKEN).split(b"\n")
     )
     wanted = lines.replace(TAKEN, LEFT)
-    assert streamed(CHAT, [lines + b"id: 7\n\n"]).replace(b"\ndata: ", b"") == (
+    assert streamed("chat", [lines + b"id: 7\n\n"]).replace(b"\ndata: ", b"") == (
         (wanted + b"id: 7\n\n").replace(b"\ndata: ", b"")
     )
     event = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"content":"h"},X}\ndata\n'
     event += b"data:]}\n\ndata: [DONE]\n\n"
-    reply = follow("chat", rewritten(CHAT), [event.replace(b"X", TAKEN)], SERVED, streamed=True)
+    reply = follow("chat", rewritten("chat"), [event.replace(b"X", TAKEN)], VERSION, streamed=True)
     assert reply.seen == (
         b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"h"},'
         + LEFT
@@ -176,15 +191,15 @@ def test_an_event_on_several_lines_is_one() -> None:
     assert json.loads(reply.facts.reply or b"")["choices"][0]["message"] == {"content": "h"}
 
 
-@pytest.mark.parametrize("wire_format", [CHAT, RESPONSES])
-def test_event_of_another_kind_goes_through_as_it_came(wire_format: WireFormat) -> None:
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_event_of_another_kind_goes_through_as_it_came(api: str) -> None:
     stream = (
         b"data: one\ndata:two\n: c\nid: 7\n\ndata\n\ndata:\n\nretry: 1\n\ndata: [1,\ndata: 2]\n\n"
     )
     for end in (b"\n", b"\r\n", b"\r"):
         data = stream.replace(b"\n", end)
-        assert streamed(wire_format, [data]) == data
-        assert streamed(wire_format, [data[i : i + 1] for i in range(len(data))]) == data
+        assert streamed(api, [data]) == data
+        assert streamed(api, [data[i : i + 1] for i in range(len(data))]) == data
 
 
 CHUNK = b'{"id":"c","model":"agent@3","choices":[{"index":0,"delta":{"content":"h"},X}]}'
@@ -195,19 +210,18 @@ SENT = b"\xef\xbb\xbfdata: C\n\nid: 1\ndata:C\nevent: e\n\ndata: C".replace(b"C"
 def test_any_line_end_and_any_cut_gives_the_same(end: bytes, cuts: list[int]) -> None:
     data = SENT.replace(b"\n", end).replace(b"X", TAKEN)
     wanted = SENT.replace(b"\n", end).replace(b"X", LEFT).replace(b"agent@3", b"agent")
-    points = [0, *sorted(cuts), len(data)]
-    assert streamed(CHAT, [data[a:b] for a, b in pairwise(points)]) == wanted
+    assert streamed("chat", cut(data, cuts)) == wanted
 
 
 def test_a_line_that_is_cut_off_shows_no_id() -> None:
     data = b'data: {"choices":[{"index":0,"token_ids":[1,' + ID
-    assert streamed(CHAT, [data]) == b'data: {"choices":[{"index":0,"token_ids":null'
+    assert streamed("chat", [data]) == b'data: {"choices":[{"index":0,"token_ids":null'
 
 
 def test_a_message_takes_a_chunk_from_several_lines() -> None:
     head = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"role":"assistant"}}]}\n\n'
     said = b'data: {"id":"c","choices":[{"index":0,\rdata: "delta":{"content":"h"},X}]}\r\r'
-    seen = streamed(MESSAGES, [head, said.replace(b"X", TAKEN), b"data: [DONE]\n\n"])
+    seen = streamed("messages", [head, said.replace(b"X", TAKEN), DONE])
     assert b'"text":"h"' in seen
     assert seen.endswith(b'data: {"type":"message_stop"}\n\n')
 
@@ -221,14 +235,12 @@ def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> I
         if delta is None and logprobs is None and not ids:
             continue
         choice = {"index": 0, "delta": delta or {}, "logprobs": logprobs, "finish_reason": None}
-        chunk: dict[str, Any] = {"id": "c", "model": "agent@3"}
-        chunk |= {"choices": [choice | {"token_ids": [number] if ids else None}]}
-        if usage:
-            chunk["usage"] = {"completion_tokens": number + 1}
-        yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        event: dict[str, Any] = {"id": "c", "model": VERSION}
+        event |= {"choices": [choice | {"token_ids": [number] if ids else None}]}
+        yield sse(event | ({"usage": {"completion_tokens": number + 1}} if usage else {}))
     # A parser's own empty delta is sent to everybody.
     yield b'data: {"choices":[{"index":0,"delta":{},"logprobs":null,"token_ids":null}]}\n\n'
-    yield b"data: [DONE]\n\n"
+    yield DONE
 
 
 @pytest.mark.parametrize(
@@ -241,31 +253,29 @@ def test_a_client_sees_the_chunks_that_it_would_have_seen(
     direct = b"".join(vllm_stream(asked, parser_hides=hides, usage=usage))
     added = dict.fromkeys(asked, True)
     sent = list(vllm_stream(added, parser_hides=hides, usage=usage))
-    assert streamed(CHAT, sent, **asked) == direct.replace(b"agent@3", b"agent")
+    assert streamed("chat", sent, **asked) == direct.replace(b"agent@3", b"agent")
 
 
 @pytest.mark.parametrize(
-    ("wire_format", "fields"),
+    ("api", "fields"),
     [
-        (COMPLETIONS, {"echo": True}),
-        (COMPLETIONS, {"echo": True, "logprobs": 2}),
-        (CHAT, {"top_logprobs": 3}),
-        (CHAT, {"logprob_token_ids": [1]}),
-        (CHAT, {"logprobs": "maybe", "return_token_ids": "perhaps"}),
-        (RESPONSES, {"enable_response_messages": "perhaps", "include": "x"}),
+        ("completions", {"echo": True}),
+        ("completions", {"echo": True, "logprobs": 2}),
+        ("chat", {"top_logprobs": 3}),
+        ("chat", {"logprob_token_ids": [1]}),
+        ("chat", {"logprobs": "maybe", "return_token_ids": "perhaps"}),
+        ("responses", {"enable_response_messages": "perhaps", "include": "x"}),
     ],
 )
-def test_nothing_is_added_that_would_change_the_answer(
-    wire_format: WireFormat, fields: dict[str, Any]
-) -> None:
-    request = rewritten(wire_format, **fields)
+def test_nothing_is_added_that_would_change_the_answer(api: str, fields: dict[str, Any]) -> None:
+    request = rewritten(api, **fields)
     assert request.injected == frozenset()
     assert json.loads(request.body).items() >= fields.items()
 
 
 def test_ids_that_are_none_are_taken_out_and_not_believed() -> None:
     body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
-    reply = follow("completions", rewritten(COMPLETIONS), [body], SERVED, streamed=False)
+    reply = follow("completions", rewritten("completions"), [body], VERSION, streamed=False)
     assert json.loads(reply.seen) == {
         "choices": [{"index": 0, "text": "a", "token_ids": None}],
         "prompt_token_ids": None,

@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
@@ -154,38 +152,6 @@ def test_such_a_call_is_recorded_with_its_reason(api: str, field: str) -> None:
     plain = {"model": "m", "temperature": 1.0}
     record = transcribe(captured(dialect=api, request=json.dumps(plain).encode()))
     assert record.reason != "not_text"
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["type", "content", "role", "output", "text", "variables"]),
-            inner | st.sampled_from(["text", "image", "tool_result", "message"]),
-            max_size=3,
-        )
-    ),
-    max_leaves=10,
-)
-
-
-@given(
-    st.sampled_from(sorted(FORMATS)),
-    st.dictionaries(st.sampled_from(["messages", "input", "system", "prompt", "modalities"]), JSON),
-)
-def test_no_shape_of_a_request_is_too_odd(api: str, request: Any) -> None:
-    assert only_text(api, request) in (True, False)
-
-
-@given(st.sampled_from(sorted(MEDIA)), st.data())
-def test_one_image_among_any_texts_is_found(api: str, data: st.DataObject) -> None:
-    texts = data.draw(st.lists(st.sampled_from(TEXTS[api]), max_size=4))
-    at = data.draw(st.integers(0, len(texts)))
-    parts = [*texts[:at], data.draw(st.sampled_from(MEDIA[api])), *texts[at:]]
-    request = {FIELD[api]: [{"role": "user", "content": parts}]}
-    assert not only_text(api, request)
-    assert only_text(api, {FIELD[api]: [{"role": "user", "content": texts}]})
 
 
 def test_a_number_that_python_cannot_hold_is_no_text() -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from proxy.formats.base import ModelRequest, ReplyFacts, read_request
-from proxy.formats.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
+from proxy.formats.base import ModelRequest, ReplyFacts
+from proxy.formats.responses import IDS, INCLUDE, LOGPROBS
 from proxy.ingester.transcribe import transcribe
 from store.values.packing import unpack_ids
-from tests.support.recordings import follow
+from tests.support.recordings import PLAIN, VERSION, follow, rewritten, sse
 from tests.support.records import captured
 
 LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
@@ -17,7 +17,7 @@ TEXT = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": [LOG
 MESSAGE = {"type": "message", "id": "msg_1", "content": [TEXT]}
 RESPONSE: dict[str, Any] = {
     "id": "resp_1",
-    "model": "agent@3",
+    "model": VERSION,
     "status": "completed",
     "output": [MESSAGE],
     "top_logprobs": 0,
@@ -25,20 +25,12 @@ RESPONSE: dict[str, Any] = {
     "input_messages": [{"type": "raw_message_tokens", "message": "x", "tokens": [1, 2]}],
     "output_messages": [{"type": "raw_message_tokens", "message": "hi", "tokens": [3, 4]}],
 }
-
-
-def rewritten(want_ids: bool = True, **fields: Any) -> ModelRequest:
-    body = json.dumps({"model": "agent", "input": "x"} | fields).encode()
-    return RESPONSES.rewrite(read_request(body), "agent@3", want_ids=want_ids)
+REQUEST = rewritten("responses")
 
 
 def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], ReplyFacts]:
-    reply = follow("responses", request, [json.dumps(body).encode()], "agent@3")
+    reply = follow("responses", request, [json.dumps(body).encode()], VERSION)
     return json.loads(reply.seen), reply.facts
-
-
-def event(data: dict[str, Any]) -> bytes:
-    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 @pytest.mark.parametrize(
@@ -57,19 +49,19 @@ def event(data: dict[str, Any]) -> bytes:
     ],
 )
 def test_what_is_added(fields: dict[str, Any], added: dict[str, Any]) -> None:
-    request = rewritten(**fields)
-    own = {"model": "agent@3", "input": "x"} | fields
+    request = rewritten("responses", **fields)
+    own = PLAIN["responses"] | {"model": VERSION} | fields
     assert json.loads(request.body) == own | added
     assert request.injected == frozenset(added)
 
 
 def test_nothing_is_added_where_no_ids_are_wanted() -> None:
-    request = rewritten(want_ids=False)
-    assert json.loads(request.body) == {"model": "agent@3", "input": "x"}
+    request = rewritten("responses", want_ids=False)
+    assert json.loads(request.body) == PLAIN["responses"] | {"model": VERSION}
 
 
 def test_whole_reply_is_restored_and_recorded() -> None:
-    seen, facts = answered(rewritten(), RESPONSE)
+    seen, facts = answered(REQUEST, RESPONSE)
     bare = MESSAGE | {"content": [TEXT | {"logprobs": None}]}
     nothing = dict.fromkeys(("top_logprobs", "input_messages", "output_messages"))
     assert seen == RESPONSE | {"model": "agent", "output": [bare]} | nothing
@@ -80,7 +72,8 @@ def test_whole_reply_is_restored_and_recorded() -> None:
 
 
 def test_what_the_client_asked_for_itself_stays() -> None:
-    seen, facts = answered(rewritten(**{IDS: True, "include": [LOGPROBS]}), RESPONSE)
+    own: dict[str, Any] = {IDS: True, "include": [LOGPROBS]}
+    seen, facts = answered(rewritten("responses", **own), RESPONSE)
     assert seen == RESPONSE | {"model": "agent"}
     assert facts.sampled.sampled_ids == (3, 4)
 
@@ -100,7 +93,7 @@ ODD = [{"author": {"role": "user"}, "type": "message"}]
     ],
 )
 def test_where_not_all_was_sampled_from_one_prompt_there_are_no_ids(change: Any) -> None:
-    sampled = answered(rewritten(), RESPONSE | change)[1].sampled
+    sampled = answered(REQUEST, RESPONSE | change)[1].sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == (None, None)
 
 
@@ -109,7 +102,7 @@ THOUGHT = {"type": "reasoning", "id": "rs_1", "content": [], "summary": []}
 
 
 def test_tool_calls_alone_have_no_log_probabilities() -> None:
-    _, facts = answered(rewritten(), RESPONSE | {"output": [CALL]})
+    _, facts = answered(REQUEST, RESPONSE | {"output": [CALL]})
     assert facts.sampled.sampled_ids == (3, 4)
     assert facts.sampled.sampled_logprobs is None
     assert facts.tool_calls[0].id == "c1"
@@ -137,11 +130,11 @@ def counting(thoughts: Any) -> dict[str, Any]:
 def test_whether_a_thought_may_be_among_the_tokens(
     stream: bool, asked: dict[str, Any], change: dict[str, Any], told: bool
 ) -> None:
-    request = rewritten(**asked, **({"stream": True} if stream else {}))
+    request = rewritten("responses", **asked, **({"stream": True} if stream else {}))
     reply = RESPONSE | {"output": [CALL]} | change
-    last = event({"type": "response.completed", "response": reply})
+    last = sse({"type": "response.completed", "response": reply})
     body = last if stream else json.dumps(reply).encode()
-    sampled = follow("responses", request, [body], "agent@3").facts.sampled
+    sampled = follow("responses", request, [body], VERSION).facts.sampled
     assert (sampled.sampled_ids, sampled.thoughtless) == ((3, 4), told)
 
 
@@ -156,13 +149,13 @@ def test_whether_a_thought_may_be_among_the_tokens(
 def test_a_call_that_a_grammar_held_is_trained_by_its_ids_unless_it_may_have_a_thought(
     asked: dict[str, Any], kind: str, thoughts: int
 ) -> None:
-    request = json.dumps({"model": "agent", "input": "x"} | asked).encode()
+    request = json.dumps(PLAIN["responses"] | asked).encode()
     reply = RESPONSE | {"output": [CALL]} | counting({"reasoning_tokens": thoughts})
     record = transcribe(
         captured(
             dialect="responses",
             request=request,
-            served_model="agent@3",
+            served_model=VERSION,
             policy_version=3,
             wanted_ids=True,
             reply=json.dumps(reply).encode(),
@@ -177,7 +170,7 @@ def test_a_call_that_a_grammar_held_is_trained_by_its_ids_unless_it_may_have_a_t
 @pytest.mark.parametrize("told", range(4))
 def test_log_probabilities_count_if_every_id_has_one(told: int) -> None:
     text = TEXT | {"logprobs": [LOGPROB] * told}
-    seen, facts = answered(rewritten(), RESPONSE | {"output": [MESSAGE | {"content": [text]}]})
+    seen, facts = answered(REQUEST, RESPONSE | {"output": [MESSAGE | {"content": [text]}]})
     assert facts.sampled.sampled_ids == (3, 4)
     assert facts.sampled.sampled_logprobs == ((-0.5, -0.5) if told == 2 else None)
     assert seen["output"][0]["content"][0]["logprobs"] == (None if told else [])
@@ -186,14 +179,9 @@ def test_log_probabilities_count_if_every_id_has_one(told: int) -> None:
 def test_several_replies_have_no_ids() -> None:
     """Turns of the server's own: between two replies stands what the second one saw."""
     turns = RESPONSE["output_messages"] * 3
-    sampled = answered(rewritten(), RESPONSE | {"output_messages": turns})[1].sampled
+    sampled = answered(REQUEST, RESPONSE | {"output_messages": turns})[1].sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), None)
     assert sampled.sampled_logprobs is None
-
-
-def test_error_passes_byte_for_byte() -> None:
-    body = b'{"error": {"message":  "no"}}'
-    assert follow("responses", rewritten(), [body], "agent@3").seen == body
 
 
 def test_torn_streams_summary_is_the_text_so_far() -> None:
@@ -202,7 +190,7 @@ def test_torn_streams_summary_is_the_text_so_far() -> None:
         {"type": "response.output_text.delta", "delta": "h\u00e9", "logprobs": [LOGPROB]},
         {"type": "response.output_text.delta", "delta": "llo", "logprobs": []},
     ]
-    reply = follow("responses", rewritten(stream=True), map(event, events), "agent@3")
+    reply = follow("responses", rewritten("responses", stream=True), [sse(*events)], VERSION)
     assert b"-0.5" not in reply.seen
     assert (reply.summary.response_id, reply.summary.text) == ("resp_1", "h\u00e9llo")
     assert not reply.ended
