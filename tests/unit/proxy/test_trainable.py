@@ -239,15 +239,6 @@ def test_a_grammar_is_trained_where_log_probabilities_show_it_or_it_held_all_tok
     assert why({"grammar": {"kind": "regex", "text": "a"}}) == "unreadable_sampling"
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [*("a", [], {}, {"kind": "regex"}), {"kind": "odd", "text": ""}, {"kind": "json", "text": 7}],
-)
-def test_a_recorded_grammar_has_a_kind_and_a_text(grammar: Any) -> None:
-    with pytest.raises(ValueError, match="grammar"):
-        distribution_of({"temperature": 1.0, "grammar": grammar})
-
-
 VALUES = st.sampled_from(
     [
         *(None, 0, 0.7, 1, "1", "x", True, False, [], ["a"], {"type": "json_object"}),

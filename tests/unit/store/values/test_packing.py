@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -66,21 +67,21 @@ def thread(turns: int, episode: str = "e", agent: str = "a") -> list[CallRecord]
     return calls
 
 
-def stored(bases: Bases, calls: list[CallRecord]) -> list[Stored]:
+def stored(bases: Bases, calls: list[CallRecord]) -> list[Any]:
     batch = bases.batch()
     rows = [Stored(c, transition_row(c, c.id, batch.store(c))) for c in calls]
     batch.commit()
     return rows
 
 
-def assert_whole(rows: list[Stored], calls: list[CallRecord]) -> None:
+def assert_whole(rows: list[Any], calls: list[CallRecord]) -> None:
     found = whole_texts(rows)
     assert found.of == {c.id: (c.request, c.tokens.prompt_ids) for c in calls}
     assert found.damaged == {}
 
 
 @given(st.lists(st.integers(min_value=1, max_value=5), min_size=1, max_size=5), st.randoms())
-def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice) -> None:  # type: ignore[no-untyped-def]
+def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice: Any) -> None:
     calls = thread(4, agent="writer") + thread(5, agent="checker") + [call("e", request=None)]
     dice.shuffle(calls)
     bases, rows, rest = Bases(capacity=dice.choice([0, 5000, 10**6])), [], list(calls)
@@ -93,9 +94,9 @@ def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice) -> None:
 def test_a_threads_calls_keep_what_they_add() -> None:
     calls = thread(6)
     rows = stored(Bases(), calls)
-    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
-    assert all(len(row.request) < 100 for row in rows[1:])  # type: ignore[attr-defined]
-    assert all(len(row.prompt_ids) == 3 * 4 for row in rows[1:])  # type: ignore[attr-defined]
+    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]
+    assert all(len(row.request) < 100 for row in rows[1:])
+    assert all(len(row.prompt_ids) == 3 * 4 for row in rows[1:])
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -110,16 +111,16 @@ def test_calls_without_a_name_add_to_what_they_ask_for(at_once: bool) -> None:
     ]
     bases = Bases()
     rows = stored(bases, calls) if at_once else [row for c in calls for row in stored(bases, [c])]
-    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
+    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]
     assert_whole(rows, calls)
 
 
 def test_agents_that_take_turns_add_to_their_own_calls() -> None:
     writer, checker = thread(3, agent="writer"), thread(3, agent="checker")
     turns = [c for pair in zip(writer, checker, strict=True) for c in pair]
-    rows = {row.id: row for row in stored(Bases(), turns)}  # type: ignore[attr-defined]
-    assert rows[writer[2].id].parent_id == writer[1].id  # type: ignore[attr-defined]
-    assert rows[checker[2].id].parent_id == checker[1].id  # type: ignore[attr-defined]
+    rows = {row.id: row for row in stored(Bases(), turns)}
+    assert rows[writer[2].id].parent_id == writer[1].id
+    assert rows[checker[2].id].parent_id == checker[1].id
 
 
 def test_a_batch_that_was_not_committed_is_no_base() -> None:
@@ -134,7 +135,7 @@ def test_a_day_stands_alone() -> None:
     ids = [lowest_id_at(midnight + timedelta(milliseconds=ms)) for ms in (-1, 1)]
     request = b"same" * 100
     rows = stored(Bases(), [call("e", id=i, request=request) for i in ids])
-    assert [row.parent_id for row in rows] == [None, None]  # type: ignore[attr-defined]
+    assert [row.parent_id for row in rows] == [None, None]
 
 
 def test_memory_is_bounded() -> None:
@@ -157,13 +158,13 @@ def test_a_parent_that_is_missing_is_told() -> None:
     }
 
 
-def damaged(rows: list[object]) -> list[str]:
+def damaged(rows: list[Any]) -> list[str]:
     return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
 
 
 def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
     rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
-    rows[1].request_prefix = 10**6  # type: ignore[attr-defined]
+    rows[1].request_prefix = 10**6
     first, second = damaged(rows)
     assert "cannot be taken from a base of" in first
     assert second == "that call cannot be read back"
@@ -172,11 +173,11 @@ def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
 
 def test_calls_that_add_to_each_other_are_damaged() -> None:
     rows = stored(Bases(), thread(2))
-    rows[0].parent_id = rows[1].id  # type: ignore[attr-defined]
+    rows[0].parent_id = rows[1].id
     assert damaged(rows) == ["that call cannot be read back"] * 2
 
 
 def test_what_does_not_say_what_it_takes_is_damaged() -> None:
     rows = stored(Bases(), thread(2))
-    rows[1].prompt_prefix = None  # type: ignore[attr-defined]
+    rows[1].prompt_prefix = None
     assert damaged(rows) == ["the lengths of the shared parts, or the added request, are missing"]

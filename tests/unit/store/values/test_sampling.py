@@ -1,5 +1,6 @@
-"""Temperatures as vLLM uses them, and log-probabilities that a sampled token can have."""
+"""What a call was sampled from as vLLM uses it: temperatures, settings, grammars, tool tags."""
 
+import json
 import math
 from array import array
 from typing import Any
@@ -9,6 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.values.grammars import (
+    KINDS,
+    Grammar,
+    OfferedTool,
+    ToolTag,
+    read_grammar,
+    tag_from,
+    text_of,
+)
 from store.values.packing import are_logprobs, may_be_sampled, pack_logprobs
 from store.values.sampling import (
     LEAST_TEMPERATURE,
@@ -97,7 +107,7 @@ def read(**settings: Any) -> Distribution:
         *({"min_p": 0}, {"presence_penalty": False}, {"frequency_penalty": -0.0}),
         *({"repetition_penalty": "1"}, {"logit_bias": {}}, {"logit_bias": {"5": 0}}),
         *({"bad_words": []}, {"min_tokens": 0}, {"stop_token_ids": [7]}, {"top_p": None}),
-        *({"max_tokens": 5}, {"seed": 3}, {"stop_token_ids": "odd"}),
+        *({"max_tokens": 5}, {"seed": 3}, {"stop_token_ids": "odd"}, {"grammar": None}),
     ],
 )
 def test_what_shapes_nothing_is_plain(settings: dict[str, Any]) -> None:
@@ -203,3 +213,75 @@ def test_a_servers_defaults() -> None:
     for name in WITH_DEFAULTS:
         with pytest.raises(ValueError, match=f"{name} is 'x'"):
             parse_defaults({name: "x"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_recorded_is_read(kind: Any) -> None:
+    assert read_grammar({"kind": kind, "text": "x"}) == Grammar(kind=kind, text="x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "a", [], {}, {"kind": "regex"}, {"kind": "odd", "text": ""}),
+        *(
+            {"kind": "json", "text": 7},
+            {"kind": "json", "text": "", "x": 1},
+            {"kind": [], "text": ""},
+        ),
+    ],
+)
+def test_nothing_else_is_a_recorded_grammar(value: Any) -> None:
+    assert read_grammar(value) is None
+    if value is not None:
+        with pytest.raises(ValueError, match="grammar"):
+            read(grammar=value)
+
+
+def test_it_makes_a_distribution_that_looks_back_and_knows_its_stops() -> None:
+    asked = {"kind": "regex", "text": "a+"}
+    found = read(grammar=asked, stop_token_ids=[9, 4])
+    assert found.grammar == Grammar(kind="regex", text="a+")
+    assert found.stop_token_ids == (4, 9)
+    assert found.needs_history
+    assert not found.is_plain
+    assert hash(found) == hash(read(grammar=dict(asked), stop_token_ids=[4, 9]))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+SCHEMAS = st.none() | st.dictionaries(st.text(), VALUES, max_size=3)
+TAGS = st.builds(
+    ToolTag,
+    model=st.text(),
+    choice=st.sampled_from(["auto", "required", "forced"]),
+    tools=st.lists(
+        st.builds(OfferedTool, name=st.text(), parameters=SCHEMAS), min_size=1, max_size=3
+    ).map(tuple),
+    one_call=st.booleans(),
+)
+
+
+@given(TAGS)
+def test_what_is_written_is_read(tag: ToolTag) -> None:
+    read = tag_from(text_of(tag))
+    assert read == tag
+    schemas = [[tool.parameters for tool in one.tools] for one in (read, tag)]
+    # Dictionaries are equal in any order, their texts are not.
+    assert json.dumps(schemas[0]) == json.dumps(schemas[1])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "7", "[]", "{}", '{"model": "hermes", "choice": "auto"}'),
+        '{"model": "hermes", "choice": "any", "tools": []}',
+        '{"model": "hermes", "choice": "auto", "tools": [{"name": 7}]}',
+    ],
+)
+def test_nothing_else_is_a_recorded_tool_tag(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        tag_from(text)
