@@ -1,11 +1,23 @@
-"""The memory that joins calls without a name: what was provided, and what failed."""
+"""The memory that joins calls without a name, and what it makes of real clients' traffic."""
 
+from typing import Any
 from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.stitching import (
+    ALIKE_CALLS,
+    CLIENTS,
+    KINDS,
+    Exchange,
+    join_in_ledger,
+    make_plans,
+    recorded_runs,
+    replay,
+    score,
+)
 from proxy.identity.call_memory import (
     MOST_ATTEMPTS,
     PREFIX,
@@ -18,8 +30,6 @@ from proxy.identity.call_memory import (
     Generations,
     Joined,
 )
-
-FIRST, SECOND = UUID(int=1), UUID(int=2)
 
 
 def fingerprint(kind: int, number: int) -> bytes:
@@ -82,21 +92,6 @@ def test_words_join_nothing_and_hint_at_the_episode_they_continue() -> None:
     assert memory.find([WORDS]) is None
 
 
-def test_continued_episode_is_handed_on() -> None:
-    memory = CallMemory()
-    memory.provide([A], "e2", follows="e1")
-    assert memory.find([A]) == Joined("e2", "tool_call", "certain", "e1")
-
-
-def test_named_episode_repeats_its_own_attempts_only() -> None:
-    memory = CallMemory()
-    memory.failed(b"body", "e1", FIRST)
-    memory.failed(b"body", "e2", SECOND)
-    assert memory.retried(b"body", "e3") is memory.retried(b"other") is None
-    assert memory.retried(b"body", "e1") == Attempt("e1", FIRST)
-    assert memory.retried(b"body", "e1") is None
-
-
 def test_failed_attempts_of_one_body_are_bounded() -> None:
     """However often it fails: a call's cost must not grow with the failures before it."""
     memory = CallMemory()
@@ -136,3 +131,64 @@ def test_entries_used_last_are_kept(keys: list[int], size: int) -> None:
         assert len(memory) <= 2 * size
     latest = list(dict.fromkeys(reversed(keys)))[:size]
     assert [memory.get(key) for key in reversed(latest)] == list(reversed(latest))
+
+
+@pytest.mark.parametrize("proxies", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_of_real_clients_are_joined(proxies: int, seed: int) -> None:
+    plans = make_plans(150, seed)
+    seen = replay(recorded_runs(plans, seed), proxies, seed)
+    result = score(seen, join_in_ledger(seen))
+    assert result.false == 0
+    # Some continue a beginning that is others', too.
+    alike = ALIKE_CALLS * sum(kind == "alike" for _, kind in plans)
+    assert result.right >= result.joins - alike
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_run_alone_is_one_episode(client: str, kind: str) -> None:
+    seen = replay(recorded_runs([(client, kind)], 0), 1, 0)
+    result = score(seen, join_in_ledger(seen))
+    assert (result.right, result.false, result.quarantined) == (len(seen) - 1, 0, 0)
+
+
+FEW = st.sampled_from("ab")
+STEPS = st.tuples(FEW, FEW, st.sampled_from(["", "call_1", "call_2"]))
+
+
+def a_run(steps: list[tuple[str, str, str]]) -> list[Exchange]:
+    """A chat of few words, whose server counts its tool calls."""
+    messages: list[dict[str, Any]] = []
+    exchanges = []
+    tool_id = ""
+    for asked, told, next_id in steps:
+        if tool_id:
+            messages.append({"role": "tool", "tool_call_id": tool_id, "content": asked})
+        else:
+            messages.append({"role": "user", "content": asked})
+        call = {"id": next_id, "function": {"name": "f", "arguments": "{}"}}
+        calls = [call] if next_id else []
+        reply: dict[str, Any] = {"role": "assistant", "content": told, "tool_calls": calls}
+        answer = {"id": "x", "choices": [{"message": reply}]}
+        body = {"messages": list(messages)}
+        exchanges.append(Exchange("chat", {}, body, 200, answer))
+        messages.append(reply)
+        tool_id = next_id
+    return exchanges
+
+
+@given(
+    st.lists(st.lists(STEPS, min_size=1, max_size=4), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_runs_that_say_the_same_are_never_joined_to_each_other(
+    runs: list[list[tuple[str, str, str]]], proxies: int, seed: int
+) -> None:
+    seen = replay([a_run(steps) for steps in runs], proxies, seed)
+    result = score(seen, join_in_ledger(seen))
+    assert result.false == 0
+    firsts = [steps[0] for steps in runs]
+    if len(set(firsts)) == len(firsts):
+        assert result.right == result.joins

@@ -28,7 +28,7 @@ from proxy.identity.identify import (
 )
 from proxy.routing import Route, find_route
 from store.records import EVAL_TASKS, ToolCall
-from store.tenants import DEFAULT, own_digests, scoped, tenant_of
+from store.tenants import DEFAULT, scoped, tenant_of
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)
 PATH = "/v1/chat/completions"
@@ -194,25 +194,6 @@ def test_a_named_retry_repeats_its_own_attempt() -> None:
 )
 def test_retry_count_is_what_an_sdk_says(value: str, count: int) -> None:
     assert retry_count({"x-stainless-retry-count": value}) == count
-
-
-def test_another_tenant_joins_nothing_that_was_said_or_failed_here() -> None:
-    memory = CallMemory()
-    first = identify({}, PLAIN, ModelRequest(b"", fields=FIRST), scoped("a", "1"), memory)
-    told = own_digests("a", ASKED_FOR_A_TOOL)
-    memory.provide(told, first.episode)
-    memory.failed(b"body", first.episode, CALL)
-    fields: dict[str, Any] = {"messages": [*FIRST["messages"], *ANSWER["messages"]]}
-    request = ModelRequest(b"body", fields=fields)
-    retry = {"x-stainless-retry-count": "1"}
-    for tenant in ("b", DEFAULT):
-        found = identify(retry, PLAIN, request, scoped(tenant, "2"), memory)
-        assert (found.episode, found.retry_of) == (scoped(tenant, "2"), None)
-        assert not set(found.needs) & set(told)
-    joined = identify({}, PLAIN, request, scoped("a", "2"), memory)
-    assert (joined.episode, joined.method) == (scoped("a", "1"), "tool_call")
-    again = identify(retry, PLAIN, request, scoped("a", "3"), memory)
-    assert (again.episode, again.retry_of) == (scoped("a", "1"), CALL)
 
 
 def test_all_names_of_a_call_are_its_tenants() -> None:
