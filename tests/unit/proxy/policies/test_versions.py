@@ -1,9 +1,13 @@
 """Routing: a policy's name gets the serving version, an episode keeps the one it began with."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.policies.version_file import NAME, VersionFile
 from proxy.policies.versions import Serving, Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyState, PolicyVersion
@@ -13,21 +17,6 @@ from tests.support.proxy.versions import numbered, version
 def test_an_unknown_name_goes_through_as_it_is() -> None:
     assert Versions().resolve("gpt-x", "e") == Serving(None, None, "gpt-x")
     assert Versions().resolve(None, "e") == Serving(None, None, None)
-
-
-def test_new_episodes_get_the_serving_version_and_old_ones_keep_theirs() -> None:
-    versions = Versions(numbered("serving"))
-    assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
-    versions.replace(numbered("published", "serving"))
-    assert versions.resolve("m", "new") == Serving("m", 1, "m@1", arm="serving")
-    assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
-
-
-def test_a_retired_version_is_left_for_the_serving_one() -> None:
-    versions = Versions(numbered("published", "serving"))
-    versions.resolve("m", "e")
-    versions.replace(numbered("published", "retired", "serving"))
-    assert versions.resolve("m", "e").version == 2
 
 
 @pytest.mark.parametrize(
@@ -108,18 +97,17 @@ def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
 
 
 @given(st.lists(st.integers(1, 6), max_size=30), st.lists(st.text(max_size=2), max_size=30))
-def test_an_episode_never_changes_its_version(swaps: list[int], episodes: list[str]) -> None:
-    versions = Versions(numbered("serving"))
-    seen: dict[str, int | None] = {}
-    everything = [version(number, "published") for number in range(7)]
+def test_a_new_episode_gets_the_serving_version_and_keeps_it(
+    swaps: list[int], episodes: list[str]
+) -> None:
+    versions, now = Versions(numbered("serving")), 0
+    seen: dict[str, Serving] = {}
     for index, episode in enumerate(episodes):
         if index < len(swaps):
             now = swaps[index]
-            versions.replace(
-                [v if v.version != now else version(now, "serving") for v in everything]
-            )
-        found = versions.resolve("m", episode).version
-        assert seen.setdefault(episode, found) == found
+            versions.replace(version(n, "serving" if n == now else "published") for n in range(7))
+        serving = Serving("m", now, f"m@{now}" if now else "m", arm="serving")
+        assert versions.resolve("m", episode) == seen.setdefault(episode, serving)
 
 
 # Where a file names the policies
@@ -146,35 +134,6 @@ TABLE = parse_policies(
 
 def of(policy: str, *states: PolicyState) -> list[PolicyVersion]:
     return numbered(*states, name=policy, base="qwen")
-
-
-def trained_table() -> Versions:
-    return Versions([*of("writes", "published", "serving"), *of("checks", "serving")], TABLE)
-
-
-def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
-    versions = trained_table()
-    assert versions.resolve("qwen", "e", "writer") == Serving(
-        "writes", 1, "writes@1", arm="serving"
-    )
-    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen", arm="serving")
-    versions.replace(
-        [*of("writes", "published", "published", "serving"), *of("checks", "published", "serving")]
-    )
-    assert versions.resolve("qwen", "e", "writer") == Serving(
-        "writes", 1, "writes@1", arm="serving"
-    )
-    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen", arm="serving")
-    assert versions.resolve("qwen", "new", "checker") == Serving(
-        "checks", 1, "checks@1", arm="serving"
-    )
-
-
-def test_a_fixed_policy_is_its_base_and_has_no_version() -> None:
-    versions = trained_table()
-    assert versions.resolve("qwen", "e", "rewriter") == Serving("rest", None, "qwen")
-    assert versions.trained_policy("qwen", "rewriter") is None
-    assert {versions.base_of(name) for name in ("writes", "checks", "rest")} == {"qwen"}
 
 
 def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
@@ -225,13 +184,6 @@ def test_a_policy_explores_by_any_of_its_names_and_a_version_of_it_by_none() -> 
         assert versions.exploration(model, agent) is None
 
 
-def test_nothing_explores_unless_a_file_says_so() -> None:
-    assert not Versions().explore
-    assert Versions().exploration("m", "x") is None
-    plain = EXPLORING.replace("explore", "# explore")
-    assert not Versions(table=parse_policies(plain, "p.toml")).explore
-
-
 def test_a_version_whose_files_were_deleted_says_so() -> None:
     """Such versions are not listed any more: there may have been thousands of them."""
     versions = Versions([version(0, "published"), version(2, "serving")])
@@ -271,3 +223,37 @@ def test_a_version_that_waits_to_go_live_can_be_asked_for_and_serves_nobody_else
     versions = Versions(of("writes", "serving", "ready"), TOGETHER)
     assert versions.resolve("writes", "e").version == 0
     assert versions.resolve("writes@1", "eval").version == 1
+
+
+BASE = version(0, "serving")
+
+
+async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('[{"name":')
+    taken: asyncio.Queue[list[PolicyVersion]] = asyncio.Queue()
+    watching = asyncio.create_task(VersionFile(tmp_path).watch(taken.put_nowait))
+    await asyncio.sleep(0)
+    VersionFile(tmp_path).write([BASE])
+    assert await asyncio.wait_for(taken.get(), 10) == [BASE]
+    watching.cancel()
+
+
+async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> None:
+    file = VersionFile(tmp_path)
+    file.write([BASE])
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).unlink()
+    # Reading it is an error of the disk's (EISDIR), as EIO is.
+    (tmp_path / NAME).mkdir()
+    assert file.read() is None
+    (tmp_path / NAME).rmdir()
+    (tmp_path / NAME).write_bytes(whole)
+    assert file.read() == [BASE]
+
+
+async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+    file = VersionFile(tmp_path)
+    assert file.read() is None
+    file.write([BASE])
+    assert file.read() == [BASE]
+    assert file.read() is None
