@@ -1,4 +1,4 @@
-"""Whose a policy is: what a tenant may ask for, and what is hidden from it."""
+"""Whose a policy is, also while its file changes or is damaged: what a tenant may ask for."""
 
 import os
 from collections.abc import Callable
@@ -28,8 +28,6 @@ TABLE = parse_policies(
     "p.toml",
 )
 TENANTS = ("a", "b", DEFAULT, "nobody")
-
-
 WHOSE = {"pa": "a", "pb": "b", "p": DEFAULT, "gone": DEFAULT}
 
 

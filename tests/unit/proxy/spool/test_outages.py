@@ -1,6 +1,7 @@
-"""The mark of fixed size: in place, whole or as it was before, and never shorter than the truth."""
+"""The mark of lost records: whole or as it was before, never shorter than the truth; its writer."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.errors import SpoolInUse
+from proxy.spool import writer as segment_writer
+from proxy.spool.folders import Home, take_home
 from proxy.spool.outages import (
     OUTAGE,
     PAGE,
@@ -17,10 +21,15 @@ from proxy.spool.outages import (
     parse_state,
     read_outage,
 )
+from proxy.spool.writer import SegmentWriter
 
 
 def size(folder: Path) -> int:
     return (folder / OUTAGE).stat().st_size
+
+
+def span(outage: Any) -> tuple[float, float | None]:
+    return outage.since, outage.until
 
 
 def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
@@ -29,8 +38,7 @@ def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
     assert file.begin(10.0)
     assert not file.begin(11.0)
     lasting = read_outage(tmp_path / OUTAGE).not_stored
-    assert lasting is not None
-    assert (lasting.since, lasting.until) == (10.0, None)
+    assert span(lasting) == (10.0, None)
     ended = file.end(12.0, named=False)
     assert ended == lasting._replace(until=12.0)
     assert read_outage(tmp_path / OUTAGE).not_stored == ended
@@ -72,9 +80,7 @@ def test_outage_of_a_killed_worker_is_not_withdrawn(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     file = OutageFile(tmp_path)
     assert file.lasts
-    ended = file.end(30.0, named=True)
-    assert ended is not None
-    assert (ended.since, ended.until) == (10.0, 30.0)
+    assert span(file.end(30.0, named=True)) == (10.0, 30.0)
 
 
 def test_clock_that_is_set_back_makes_the_outage_longer(tmp_path: Path) -> None:
@@ -82,9 +88,7 @@ def test_clock_that_is_set_back_makes_the_outage_longer(tmp_path: Path) -> None:
     file.begin(10.0)
     file.begin(90.0)
     assert file.begin(5.0)
-    ended = file.end(6.0, named=False)
-    assert ended is not None
-    assert (ended.since, ended.until) == (5.0, 90.0)
+    assert span(file.end(6.0, named=False)) == (5.0, 90.0)
 
 
 @given(cut=st.integers(0, 60), ending=st.booleans())
@@ -125,9 +129,7 @@ def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(OSError, match="Input/output"):
             file.end(12.0, named=False)
     assert read_outage(tmp_path / OUTAGE).outage == lasting
-    ended = file.end(13.0, named=False)
-    assert ended is not None
-    assert ended.until == 13.0
+    assert span(file.end(13.0, named=False)) == (10.0, 13.0)
 
 
 def test_truncated_file_is_made_whole(tmp_path: Path) -> None:
@@ -142,3 +144,97 @@ def test_removed_file_takes_no_mark(tmp_path: Path) -> None:
     (tmp_path / OUTAGE).unlink()
     with pytest.raises(FileNotFoundError, match="removed"):
         file.begin(10.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(segment_writer, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> SegmentWriter:
+    home = Home(tmp_path)
+    return SegmentWriter(lambda: home, home, segment_bytes=2**20)
+
+
+def outage_in(folder: Path) -> tuple[float, float | None] | None:
+    """When the outage that is marked in a folder began and ended."""
+    file = folder / OUTAGE
+    found = read_outage(file).not_stored if file.exists() else None
+    return None if found is None else (found.since, found.until)
+
+
+@pytest.fixture
+def unmarked(writer: SegmentWriter, clock: Clock, tmp_path: Path) -> SegmentWriter:
+    """A writer that lost records at 100 and could not mark it; it is 200 now."""
+    (tmp_path / OUTAGE).unlink()
+    writer.begin_outage()
+    assert outage_in(tmp_path) is None
+    clock.now = 200.0
+    return writer
+
+
+def test_outage_has_earlier_losses_that_could_not_be_marked(
+    unmarked: SegmentWriter, tmp_path: Path
+) -> None:
+    unmarked.begin_outage()
+    assert outage_in(tmp_path) == (100.0, None)
+
+
+def test_named_losses_are_in_no_later_outage(unmarked: SegmentWriter, tmp_path: Path) -> None:
+    assert unmarked.append(b"x")
+    unmarked.end_outage(named=True)
+    assert outage_in(tmp_path) is None
+    unmarked.begin_outage()
+    assert outage_in(tmp_path) == (200.0, None)
+
+
+def test_losses_without_a_mark_or_a_name_become_an_outage(
+    unmarked: SegmentWriter, tmp_path: Path
+) -> None:
+    assert unmarked.append(b"x")
+    unmarked.end_outage(named=False)
+    assert outage_in(tmp_path) == (100.0, 200.0)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_removed_folder_is_made_and_taken_again(tmp_path: Path, replaced: bool) -> None:
+    folder = tmp_path / "spool" / "0"
+    writer = SegmentWriter(lambda: take_home(tmp_path / "spool"), Home(folder), segment_bytes=64)
+    assert writer.append(b"x")
+    shutil.rmtree(tmp_path / "spool")
+    if replaced:
+        folder.mkdir(parents=True)
+    assert writer.append(b"y" * 64)
+    assert writer.append(b"z")
+    assert sorted(path.stat().st_size for path in folder.glob("*_*")) == [0, 1, 64]
+    with pytest.raises(SpoolInUse):
+        Home(folder)
+    # What tells of losses is there again too.
+    assert writer.mark(b"m")
+    writer.begin_outage()
+    assert outage_in(folder) is not None
+    writer.release()
+    Home(folder).release()
+
+
+def test_outage_lasts_on_when_its_folder_is_removed(clock: Clock, tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
+    writer.begin_outage()
+    clock.now = 200.0
+    shutil.rmtree(folder)
+    assert writer.append(b"y")
+    writer.end_outage(named=False)
+    assert outage_in(folder) == (100.0, 200.0)
+    writer.release()
