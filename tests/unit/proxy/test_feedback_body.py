@@ -16,16 +16,6 @@ def parse(value: Any, key: str | None = None) -> Any:
     return parse_feedback(json.dumps(value).encode(), NOW, key)
 
 
-def test_a_reward_for_an_episode() -> None:
-    [item] = parse({"value": 0.8, "episode": "e"}).items
-    assert (item.metric, item.value, item.target_kind, item.target) == (
-        "reward",
-        0.8,
-        "episode",
-        "e",
-    )
-
-
 @pytest.mark.parametrize(
     ("said", "kept"),
     [
@@ -45,17 +35,6 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
     [item] = parse(said | {"episode": "e"}).items
     assert item.value == kept
     assert type(item.value) is type(kept)
-
-
-def test_a_tool_status_becomes_a_tool_event() -> None:
-    [item] = parse({"metric": "tool_status", "value": "error", "response": "r", "id": "t"}).items
-    assert item.tool is not None
-    assert (item.tool.status, item.tool.tool_id) == ("error", "t")
-
-
-def test_a_key_carries_the_hash_of_its_body() -> None:
-    assert parse({"value": 1, "episode": "e"}, "k").body_hash is not None
-    assert parse({"value": 1, "episode": "e"}).body_hash is None
 
 
 @pytest.mark.parametrize(

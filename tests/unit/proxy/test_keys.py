@@ -4,7 +4,6 @@ import json
 import os
 import stat
 import zlib
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, ProxyError
+from proxy.errors import Forbidden, KeysUnknown, NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.http.wire import CREDENTIALS
 from proxy.keys import (
@@ -29,7 +28,7 @@ from proxy.keys import (
     without_credentials,
 )
 from proxy.settings import Access
-from store.keys import MARK, SCOPES, Grant, KeyRing, Scope, hash_of, new_secret
+from store.keys import MARK, Grant, KeyRing, Scope, hash_of, new_secret
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:
@@ -60,15 +59,6 @@ def refused(gate: Gate, shown: Shown, scope: Scope = "infer", *, local: bool = T
 
 ANYBODY = Shown()
 RELAYED = Shown(relayed=True)
-
-
-@pytest.mark.parametrize(("scope", "others"), list(product(SCOPES, (False, True))))
-def test_key_opens_exactly_its_scopes(scope: Scope, others: bool) -> None:
-    scopes = tuple(one for one in SCOPES if (one == scope) != others)
-    grant, shown = made(*scopes)
-    gate = gate_with(ring(grant))
-    for asked in SCOPES:
-        assert refused(gate, shown, asked) is (None if asked in scopes else OutOfScope)
 
 
 def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:

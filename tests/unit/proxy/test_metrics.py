@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest, values
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from proxy import metrics, shared_memory
-from proxy.feedback import metric_label
 from proxy.metrics import status_label
 from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, count_in, registry
 
@@ -165,12 +162,6 @@ def test_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
 def test_room_is_set_aside_for_every_kind_of_metric() -> None:
     gauges = [metric for metric in vars(metrics).values() if isinstance(metric, Gauge)]
     assert {f"gauge_{gauge._multiprocess_mode}" for gauge in gauges} <= ROOM.keys()
-
-
-@given(st.text() | st.sampled_from(["reward", "tool_status"]))
-def test_metric_label_is_one_of_three(metric: str) -> None:
-    wanted = metric if metric in ("reward", "tool_status") else "other"
-    assert metric_label(metric) == wanted
 
 
 def test_a_status_is_one_that_http_defines_or_a_class() -> None:

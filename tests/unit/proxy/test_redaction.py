@@ -245,13 +245,6 @@ def test_call_without_a_hit_is_the_same_object() -> None:
     assert by_rules(record, PATTERN + FIELD + REPLY).record is record
 
 
-def test_body_that_is_not_json_is_withheld() -> None:
-    raw = call(request=None, request_raw=b"canary", reply=None, reply_raw=b"x")
-    record, by, withheld = by_rules(raw)
-    assert (record.request_raw, record.reply_raw, withheld, by) == (None, None, True, frozenset())
-    assert record.reason == "redacted"
-
-
 @pytest.mark.parametrize(
     "body",
     [

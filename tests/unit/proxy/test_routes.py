@@ -64,12 +64,6 @@ def test_a_chat_call_is_recorded_and_models_are_forwarded() -> None:
     assert find_route("POST", "/feedback").kind is Kind.FEEDBACK
 
 
-def test_the_prefix_names_task_episode_and_agent() -> None:
-    route = find_route("POST", "/task/t%201/episode/e7/agent/writer/v1/chat/completions")
-    assert (route.task, route.episode, route.agent) == ("t 1", "e7", "writer")
-    assert route.path == "/v1/chat/completions"
-
-
 def test_prefix_parts_stand_alone_but_in_order() -> None:
     assert find_route("POST", "/agent/a/v1/chat/completions").agent == "a"
     with pytest.raises(NotAllowed):

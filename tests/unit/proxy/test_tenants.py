@@ -59,12 +59,46 @@ def item(*parts: Any) -> dict[str, Any]:
 
 
 # What tenants may not send: the path, the request's fields, and the name that the error has.
+# Parts of a user's content, items and tools come first, with the name within them.
+CONTENTS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"type": "file", "file": {"file_id": "f"}}, "file.file_id"),
+    (CHAT, {"type": "file", "file": {"File_ID": "f"}}, "file.File_ID"),
+    (CHAT, {"type": "image_url", "image_url": None, "uuid": "my-picture"}, "uuid"),
+    (MESSAGES, {"type": "image", "source": {"type": "file", "file_id": "f"}}, "source.file_id"),
+    (MESSAGES, {"type": "container_upload", "file_id": "f"}, "file_id"),
+]
+ITEMS: list[tuple[dict[str, Any], str]] = [
+    ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, ".content[0].file_id"),
+    ({"type": "computer_call_output", "output": {"file_id": "f"}}, ".output.file_id"),
+    ({"type": "code_interpreter_call", "container_id": "cntr_1"}, ".container_id"),
+    # These only name what the provider keeps.
+    ({"type": "item_reference", "id": "msg_1"}, ""),
+    ({"id": "msg_1"}, ""),
+    ({"type": None, "id": "msg_1"}, ""),
+    ({"type": "reasoning", "id": "rs_1", "summary": []}, ""),
+    ({"type": "image_generation_call", "id": "ig_1", "result": None}, ""),
+    ({"type": "nobody_knows", "id": "x"}, ""),
+    ({"type": ["reasoning"], "id": "x"}, ""),
+]
+TOOLS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "image_generation", "input_image_mask": {"file_id": "f"}},
+        "input_image_mask.file_id",
+    ),
+    ({"type": "code_interpreter", "container": {"file_ids": ["f"]}}, "container.file_ids"),
+    ({"type": "code_interpreter", "container": "cntr_1"}, "container"),
+    ({"type": "file_search", "vector_store_ids": ["vs_1"]}, "vector_store_ids"),
+    ({"type": "mcp", "tunnel_id": "t"}, "tunnel_id"),
+]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((path, user(part), f"messages[0].content[0].{name}") for path, part, name in CONTENTS),
+    *((RESPONSES, item(one), f"input[1]{name}") for one, name in ITEMS),
+    *((RESPONSES, {"tools": [tool]}, f"tools[0].{name}") for tool, name in TOOLS),
     # Somewhere else, with another key, before others, under another's id, from another's cache.
     *((CHAT, {name: "x"}, name) for name in ("api_base", "base_url", "api_key", "API_KEY")),
     *((CHAT, {name: "x"}, name) for name in ("aws_role_name", "vertex_credentials", "rid")),
     *(
-        (CHAT, {name: {"a": "b"}}, name)
+        (CHAT, {name: {"a": 1}}, name)
         for name in ("user_config", "extra_headers", "litellm_params")
     ),
     *((CHAT, {"priority": value}, "priority") for value in (-1, 0, "1", True)),
@@ -92,84 +126,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
             {},
         )
     ),
+    # What a provider keeps under one account for all tenants.
     (RESPONSES, {"conversation": "conv_1"}, "conversation"),
     (RESPONSES, {"Previous_Response_Id": "resp_1"}, "Previous_Response_Id"),
-    # What a provider keeps under one account for all tenants.
-    (CHAT, user({"type": "file", "file": {"file_id": "f"}}), "messages[0].content[0].file.file_id"),
-    (
-        MESSAGES,
-        user({"type": "image", "source": {"type": "file", "file_id": "f"}}),
-        "messages[0].content[0].source.file_id",
-    ),
-    (
-        MESSAGES,
-        user({"type": "container_upload", "file_id": "f"}),
-        "messages[0].content[0].file_id",
-    ),
-    (
-        RESPONSES,
-        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-        "input[0].content[0].file_id",
-    ),
-    (
-        RESPONSES,
-        item({"type": "computer_call_output", "call_id": "c", "output": {"file_id": "f"}}),
-        "input[1].output.file_id",
-    ),
-    (
-        RESPONSES,
-        item({"type": "code_interpreter_call", "container_id": "cntr_1"}),
-        "input[1].container_id",
-    ),
-    (
-        RESPONSES,
-        {"tools": [{"type": "image_generation", "input_image_mask": {"file_id": "f"}}]},
-        "tools[0].input_image_mask.file_id",
-    ),
-    (
-        RESPONSES,
-        {"tools": [{"type": "code_interpreter", "container": {"file_ids": ["f"]}}]},
-        "tools[0].container.file_ids",
-    ),
-    (
-        RESPONSES,
-        {"tools": [{"type": "code_interpreter", "container": "cntr_1"}]},
-        "tools[0].container",
-    ),
-    (
-        RESPONSES,
-        {"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]},
-        "tools[0].vector_store_ids",
-    ),
-    (RESPONSES, {"tools": [{"type": "mcp", "tunnel_id": "t"}]}, "tools[0].tunnel_id"),
     (RESPONSES, {"prompt": {"id": "pmpt_1", "version": "2"}}, "prompt"),
     (MESSAGES, {"container": "container_1"}, "container"),
     (MESSAGES, {"container": {"skills": [{"type": "custom", "skill_id": "s"}]}}, "container"),
-    (
-        CHAT,
-        {"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]},
-        "messages[0].audio.id",
-    ),
+    (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio.id"),
     ("/v1/audio/speech", {"input": "q", "voice": {"id": "voice_1"}}, "voice.id"),
     ("/v1/images/edits", {"prompt": "q", "images": [{"file_id": "f"}]}, "images[0].file_id"),
-    (
-        CHAT,
-        user({"type": "image_url", "image_url": None, "uuid": "my-picture"}),
-        "messages[0].content[0].uuid",
-    ),
-    (CHAT, user({"type": "file", "file": {"File_ID": "f"}}), "messages[0].content[0].file.File_ID"),
-    # Items that only name what the provider keeps.
-    (RESPONSES, item({"type": "item_reference", "id": "msg_1"}), "input[1]"),
-    (RESPONSES, item({"id": "msg_1"}), "input[1]"),
-    (RESPONSES, item({"type": None, "id": "msg_1"}), "input[1]"),
-    (RESPONSES, item({"type": "reasoning", "id": "rs_1", "summary": []}), "input[1]"),
-    (
-        RESPONSES,
-        item({"type": "image_generation_call", "id": "ig_1", "result": None}),
-        "input[1]",
-    ),
-    (RESPONSES, item({"type": "nobody_knows", "id": "x"}), "input[1]"),
-    (RESPONSES, item({"type": ["reasoning"], "id": "x"}), "input[1]"),
 ]
 
 

@@ -78,15 +78,9 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize(
     ("api", "request_", "reason"),
     [
-        ("chat", {"temperature": 0}, "greedy"),
-        ("chat", {"top_p": 0}, "unreadable_sampling"),
-        ("chat", {"top_k": 1.5}, "unreadable_sampling"),
         ("chat", {"logit_bias": {"five": 1}}, "unreadable_sampling"),
         ("chat", {"bad_words": "a"}, "unreadable_sampling"),
         ("chat", {"logits_processors": ["mine"]}, "reshaped_distribution"),
-        ("chat", {"vllm_xargs": {"x": 1}}, "reshaped_distribution"),
-        ("responses", {"min_tokens": 5}, "reshaped_distribution"),
-        ("responses", {"bad_words": ["a"]}, "reshaped_distribution"),
         ("chat", {"tool_choice": "required"}, "constrained_sampling"),
         ("chat", {"guided_regex": "a+"}, "constrained_sampling"),
         ("messages", {"tool_choice": {"type": "any"}}, "constrained_sampling"),
@@ -196,23 +190,6 @@ def test_incomplete_failed_and_unknown_calls_are_not_trained() -> None:
     assert judged("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"
     assert judged("complete", 400, 1, settings, WHOLE, rules) == "error_reply"
     assert judged("complete", 200, None, settings, WHOLE, rules) == "unknown_policy"
-    strict = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
-    assert why(strict) == "constrained_sampling"
-
-
-def test_the_servers_temperature_is_recorded_where_none_is_named() -> None:
-    rules = FORMATS["chat"].sampling
-    assert sampling_settings({}, 0.6, rules) == {"temperature": 0.6}
-    assert sampling_settings({"temperature": 0.2}, 0.6, rules)["temperature"] == 0.2
-
-
-def test_what_the_server_uses_besides_is_recorded_where_a_request_does_not_say() -> None:
-    """A model's card may shape what a request leaves open."""
-    rules, card = FORMATS["chat"].sampling, {"top_p": 0.95, "top_k": 20}
-    assert sampling_settings({}, 0.6, rules, card) == {"temperature": 0.6} | card
-    assert sampling_settings({"top_p": None}, 0.6, rules, card) == {"temperature": 0.6} | card
-    asked = {"temperature": 0.6, "top_p": 1.0, "top_k": 20}
-    assert sampling_settings({"top_p": 1.0}, 0.6, rules, card) == asked
 
 
 @pytest.mark.parametrize(
@@ -247,15 +224,8 @@ VALUES = st.sampled_from(
 )
 NAMES = (
     *("temperature", "top_p", "min_tokens", "stop_token_ids", "tools", "tool_choice", "n", "user"),
-    *(
-        "parallel_tool_calls",
-        "response_format",
-        "guided_json",
-        "structured_outputs",
-        "logit_bias",
-        "metadata",
-        "unknown",
-    ),
+    *("parallel_tool_calls", "response_format", "guided_json", "structured_outputs"),
+    *("logit_bias", "metadata", "unknown"),
 )
 FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
 

@@ -57,9 +57,30 @@ def test_who_answers(model: str, agent: str, policy: str | None) -> None:
     assert (found and found.name) == policy
 
 
+EXPLORES = [
+    ("0.1", "policy 'a': explore: Input should be a valid dictionary"),
+    (
+        "{ share = 0.1 }",
+        "policy 'a': explore: neither temperature nor drop_strict is set, so it changes nothing; "
+        "write explore = { share = 0.1, temperature = 0.7 }",
+    ),
+    ("{ share = 1.5, temperature = 0.7 }", "explore.share: Input should be less than or equal to"),
+    ("{ share = 0.0, temperature = 0.7 }", "explore.share: Input should be gr"),
+    ("{ share = nan, temperature = 0.7 }", "explore.share: Input should be le"),
+    ("{ share = true, temperature = 0.7 }", "explore.share: Input should be a"),
+    ("{ temperature = 0.7 }", "policy 'a': explore.share: Field required; write share = 0.1"),
+    ("{ share = 0.1, temperature = 0.01 }", "explore.temperature: Input should be greater than"),
+    ("{ share = 0.1, temperature = 2.5 }", "explore.temperature: Input should"),
+    ('{ share = 0.1, drop_strict = "x" }', "explore.drop_strict: Input should"),
+    ("{ share = 0.1, temprature = 1 }", "'explore.temprature': did you mean temperature?"),
+    ("{ share = 0.1, zzz = 1 }", "'explore.zzz': there are share, temperature, drop_strict"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        *((f"{ONE}explore = {rule}", named) for rule, named in EXPLORES),
         ("=", "p.toml is not TOML"),
         ("", "p.toml: there is no table [[policy]]; write one for each policy"),
         ("policy = []", "p.toml: there is no table [[policy]]"),
@@ -79,34 +100,6 @@ def test_who_answers(model: str, agent: str, policy: str | None) -> None:
         (
             ONE + "trained = false\nexplore = { share = 0.1, temperature = 0.7 }",
             "policy 'a': explore is for a trained policy alone; leave it out",
-        ),
-        (ONE + "explore = 0.1", "policy 'a': explore: Input should be a valid dictionary"),
-        (
-            ONE + "explore = { share = 0.1 }",
-            "policy 'a': explore: neither temperature nor drop_strict is set, so it changes "
-            "nothing; write explore = { share = 0.1, temperature = 0.7 }",
-        ),
-        (
-            ONE + "explore = { share = 1.5, temperature = 0.7 }",
-            "policy 'a': explore.share: Input should be less than or equal to 1; write share = 0.1",
-        ),
-        (ONE + "explore = { share = 0.0, temperature = 0.7 }", "explore.share: Input should be gr"),
-        (ONE + "explore = { share = nan, temperature = 0.7 }", "explore.share: Input should be le"),
-        (ONE + "explore = { share = true, temperature = 0.7 }", "explore.share: Input should be a"),
-        (ONE + "explore = { temperature = 0.7 }", "explore.share: Field required; write share = "),
-        (
-            ONE + "explore = { share = 0.1, temperature = 0.01 }",
-            "explore.temperature: Input should be greater than or equal to 0.1; write t",
-        ),
-        (ONE + "explore = { share = 0.1, temperature = 2.5 }", "explore.temperature: Input should"),
-        (ONE + 'explore = { share = 0.1, drop_strict = "x" }', "explore.drop_strict: Input should"),
-        (
-            ONE + "explore = { share = 0.1, temprature = 1 }",
-            "policy 'a': unknown key 'explore.temprature': did you mean temperature?",
-        ),
-        (
-            ONE + "explore = { share = 0.1, zzz = 1 }",
-            "unknown key 'explore.zzz': there are share, temperature, drop_strict",
         ),
         (ONE + ONE, "two tables [[policy]] are named 'a'; give each a name of its own"),
         (

@@ -207,7 +207,9 @@ def test_the_record_tells_what_was_used() -> None:
     assert said({}, default_temperature=1e-4).sampling == b'{"temperature":0.01}'
     assert said({}, default_temperature=0.0).reason == "greedy"
     card = said(
-        {"top_k": 5}, default_temperature=0.6, sampling_defaults={"top_p": 0.95, "top_k": 20}
+        {"top_k": 5, "top_p": None},
+        default_temperature=0.6,
+        sampling_defaults={"top_p": 0.95, "top_k": 20},
     )
     assert json.loads(card.sampling) == {"temperature": 0.6, "top_p": 0.95, "top_k": 5}
     assert card.reason is None

@@ -102,12 +102,3 @@ def test_the_summary_is_what_the_reply_says(name: str) -> None:
     ]
     assert summary.text == "".join(b["text"] for b in blocks if b["type"] == "text")
     assert (summary.response_id, summary.tool_calls) == (reply["id"], facts.tool_calls)
-
-
-def test_a_tool_call_that_was_cut_short_is_an_answer_still() -> None:
-    """vLLM fails such a call; Anthropic answers it with the reason `max_tokens`."""
-    reply = answer("messages_cut_tool_whole")
-    message = json.loads(reply.seen)
-    assert message["stop_reason"] == "max_tokens"
-    assert message["content"][0]["input"] == {}
-    assert reply.facts.sampled.sampled_ids

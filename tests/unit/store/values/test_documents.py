@@ -1,4 +1,4 @@
-"""JSON documents as they were said: compacted to the byte or refused; how deep and large they are."""
+"""JSON documents as they were said: compacted to the byte, or refused; their depth and size."""
 
 import json
 import string
