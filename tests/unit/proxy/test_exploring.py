@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.exploring import Exploring, explored, header_of, is_chosen, with_explored
+from proxy.exploring import Exploring, explored, is_chosen, with_explored
 from proxy.formats.base import read_request
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
@@ -19,6 +19,7 @@ from proxy.upstreams.upstreams import SamplingDefaults
 from store.ids import new_name
 from store.policy_table import Explore
 from store.records import EXPLORED
+from tests.support.recordings import PLAIN
 from tests.support.records import captured
 
 
@@ -54,12 +55,6 @@ def test_the_choice_is_the_one_that_it_has_been_since_it_was_released() -> None:
 BOTH = Explore(share=1.0, temperature=0.7, drop_strict=True)
 WARMER = Explore(share=1.0, temperature=0.7)
 LOOSER = Explore(share=1.0, drop_strict=True)
-ASKED: dict[str, dict[str, Any]] = {
-    "chat": {"model": "m", "messages": [{"role": "user", "content": "q"}]},
-    "completions": {"model": "m", "prompt": "q"},
-    "messages": {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}]},
-    "responses": {"model": "m", "input": "q"},
-}
 SCHEMA = {"type": "object", "properties": {}}
 FUNCTION = {"name": "f", "parameters": SCHEMA, "strict": True}
 STRICT: dict[str, Any] = {
@@ -67,7 +62,7 @@ STRICT: dict[str, Any] = {
     "messages": {"name": "f", "input_schema": SCHEMA, "strict": True},
     "responses": {"type": "function", **FUNCTION},
 }
-FORMS = sorted(ASKED)
+FORMS = sorted(PLAIN)
 WITH_TOOLS = sorted(STRICT)
 
 
@@ -77,7 +72,7 @@ def changes(
     defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008
     **fields: Any,
 ) -> Any:
-    request = read_request(json.dumps(ASKED[name] | fields).encode())
+    request = read_request(json.dumps(PLAIN[name] | fields).encode())
     found = explored(request, FORMATS[name], Exploring(rule, defaults))
     return None if found is None else found.changes
 
@@ -179,14 +174,9 @@ def test_a_body_that_is_no_object_is_left_alone() -> None:
         assert explored(read_request(body), FORMATS["chat"], exploring) is None
 
 
-def test_the_header_names_each_change() -> None:
-    assert header_of({"temperature": 0.7, "seed": None}) == b"temperature=0.7, seed"
-    assert header_of({"temperature": 1.0, "strict": None}) == b"temperature=1, strict"
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_every_byte_but_those_that_change_is_the_clients(name: str) -> None:
-    body = json.dumps(ASKED[name])[:-1].encode()
+    body = json.dumps(PLAIN[name])[:-1].encode()
     odd = b',"x": 1.50,"temperature" : 0e0, "user":"\\u00e9\\ud83d\\ude00 ", "seed":1,"y":[ 1e2 ]}'
     request = read_request(body + odd)
     made = with_explored(request, {"temperature": 0.7, "seed": None})
@@ -251,7 +241,7 @@ def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
     name: str, fields: dict[str, Any], tools: Any, temperature: float, parser: tuple[bool, Any]
 ) -> None:
     """The ingester reads of the client's own request what the server reads of the changed one."""
-    asked = ASKED[name] | fields | ({} if tools is None else {"tools": tools})
+    asked = PLAIN[name] | fields | ({} if tools is None else {"tools": tools})
     request = read_request(msgspec.json.encode(asked))
     grammars, tag = parser
     defaults = SamplingDefaults(temperature, {}, grammars, tag)

@@ -43,27 +43,6 @@ async def test_a_reply_without_body_is_whole_with_its_head(status: bytes) -> Non
     assert kept
 
 
-async def test_a_reply_without_length_ends_with_the_connection() -> None:
-    pool, connection, _ = upstream()
-    answer = connection.ask(b"")
-    await feed(connection, [HEAD + b"\r\nhel", b"lo"])
-    reply = await answer
-    assert not reply.body.ended
-    connection.connection_lost(None)
-    assert await reply.read() == b"hello"
-    assert not pool._idle
-
-
-@pytest.mark.parametrize("whole", [SIZED, CHUNKED])
-async def test_a_reply_that_breaks_off_is_torn(whole: bytes) -> None:
-    _, connection, _ = upstream()
-    answer = connection.ask(b"")
-    await feed(connection, [whole[:-1]])
-    connection.connection_lost(None)
-    with pytest.raises(Torn):
-        await (await answer).read()
-
-
 async def test_discarding_a_reply_leaves_its_connection_to_whoever_has_it_now() -> None:
     pool, connection, transport = upstream()
     answer = connection.ask(b"")
@@ -79,15 +58,6 @@ async def test_discarding_a_reply_leaves_its_connection_to_whoever_has_it_now() 
     # One that nobody has taken is closed.
     (await following).discard()
     assert transport.is_closing()
-
-
-async def test_a_connection_that_breaks_before_the_reply_gave_none() -> None:
-    _, connection, _ = upstream()
-    answer = connection.ask(b"")
-    await feed(connection, [SIZED[:20]])
-    connection.connection_lost(ConnectionResetError())
-    with pytest.raises(NoReply):
-        await answer
 
 
 @pytest.mark.parametrize(

@@ -306,22 +306,6 @@ async def test_a_client_that_sends_faster_than_is_read_is_told_to_wait() -> None
     assert sum(map(len, taken)) == size
 
 
-async def test_a_client_that_leaves_stops_who_works_for_it() -> None:
-    stopped = asyncio.Event()
-
-    async def forever(_: Exchange) -> None:
-        try:
-            await asyncio.sleep(600)
-        finally:
-            stopped.set()
-
-    connection, _ = client(forever)
-    await feed(connection, [SIZED])
-    connection.connection_lost(None)
-    await settle()
-    assert stopped.is_set()
-
-
 @pytest.mark.parametrize("handle", [whole, sized, chunks])
 async def test_head_is_answered_with_the_head_of_get_and_no_body(handle: object) -> None:
     said: dict[bytes, bytes] = {}

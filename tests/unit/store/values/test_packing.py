@@ -48,11 +48,6 @@ def test_a_shared_prefix_is_the_longest(one: bytes, other: bytes) -> None:
     assert one[length : length + 1] != other[length : length + 1] or length == len(one)
 
 
-def test_a_base_that_is_too_short_is_told() -> None:
-    with pytest.raises(ValueError, match="a base of 2"):
-        rebuild(b"ab", 2, 1, b"")
-
-
 def thread(turns: int, episode: str = "e", agent: str = "a") -> list[CallRecord]:
     messages = [{"role": "system", "content": f"{agent} " * 40}]
     ids = list(range(100))
@@ -148,16 +143,6 @@ def test_memory_is_bounded() -> None:
     assert len(bases.of("e49")) <= TIPS
 
 
-def test_a_parent_that_is_missing_is_told() -> None:
-    first, second = thread(2)
-    rows = stored(Bases(), [first, second])
-    found = whole_texts(rows[1:])
-    assert found.of == {}
-    assert found.damaged == {
-        second.id: f"call {second.id} adds to {first.id}: that call is missing"
-    }
-
-
 def damaged(rows: list[Any]) -> list[str]:
     return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
 
@@ -175,9 +160,3 @@ def test_calls_that_add_to_each_other_are_damaged() -> None:
     rows = stored(Bases(), thread(2))
     rows[0].parent_id = rows[1].id
     assert damaged(rows) == ["that call cannot be read back"] * 2
-
-
-def test_what_does_not_say_what_it_takes_is_damaged() -> None:
-    rows = stored(Bases(), thread(2))
-    rows[1].prompt_prefix = None
-    assert damaged(rows) == ["the lengths of the shared parts, or the added request, are missing"]
