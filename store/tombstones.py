@@ -252,7 +252,7 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
 
 
 async def begin_deletion(driver: Any) -> int:
-    """Keep all batches from being stored until the transaction ends; return its number."""
+    """Keep batches from being stored until the transaction ends; return the deletion's number."""
     # Whoever loses its connection, or is stopped, must not keep all batches waiting.
     await driver.execute(_PATIENCE)
     await driver.execute(_HOLD)

@@ -19,7 +19,7 @@ from trainer.settings import TrainerSettings
 
 
 class Chosen(Record, frozen=True, kw_only=True):
-    """Hold one policy that a trainer trains.
+    """Describe a policy that this trainer trains.
 
     `policy` is None if the model server's base model is the policy. `base` is the name that the
     model server has for the base model; None: the policy's own. `together` are the policies that

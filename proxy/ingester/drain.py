@@ -69,7 +69,7 @@ class RecordingOutages:
     """Follow the files of outages under one root."""
 
     def __init__(self, root: Path, patience_s: float = OUTAGE_PATIENCE_S) -> None:
-        """Store outages that last after `patience_s` seconds."""
+        """Store an outage that goes on once it has lasted for `patience_s` seconds."""
         self._root = root
         self._patience_s = patience_s
         self._ingester = Ingester()
@@ -195,7 +195,7 @@ class Progress:
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Begin as `moving`; `clock` returns seconds."""
+        """Begin with the state `moving`; `clock` returns seconds."""
         self._clock = clock
         self._since = clock()
         self._stuck_since: float | None = None

@@ -42,7 +42,7 @@ class FallWealth:
         return exp(min(least, log(MOST_WEALTH)))
 
     def update(self, block: Block) -> None:
-        """Settle the bets on one block of the time since."""
+        """Settle the bets on one block of the episodes since the promotion."""
         for wealth in self._now:
             wealth.update(block)
 
@@ -185,7 +185,7 @@ class Stretch:
         self._arms[episode.arm].add(episode, value)
 
     def update(self, block: Block) -> None:
-        """Settle the bets on one block of the time since."""
+        """Settle the bets on one block of the episodes since the promotion."""
         self.blocks += 1
         self._since.add(block)
         self._fall.update(block)
