@@ -3,6 +3,7 @@
 An answer is received first (`receive`) and its end released later (`release`): between the two the
 call is recorded, so that the end leaves only once the record is durable. An answer changes while it
 is received, for a call can be broken off at any chunk, and its record says how far the reply came.
+A call holds its answer, and no answer its call: neither would be freed until garbage is collected.
 """
 
 import zlib
@@ -16,6 +17,7 @@ from proxy.errors import ReplyTooLarge, ReplyTorn
 from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
+from proxy.intake import Claim
 from proxy.metrics import FIRST_CHUNK_SECONDS
 from proxy.upstreams.server import Reply, as_came
 from store.records import CallStatus
@@ -38,7 +40,6 @@ class StreamedAnswer:
 
     streamed = True
     __slots__ = (
-        "_call",
         "_headers",
         "_held",
         "_pieces",
@@ -51,21 +52,26 @@ class StreamedAnswer:
 
     _pieces: AsyncIterator[bytes]
 
-    def __init__(self, call: "Call", reply: Reply, headers: Headers) -> None:
-        """Begin an answer of which nothing has come; `headers` are our own, which it gets."""
-        self._call = call
+    def __init__(self, reply: Reply, headers: Headers, claim: Claim) -> None:
+        """Begin an answer of which nothing has come.
+
+        Args:
+            reply: the upstream's, of which the head has come.
+            headers: our own, which the answer gets.
+            claim: what the call holds of the memory budget.
+        """
         self._reply = reply
         self._headers = headers
         self._held = b""
         self._why_torn: str | None = None
-        self.buffer = ReplyBuffer(call.claim.add)
+        self.buffer = ReplyBuffer(claim.add)
         self.parser: ReplyParser | None = None
         # From the request's arrival to the first chunk.
         self.first_chunk_ms: float | None = None
 
-    async def receive(self) -> CallStatus:
+    async def receive(self, call: "Call") -> CallStatus:
         """Pass the reply on as it comes, and return how it ended, but keep its end back."""
-        call, reply, buffer = self._call, self._reply, self.buffer
+        reply, buffer = self._reply, self.buffer
         exchange, routed = call.exchange, call.routed
         served_name = routed.serving.served_name
         parser = self.parser = call.format.reply(routed.request, served_name, streamed=True)
@@ -90,34 +96,34 @@ class StreamedAnswer:
         self._held = b"" if parser.at_end else parser.finish()
         return "complete" if parser.ended else "truncated"
 
-    async def release(self) -> None:
+    async def release(self, call: "Call") -> None:
         """Send the end; tear a reply that broke off, as a clean end would make it look whole."""
-        exchange, parser = self._call.exchange, self.parser
+        exchange, parser = call.exchange, self.parser
         if self._why_torn is not None:
             message = f"The model server's reply broke off: {self._why_torn}."
-            exchange.write(self._call.format.errors.event(message, "upstream_error"))
+            exchange.write(call.format.errors.event(message, "upstream_error"))
             exchange.tear()
             return
         if parser is not None and parser.at_end:
             # The reply's end was seen. The upstream may send more before it closes.
             if not self._reply.ended:
-                await self._pass_rest(parser)
+                await self._pass_rest(call, parser)
             self._held = parser.finish()
         exchange.end(self._held)
 
-    async def _pass_rest(self, parser: ReplyParser) -> None:
+    async def _pass_rest(self, call: "Call", parser: ReplyParser) -> None:
         """Pass on what follows the reply's last event, until the upstream closes its body.
 
         The client has that event and the record is made, so the rest is not recorded.
         """
-        exchange = self._call.exchange
+        exchange = call.exchange
         exchange.write(parser.release())
         try:
             async for chunk in self._pieces:
                 exchange.write(parser.feed(chunk))
                 await exchange.drained()
         except Torn as error:
-            log.info("stream_torn_after_its_end", call=self._call.name, reason=str(error))
+            log.info("stream_torn_after_its_end", call=call.name, reason=str(error))
 
 
 class WholeAnswer:
@@ -125,25 +131,24 @@ class WholeAnswer:
 
     streamed = False
     first_chunk_ms = None
-    __slots__ = ("_body", "_call", "_headers", "_out", "_reply", "buffer", "parser")
+    __slots__ = ("_body", "_headers", "_out", "_reply", "buffer", "parser")
 
-    def __init__(self, call: "Call", reply: Reply, headers: Headers) -> None:
-        """Begin an answer of which nothing has come; `headers` are our own, which it gets."""
-        self._call = call
+    def __init__(self, reply: Reply, headers: Headers, claim: Claim) -> None:
+        """Begin an answer of which nothing has come; the arguments are `StreamedAnswer`'s."""
         self._reply = reply
         self._headers = headers
         self._body = self._out = b""
-        self.buffer = ReplyBuffer(call.claim.add)
+        self.buffer = ReplyBuffer(claim.add)
         self.parser: ReplyParser | None = None
 
-    async def receive(self) -> CallStatus:
+    async def receive(self, call: "Call") -> CallStatus:
         """Read the whole reply; nothing of it is passed on before its record is durable.
 
         Raises:
             ReplyTorn: the reply broke off; what came of it is in the buffer.
             ReplyTooLarge: it is longer than `PAWL_MAX_REPLY_MB`.
         """
-        call, reply, most = self._call, self._reply, self._call.parts.max_reply
+        reply, most = self._reply, call.parts.max_reply
         length = reply.header(b"content-length")
         if length is not None and length.isdigit():
             call.claim.add(REPLY_COPIES * min(int(length), most))
@@ -171,12 +176,12 @@ class WholeAnswer:
         self._body, self._out = body, parser.finish()
         return "complete"
 
-    async def release(self) -> None:
+    async def release(self, call: "Call") -> None:
         """Send the reply, once its record is durable."""
         reply = self._reply
         as_sent, out = as_came(reply, self._body, self._out)
         headers = [*for_client(as_sent), *self._headers]
-        self._call.exchange.reply(reply.status, reply.reason, headers, out)
+        call.exchange.reply(reply.status, reply.reason, headers, out)
 
 
 Answer = StreamedAnswer | WholeAnswer

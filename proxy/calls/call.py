@@ -210,9 +210,9 @@ class Call:
             if reply.status >= ERRORS:
                 reply = await self._past_refusal(upstream, reply)
             answer = self._begin_answer(reply)
-            status = await answer.receive()
+            status = await answer.receive(self)
             await self._make_durable(status)
-            await answer.release()
+            await answer.release(self)
         except ProxyError as error:
             await self._refuse(error)
         except ClientGone:
@@ -467,7 +467,7 @@ class Call:
         if reply.status >= ERRORS:
             headers.append(UPSTREAM_SAID)
         kind = StreamedAnswer if comes_in_events(reply) else WholeAnswer
-        answer = self.answer = kind(self, reply, headers)
+        answer = self.answer = kind(reply, headers, self.claim)
         return answer
 
     async def _make_durable(self, status: CallStatus) -> None:

@@ -1,6 +1,7 @@
 """Calls through the proxy: what is captured, who they belong to, and what a client is told."""
 
 import asyncio
+import gc
 import io
 import json
 from pathlib import Path
@@ -85,6 +86,22 @@ async def test_plain_call_does_not_enter_optional_code(
     reply = await proxy.chat(headers={"x-pawl-episode": "e"})
     assert (reply.status, reply.headers["x-pawl-policy"]) == (200, "m@0")
     assert (await proxy.only_call()).policy_version == 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_call_leaves_no_reference_cycle(proxy: Proxy, stream: bool) -> None:
+    """A worker collects garbage seldom: with cycles, a pass would hold up every stream."""
+    await proxy.chat(stream=stream)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await proxy.chat(stream=stream)
+        gc.collect()
+        kinds = {type(each) for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not [kind for kind in kinds if kind.__module__.startswith("proxy.")]
 
 
 @pytest.mark.parametrize(
