@@ -135,7 +135,7 @@ def test_commands_that_start_at_once_share_one_server(folder: Path, on_a_slow_di
     began = time.monotonic()
     users = [user(folder) for _ in range(AT_ONCE)]
     if on_a_slow_disk:
-        with slow(folder, stopped_s=0.4, running_s=0.05):
+        with slow(folder, stopped_s=0.8, running_s=0.05):
             for process in users:
                 await_up(process)
         assert time.monotonic() - began > 5
