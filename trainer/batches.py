@@ -1,10 +1,19 @@
 """Turn credited transitions into the rows, prefix trees and micro-batches of an update (pure).
 
 Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
+
+Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
+before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
+
+    tree    one forward pass over the prefix tree: each distinct token is computed once
+    chain   a row is read off the forward pass of a row that it is a prefix of
+    rows    each row by itself
+    whole   each row by itself, with the model's own LM head
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from itertools import pairwise
+from typing import Final, Literal
 from uuid import UUID
 
 import msgspec
@@ -17,6 +26,10 @@ from trainer.credit.assign import TransitionCredit
 # The key of a transition within an update: its episode's id and its call's index there.
 RowKey = tuple[UUID, int]
 PLAIN: Final = Distribution(temperature=1.0)
+
+Way = Literal["tree", "chain", "rows", "whole"]
+# From the one that computes the fewest tokens to the one that every model can.
+WAYS: Final[tuple[Way, ...]] = ("tree", "chain", "rows", "whole")
 
 
 class Row(Record, frozen=True, kw_only=True):
@@ -173,51 +186,90 @@ def _close(nodes: Sequence[int], end: list[int], size: int) -> None:
 
 
 def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
-    """Divide an update into at most `steps` optimiser steps with about equal numbers of tokens.
+    """Divide an update into at most `steps` optimiser steps of about equally many episodes.
 
-    Rows are dealt out in lexicographic order, one to each step in turn, so that every step sees
-    every group: the advantages of a step over one group alone would be those of one task only.
+    An episode stays whole, as its rows share prefixes. Episodes are dealt out by their first row in
+    lexicographic order, one to each step in turn, so that every step sees every group: the
+    advantages of a step over one group alone would be those of one task only.
     """
-    dealt: list[list[Row]] = [[] for _ in range(min(steps, len(rows)))]
-    for index, row in enumerate(sorted(rows, key=lambda row: row.ids)):
-        dealt[index % len(dealt)].append(row)
+    by_episode: dict[UUID, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.ids):
+        by_episode.setdefault(row.episode_id, []).append(row)
+    dealt: list[list[Row]] = [[] for _ in range(min(steps, len(by_episode)))]
+    for index, own in enumerate(by_episode.values()):
+        dealt[index % len(dealt)] += own
     return dealt
 
 
-def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) -> list[list[Row]]:
-    """Cut rows into micro-batches of at most `budget` computed tokens each.
+def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
+    """Group rows that are computed in one go, the longest last, in the order of computation.
 
-    With `merge` these are the distinct nodes of the micro-batch's prefix tree. Without it they are
-    all input tokens, and rows of equal length come together. A row larger than `budget` gets a
-    micro-batch of its own.
+    Except in the ways `rows` and `whole`, a row is in the chain of a row that it is a prefix of. In
+    the way `tree` chains that share a prefix follow each other; in the others, equally long ones.
     """
+    if way in ("rows", "whole"):
+        chains = [[row] for row in sorted(rows, key=lambda row: row.ids)]
+    else:
+        chains = []
+        # A row is followed by all that it is a prefix of.
+        for row in sorted(rows, key=lambda row: (*row.inputs, -1, row.ids[-1])):
+            if chains and row.inputs[: len(before := chains[-1][-1].inputs)] == before:
+                chains[-1].append(row)
+            else:
+                chains.append([row])
+    if way != "tree":
+        chains.sort(key=lambda chain: len(chain[-1].inputs))
+    return chains
 
-    def order(row: Row) -> tuple[int, ...]:
-        return (*row.inputs, -1, row.ids[-1]) if merge else (len(row.inputs), *row.ids)
 
+def plan_micro_batches(rows: Sequence[Row], budget: int, *, way: Way = "tree") -> list[list[Row]]:
+    """Cut rows into micro-batches that compute the fewest tokens, and then are the fewest.
+
+    A micro-batch computes at most `budget` tokens, or as many as its longest row has, and no chain
+    is cut. Without another way these are the distinct nodes of its prefix tree.
+    """
+    chains = chains_of(rows, way)
+    sizes = [len(chain[-1].inputs) for chain in chains]
+    repeated = _repeated(chains, way)
+    most = max([budget, *sizes])
+    # Of the first n chains: tokens and micro-batches of the best cut, where its last one starts.
+    best = [(0, 0, 0)]
+    for stop in range(1, len(chains) + 1):
+        choices, behind, longest = [], 0, 0
+        for start in range(stop - 1, -1, -1):
+            tokens, longest = behind + sizes[start], max(longest, sizes[start])
+            if tokens > most:
+                break
+            behind = tokens - repeated[start]
+            if tokens <= max(budget, longest):
+                choices.append((best[start][0] + tokens, best[start][1] + 1, start))
+        best.append(min(choices))
     cut: list[list[Row]] = []
-    tokens = 0
-    for row in sorted(rows, key=order):
-        added = len(row.inputs)
-        if cut and merge:
-            added -= shared_prefix(cut[-1][-1].inputs, row.inputs)
-        if not cut or tokens + added > budget:
-            cut.append([row])
-            tokens = len(row.inputs)
-        else:
-            cut[-1].append(row)
-            tokens += added
-    return cut
+    stop = len(chains)
+    while stop:
+        start = best[stop][2]
+        cut.append([row for chain in chains[start:stop] for row in chain])
+        stop = start
+    return cut[::-1]
 
 
-def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:
+def _repeated(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
+    """Return how many tokens each chain need not compute behind the chain before it."""
+    if way != "tree":
+        return [0] * len(chains)
+    inputs = [chain[-1].inputs for chain in chains]
+    return [0, *(shared_prefix(*pair) for pair in pairwise(inputs))]
+
+
+def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
     """Return how many tokens a micro-batch computes."""
-    if merge:
-        return len(build_tree([row.inputs for row in rows]).tokens)
-    return sum(len(row.inputs) for row in rows)
+    chains = chains_of(rows, way)
+    return sum(len(chain[-1].inputs) for chain in chains) - sum(_repeated(chains, way))
 
 
-def share_out(micro_batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:
+def share_out(
+    micro_batches: Sequence[Sequence[Row]], processes: int, *, way: Way = "tree"
+) -> list[list[Sequence[Row]]]:
     """Divide micro-batches among processes: equally many for each, with about equally many tokens.
 
     All processes gather the sharded layers together, so each must compute as often as the others.
@@ -225,12 +277,16 @@ def share_out(micro_batches: Sequence[Sequence[Row]], processes: int) -> list[li
     """
     if processes == 1:
         return [list(micro_batches)]
-    by_size = sorted(micro_batches, key=lambda rows: -sum(len(row.ids) for row in rows))
-    idle = [msgspec.structs.replace(row, weight=0.0) for row in by_size[-1]]
-    by_size += [idle] * (-len(by_size) % processes)
+    sized = [(computed_tokens(rows, way=way), rows) for rows in micro_batches]
+    sized.sort(key=lambda pair: -pair[0])
+    tokens, smallest = sized[-1]
+    idle = [msgspec.structs.replace(row, weight=0.0) for row in smallest]
+    sized += [(tokens, idle)] * (-len(sized) % processes)
     shares: list[list[Sequence[Row]]] = [[] for _ in range(processes)]
-    for start in range(0, len(by_size), processes):
-        lightest = sorted(shares, key=lambda share: sum(len(r.ids) for rows in share for r in rows))
-        for share, rows in zip(lightest, by_size[start : start + processes], strict=True):
-            share.append(rows)
+    totals = [0] * processes
+    for start in range(0, len(sized), processes):
+        lightest = sorted(range(processes), key=totals.__getitem__)
+        for process, (tokens, rows) in zip(lightest, sized[start : start + processes], strict=True):
+            shares[process].append(rows)
+            totals[process] += tokens
     return shares

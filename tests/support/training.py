@@ -1,10 +1,12 @@
 """Make a tiny model, and rows to train it on."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from store.values.sampling import Distribution
-from trainer.batches import Row
+from trainer.batches import WAYS, Row, Way, bare_row
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import (
     BatchOptions,
@@ -109,12 +111,46 @@ def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) ->
     )
 
 
-def merged_and_not(
+def by_every_way(
     model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
-) -> list[dict[str, Any]]:
-    """Update a new learner twice, with prefixes merged and without; return both's metrics."""
-    made = [Learner(model, make(), seed=0, scratch=folder, may_merge=may) for may in (True, False)]
-    return [one.update(batch) for one in made]
+) -> dict[Way, dict[str, Any]]:
+    """Update a new learner by each way, check that the updates agree, and return their metrics."""
+    metrics = {
+        # Tried, and then taken even if the trial failed: the figures show it.
+        way: Learner(model, make(), seed=0, scratch=folder, ways=(way, way)).update(batch)
+        for way in WAYS
+    }
+    for way, found in metrics.items():
+        assert math.isclose(found["loss"], metrics["whole"]["loss"], abs_tol=1e-5), way
+        assert math.isclose(found["grad_norm"], metrics["whole"]["grad_norm"], rel_tol=1e-4), way
+    return metrics
+
+
+def growing_rows(episodes: int = 2, turns: int = 20) -> list[Row]:
+    """Make episodes of one task whose every call repeats the call before it, reply and all."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
+
+    task, made = ids(7), []
+    for episode in range(episodes):
+        said = task
+        for turn in range(turns):
+            row = bare_row(0, said + ids(11), ids(4))
+            said = row.ids
+            made.append(
+                msgspec.structs.replace(
+                    row,
+                    episode_id=UUID(int=100 + episode),
+                    position=turn,
+                    sampled_logprobs=(-4.5,) * 4,
+                    r_total=float(episode % 2),
+                    advantage=1.0 if episode % 2 else -0.8,
+                    weight=1 / (episodes * turns),
+                )
+            )
+    return made
 
 
 def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from store.records import Record
 from trainer.errors import AdapterError, FilesUnread, LearnerError
 from trainer.learners.kernels.layers import make_adapter_lean
+from trainer.learners.scoring import decoder_of
 from trainer.publishing.adapters import BASE_FILE, STATE, read_base, reading, write_base
 from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
 from trainer.recipes.recipe import AUTO, LoraOptions
@@ -46,6 +47,8 @@ ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 # Model servers multiply it into attention's other matrices as they load the model, where they see
 # no adapter of it.
 FOLDED: Final = frozenset({"kv_b_proj"})
+# Kernels of Mamba 2 multiply by it themselves, past any adapter; PEFT refuses to adapt it.
+FUSED: Final = frozenset({"out_proj", "conv1d"})
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
@@ -77,6 +80,7 @@ def choose(parts: Sequence[ModelModule]) -> list[str] | None:
     """
     holders = _expert_holders(parts)
     routers = _routers(parts, holders)
+    mixers = {part.name for part in parts if part.kind.endswith("Mamba2Mixer")}
     linear = [part.name for part in parts if part.linear and not part.head]
     layers = [
         name
@@ -84,6 +88,7 @@ def choose(parts: Sequence[ModelModule]) -> list[str] | None:
         if not _is_inside(name, holders)
         and not _is_inside(name, routers)
         and _leaf(name) not in FOLDED
+        and not (_leaf(name) in FUSED and _parent(name) in mixers)
     ]
     return None if not holders and layers == linear else layers
 
@@ -203,12 +208,25 @@ def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfi
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
         target_modules=choose(parts) or ALL_LINEAR if by_architecture else lora.target_modules,
+        exclude_modules=_outside_of_text(base, parts),
         task_type=TASK,
     )
     if not by_architecture:
         convert_peft_config_for_transformers(config, base, None)
         _check_names(config.target_modules, parts)
     return config
+
+
+def _outside_of_text(base: Any, parts: Sequence[ModelModule]) -> str | None:
+    """Return an expression for the modules beside the language model, None if none is linear.
+
+    They read images: what a policy is rewarded for is text.
+    """
+    language = next(name for name, module in base.named_modules() if module is decoder_of(base))
+    inside = f"{language}."
+    if all(part.name.startswith(inside) for part in parts if part.linear and not part.head):
+        return None
+    return rf"(?!{re.escape(inside)}).*"
 
 
 def _check_names(names: Any, parts: list[ModelModule]) -> None:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches import Row, plan_micro_batches
+from trainer.batches import Row, Way, computed_tokens, plan_micro_batches
 from trainer.errors import ShortOfMemory, Unusable
 
 log = structlog.get_logger()
@@ -80,11 +80,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class Budget:
     """Cut rows into micro-batches of at most `tokens` computed tokens each."""
 
-    def __init__(self, tokens: int, *, merge: bool, alone: bool) -> None:
+    def __init__(self, tokens: int, *, way: Way, alone: bool) -> None:
         """Start with `tokens` tokens; `alone` says that no other process computes in step."""
         self.tokens = tokens
         self._full = tokens
-        self._merge = merge
+        self._way = way
         self._alone = alone
         # Updates since memory ran out, and how many must have passed before more is tried.
         self._calm = 0
@@ -107,7 +107,7 @@ class Budget:
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
-        return plan_micro_batches(rows, self.tokens, merge=self._merge)
+        return plan_micro_batches(rows, self.tokens, way=self._way)
 
     def fit(
         self,
@@ -146,8 +146,10 @@ class Budget:
 
     def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         torch.cuda.empty_cache()
-        if self._alone and len(error.rows) == 1:
-            self._refuse_too_long(error.rows[0], rows, fits)
+        longest = max(error.rows, key=lambda row: len(row.inputs))
+        # Nothing of it is left to cut: beside the longest row are only some that are part of it.
+        if self._alone and computed_tokens(error.rows, way=self._way) == len(longest.inputs):
+            self._refuse_too_long(longest, rows, fits)
         self._shrink(error)
 
     def _refuse_too_long(self, row: Row, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from trainer.batches import Row
 from trainer.errors import LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
+from trainer.learners.scoring import decoder_of
 
 if TYPE_CHECKING:
     from trainer.learners.learner import Learner
@@ -91,7 +92,7 @@ class Processes:
             return
         device = next(base.parameters()).device.type
         mesh = init_device_mesh(device, (self.count,))
-        for layer in base.get_decoder().layers:
+        for layer in decoder_of(base).layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 

@@ -24,10 +24,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.batches import Row, RowKey
+from trainer.batches import Row, RowKey, Way
 from trainer.errors import Unusable
-from trainer.learners.kernels.head import head_kl, logits_kl
-from trainer.learners.scoring import tree_states, whole_logits
+from trainer.learners.kernels.head import Head, head_kl, logits_kl
+from trainer.learners.scoring import states_of, whole_logits
 from trainer.recipes.recipe import KlOptions
 
 # The share of an update's tokens that are measured, within bounds: they are computed twice, and
@@ -143,25 +143,21 @@ def metered_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 @torch.no_grad()
-def kl_by_row(model: Any, rows: Sequence[Row], *, merge: bool) -> ByRow:
+def kl_by_row(model: Any, rows: Sequence[Row], *, way: Way) -> ByRow:
     """Return KL(policy ‖ base) before each sampled token, (S,) in nats, by row.
 
-    `model` is a PEFT model in evaluation mode; `merge` says that it was prepared for trees.
+    `model` is a PEFT model in evaluation mode, prepared for `way`.
     """
-    if merge:
-        return by_row(rows, _merged(model, rows))
-    return by_row(rows, torch.cat([_separate(model, row) for row in rows]))
-
-
-def _merged(model: Any, rows: Sequence[Row]) -> Tensor:
-    own, parents = tree_states(model, rows)
+    if way == "whole":
+        return by_row(rows, torch.cat([_of_whole_row(model, row) for row in rows]))
+    own, befores = states_of(model, rows, way)
     with model.disable_adapter():
-        base, _ = tree_states(model, rows)
-    places = torch.tensor(parents, device=own.device)
-    return head_kl(own[places], base[places], model.get_output_embeddings().weight)
+        base, _ = states_of(model, rows, way)
+    places = torch.tensor(befores, device=own.device)
+    return by_row(rows, head_kl(own[places], base[places], Head.of(model)))
 
 
-def _separate(model: Any, row: Row) -> Tensor:
+def _of_whole_row(model: Any, row: Row) -> Tensor:
     own = whole_logits(model, [row])[0]
     with model.disable_adapter():
         base = whole_logits(model, [row])[0]

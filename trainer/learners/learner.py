@@ -12,7 +12,7 @@ import torch
 
 from store.claims import NON_FINITE
 from store.values.sampling import Distribution
-from trainer.batches import Row, split_steps
+from trainer.batches import WAYS, Row, Way, split_steps
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -31,7 +31,7 @@ from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.scoring import attend, plain_logprobs, score_rows, why_separate
+from trainer.learners.scoring import attend, choose_way, plain_logprobs, score_rows
 from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
 from trainer.learners.steps import (
     Step,
@@ -60,7 +60,13 @@ class Learner:
     _step: Any
 
     def __init__(
-        self, model: str | Base, recipe: Recipe, seed: int, scratch: Path, *, may_merge: bool = True
+        self,
+        model: str | Base,
+        recipe: Recipe,
+        seed: int,
+        scratch: Path,
+        *,
+        ways: Sequence[Way] = WAYS,
     ) -> None:
         """Begin with a new adapter of a base model; learners may share one, and take turns.
 
@@ -69,7 +75,7 @@ class Learner:
             recipe: how it is trained.
             seed: that of the first adapter's weights.
             scratch: a folder where TRL may write.
-            may_merge: whether shared prefixes are computed once, if the model allows it.
+            ways: how rows may be computed, the best first; the last is taken untried.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
@@ -78,13 +84,13 @@ class Learner:
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
-        self._may_merge = may_merge
+        self._ways = ways
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
-        self._merge: bool | None = None
+        self._way: Way | None = None
         self._start(None)
 
     def interrupt(self) -> None:
@@ -98,14 +104,14 @@ class Learner:
 
     def _start(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
-        if self._merge is None:
-            self._merge = self._may_merge and why_separate(self._model) is None
+        if self._way is None:
+            self._way = choose_way(self._model, self._ways)
             tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
-            self._budget = Budget(tokens, merge=self._merge, alone=alone)
-        attend(self._model, merge=self._merge)
+            self._budget = Budget(tokens, way=self._way, alone=alone)
+        attend(self._model, self._way)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
-            self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
+            self._model, self._tokenizer, self._recipe, self._scratch, way=self._way
         )
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
@@ -176,7 +182,7 @@ class Learner:
         distance = self._meter(rows)
         give_freed_memory_back()
         return {
-            **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
+            **update_figures(rows, trained, self._trainer),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
             **metrics,
@@ -253,7 +259,7 @@ class Learner:
         """Measure how far the policy is from its base model, on some of `rows`."""
         metered = metered_rows(rows)
         self._model.eval()
-        measure = partial(kl_by_row, self._model, merge=bool(self._merge))
+        measure = partial(kl_by_row, self._model, way=self._trainer.way)
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
@@ -303,7 +309,7 @@ class Learner:
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
-                scores = score_rows(self._model, micro_batch, merge=bool(self._merge))
+                scores = score_rows(self._model, micro_batch, way=self._trainer.way)
             return by_row(micro_batch, scores.logprobs)
 
         self._model.eval()
@@ -314,7 +320,7 @@ class Learner:
     @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
-        return plain_logprobs(self._model, rows, merge=bool(self._merge))
+        return plain_logprobs(self._model, rows, way=self._trainer.way)
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:

@@ -15,7 +15,13 @@ from typing import Any, Final, Protocol
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from store.values.sampling import Distribution
 from trainer.batches import Row
@@ -26,6 +32,7 @@ from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
+from trainer.learners.scoring import own_attention
 from trainer.learners.steps import check_ids
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import Recipe
@@ -46,7 +53,8 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the memory has room for the weights of `model` while nobody else has any."""
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        config = AutoConfig.from_pretrained(model)
+        base = loader_of(config).from_config(config)
     count = sum(parameter.numel() for parameter in base.parameters())
     device = _device()
     return bool(count * precision(recipe, device).itemsize <= _whole_memory(device))
@@ -63,6 +71,16 @@ def _device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
+def loader_of(config: Any) -> Any:
+    """Return transformers' loader of models with this configuration.
+
+    One that reads images too is loaded whole, so that its layers have the names that the model
+    server knows them by; only those of its language model get an adapter.
+    """
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     """Load the causal LM and its tokenizer, onto the GPU if there is one.
 
@@ -71,9 +89,9 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     """
     device = _device()
     try:
-        base = AutoModelForCausalLM.from_pretrained(
-            model, dtype=precision(recipe, device), attn_implementation="sdpa"
-        )
+        loader = loader_of(AutoConfig.from_pretrained(model))
+        base = loader.from_pretrained(model, dtype=precision(recipe, device))
+        base.set_attn_implementation(own_attention(base))
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise LearnerError(

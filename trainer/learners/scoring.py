@@ -1,14 +1,18 @@
-"""Compute log-probabilities of recorded tokens under the current policy.
+"""Compute log-probabilities of recorded tokens under the current policy, by one of four ways.
 
-*Merged*: one packed forward pass over the prefix tree of the rows. A token attends to its
-ancestors only, positions are depths in the tree, and the LM head sees only the nodes that a
-sampled token follows. *Separate*: each row by itself, through the model's own forward pass.
-This is the reference, and the way for models that cannot be merged: whether one can is told by its
-configuration, and then tried.
+A way (`trainer.batches.Way`) says which tokens the model computes: each distinct one of the rows'
+prefix tree, with attention along the tree; each chain, in one plain causal pass from which all rows
+are read off that are prefixes of it, whatever the model's layers are; or each row. In these the LM
+head is computed in chunks, and only where a sampled token follows. The last way, row by row through
+the model's own forward pass and head, is the reference, and what is left where nothing else works.
+
+A model gets the first way that its configuration allows and that, tried on a few rows, agrees with
+the reference. Nothing that happens in a trial stops the trainer.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,16 +21,16 @@ import torch
 from torch import Tensor
 
 from store.values.sampling import Distribution
-from trainer.batches import Row, bare_row, build_tree, padded
+from trainer.batches import WAYS, Row, RowKey, Way, bare_row, build_tree, chains_of, padded
 from trainer.errors import LearnerError
-from trainer.learners.kernels.head import head_logprobs
+from trainer.learners.kernels.head import Head, head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
 from trainer.learners.replay.shaping import History, places_of, reshaped
 
 log = structlog.get_logger()
 
-DEFAULT_ATTENTION: Final = "sdpa"
-# Largest mean difference between merged and separate, in nats per token, by precision.
+# Largest difference from the reference, by precision: of log-probabilities on average, in nats, and
+# of the gradient's norm, as a share of it.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
@@ -46,66 +50,95 @@ class Scored(NamedTuple):
 
 
 def score_rows(
-    model: Any, rows: Sequence[Row], *, hidden: bool = False, merge: bool = True
+    model: Any, rows: Sequence[Row], *, way: Way = "tree", hidden: bool = False
 ) -> Scored:
     """Score the sampled tokens of `rows`.
 
     Raises:
-        LearnerError: `merge` is set and the model was not prepared for it (`why_separate`).
+        LearnerError: the way is `tree`, and the model was not prepared for it (`choose_way`).
     """
-    scored = _score_merged(model, rows) if merge else _score_separately(model, rows)
-    return scored if hidden else scored._replace(hidden=None)
+    if way == "whole":
+        scored = _score_whole(model, rows)
+        return scored if hidden else scored._replace(hidden=None)
+    states, parents = states_of(model, rows, way)
+    labels = [token for row in rows for token in row.sampled_ids]
+    labels_there = torch.tensor(labels, device=states.device)
+    places = places_of(rows, parents)
+    logprobs, entropies = head_logprobs(states, Head.of(model), places, rows, labels_there)
+    seen = states[torch.tensor(parents, device=states.device)] if hidden else None
+    return Scored(logprobs, entropies, seen)
 
 
-def plain_logprobs(model: Any, rows: Sequence[Row], *, merge: bool) -> list[list[float]]:
+def plain_logprobs(model: Any, rows: Sequence[Row], *, way: Way) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
     plain = Distribution(temperature=1.0)
     alone = ([msgspec.structs.replace(row, distribution=plain)] for row in rows)
     model.eval()
     with torch.no_grad():
-        return [score_rows(model, row, merge=merge).logprobs.tolist() for row in alone]
+        return [score_rows(model, row, way=way).logprobs.tolist() for row in alone]
 
 
-def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
+def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[int]]:
+    """Return the LM head's inputs at all tokens that are computed, (N, H).
+
+    Beside them is the place of the token before every sampled one, row after row, (M,).
+    """
+    compute = _tree_states if way == "tree" else _chain_states
+    states, paths = compute(model, rows, way)
+    befores = [
+        place
+        for row, path in zip(rows, paths, strict=True)
+        for place in path[len(row.prompt_ids) - 1 :]
+    ]
+    return states, befores
+
+
+# The states of the computed tokens, and where those of each row's inputs are.
+_States = tuple[Tensor, Sequence[Sequence[int]]]
+
+
+def _tree_states(model: Any, rows: Sequence[Row], _: Way) -> _States:
     if model.config._attn_implementation != NAME:
         raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
-    states, parents = tree_states(model, rows)
-    labels = [token for row in rows for token in row.sampled_ids]
-    places = places_of(rows, parents)
-    head = model.get_output_embeddings().weight
-    labels_there = torch.tensor(labels, device=states.device)
-    logprobs, entropies = head_logprobs(states, head, places, rows, labels_there)
-    return Scored(logprobs, entropies, states[torch.tensor(parents, device=states.device)])
-
-
-def tree_states(model: Any, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
-    """Return the LM head's inputs at the nodes of the rows' prefix tree, (N, H).
-
-    Beside them is the node before every sampled token, row after row, (M,).
-    """
     device = next(model.parameters()).device
     tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
-    states = (
-        model.get_base_model()
-        .get_decoder()(
-            input_ids=torch.tensor([tree.tokens], device=device),
-            position_ids=torch.tensor([tree.depth], device=device),
-            # Four dimensions, so that the model builds no mask of its own; attention uses the tree.
-            attention_mask=torch.empty(1, 1, 1, 1, device=device),
-            use_cache=False,
-            tree=attention_tree(tree, device),
-        )[0]
-        .squeeze(0)
-    )
-    parents = [
-        node
-        for row, path in zip(rows, tree.paths, strict=True)
-        for node in path[len(row.prompt_ids) - 1 :]
-    ]
-    return states, parents
+    states = decoder_of(model.get_base_model())(
+        input_ids=torch.tensor([tree.tokens], device=device),
+        position_ids=torch.tensor([tree.depth], device=device),
+        # Four dimensions, so that the model builds no mask of its own; attention uses the tree.
+        attention_mask=torch.empty(1, 1, 1, 1, device=device),
+        use_cache=False,
+        tree=attention_tree(tree, device),
+    )[0].squeeze(0)
+    return states, tree.paths
 
 
-def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
+def _chain_states(model: Any, rows: Sequence[Row], way: Way) -> _States:
+    """Compute the longest row of each chain; equally long ones together, so that none is padded."""
+    device = next(model.parameters()).device
+    decoder = decoder_of(model.get_base_model())
+    computed: list[Tensor] = []
+    starts: dict[RowKey, int] = {}
+    begin = 0
+    for length, alike in groupby(chains_of(rows, way), lambda chain: len(chain[-1].inputs)):
+        chains = list(alike)
+        ids = torch.tensor([chain[-1].inputs for chain in chains], device=device)
+        computed.append(decoder(input_ids=ids, use_cache=False)[0].flatten(0, 1))
+        for chain in chains:
+            starts |= dict.fromkeys((row.key for row in chain), begin)
+            begin += length
+    paths = [range(starts[row.key], starts[row.key] + len(row.inputs)) for row in rows]
+    return torch.cat(computed), paths
+
+
+def decoder_of(base: Any) -> Any:
+    """Return the part of a causal LM that turns token ids into the LM head's inputs."""
+    decoder = base.get_decoder()
+    # Of some models that read images this is a causal LM again.
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
+
+
+def _score_whole(model: Any, rows: Sequence[Row]) -> Scored:
     """Score rows of equal length together, so that the model sees no padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -163,36 +196,53 @@ def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)
 
 
-def why_separate(model: Any) -> str | None:
-    """Prepare `model` (a PEFT model) for merged prefixes, or return why that is impossible.
+def choose_way(model: Any, ways: Sequence[Way] = WAYS) -> Way:
+    """Prepare `model` (a PEFT model) for the first of `ways` that is right for it, and return that.
 
-    Merged log-probabilities are compared with separate ones on a few rows. If they differ, or
-    the configuration rules merging out, the model keeps its own attention.
+    The last one is not tried. A warning names the reason for which another was passed over.
     """
-    why = _unsupported_reason(model)
-    if why is None:
-        attend(model, merge=True)
-        why = _mismatch_reason(model)
-    if why is not None:
-        attend(model, merge=False)
-        log.warning("prefixes_not_merged", reason=why)
-    return why
+    for way in ways[:-1]:
+        try:
+            why = _unsupported_reason(model) if way == "tree" else None
+            if why is None:
+                attend(model, way)
+                why = _mismatch_reason(model, way)
+        except Exception as error:  # Whatever fails, the next way may not.
+            why = f"{type(error).__name__}: {error}"[:500]
+        if why is None:
+            return way
+        log.warning("way_passed_over", way=way, reason=why)
+    attend(model, ways[-1])
+    return ways[-1]
 
 
-def attend(model: Any, *, merge: bool) -> None:
+def attend(model: Any, way: Way) -> None:
     """Let the base of `model` attend along trees, or as it does by itself."""
-    wanted = NAME if merge else DEFAULT_ATTENTION
+    base = model.get_base_model()
+    wanted = NAME if way == "tree" else own_attention(base)
     if model.config._attn_implementation != wanted:
-        model.get_base_model().set_attn_implementation(wanted)
+        base.set_attn_implementation(wanted)
+
+
+def own_attention(base: Any) -> str:
+    """Return the kind of attention that the architecture of `base` computes its own with.
+
+    Some, as those with attention sinks, have none but their own code. Flex attention has sinks too,
+    and keeps no scores, but has no backward pass on a CPU.
+    """
+    if base._supports_sdpa:
+        return "sdpa"
+    on_gpu = next(base.parameters()).device.type == "cuda"
+    return "flex_attention" if on_gpu and base._supports_flex_attn else "eager"
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    """Return why the configuration rules merging out, or None: a tree needs arbitrary masks.
+    """Return why the configuration rules trees out, or None: a tree needs arbitrary masks.
 
     That is: attention without a window, no state that runs along the sequence, and scores that
     are neither capped nor dropped.
     """
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    config = model.config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     against = {
@@ -201,27 +251,42 @@ def _unsupported_reason(model: Any) -> str | None:
         f"its attention has a window of {window} tokens": window,
         "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
         "its attention has dropout": getattr(config, "attention_dropout", 0.0),
-        "its LM head is no plain matrix": type(head) is not torch.nn.Linear
-        or head.bias is not None,
     }
     return next((why for why, holds in against.items() if holds), None)
 
 
-@torch.no_grad()
-def _mismatch_reason(model: Any) -> str | None:
-    """Return how far merged and separate log-probabilities differ, or None if they agree."""
+def _mismatch_reason(model: Any, way: Way) -> str | None:
+    """Return how far log-probabilities or gradients are from the reference, or None if they agree.
+
+    Gradients of the model are left empty.
+    """
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
     model.eval()
-    # Two rows that share a prompt, and one that shares half of it.
-    vocabulary = model.config.get_text_config().vocab_size
+    logprobs, gradient = _tried(model, rows, way)
+    attend(model, "whole")
+    wanted, wanted_gradient = _tried(model, rows, "whole")
+    attend(model, way)
+    limit = TOLERANCE[model.dtype]
+    difference = float((logprobs - wanted).abs().mean())
+    if not difference <= limit:
+        return f"it differs from whole rows by {difference:.2g} nats a token"
+    share = float((gradient - wanted_gradient).norm() / wanted_gradient.norm())
+    return None if share <= limit else f"its gradient differs from whole rows' by {share:.2g}"
+
+
+@torch.enable_grad()
+def _tried(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (M,), and the gradient of their sum in one vector."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    logprobs = score_rows(model, rows, way=way).logprobs
+    gradients = torch.autograd.grad(logprobs.sum(), trained)
+    return logprobs.detach(), torch.cat([part.flatten().float() for part in gradients])
+
+
+def _trial_rows(vocabulary: int) -> list[Row]:
+    """Return two rows that share a prompt, one that extends the first, and one with half of it."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
-    rows = [
-        bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
-        for index, prompt in enumerate([ids[:12], ids[:12], ids[:6]])
-    ]
-    merged = score_rows(model, rows).logprobs
-    separate = score_rows(model, rows, merge=False).logprobs
-    difference = float((merged - separate).abs().mean())
-    if difference <= TOLERANCE[model.dtype]:
-        return None
-    return f"merged and separate differ by {difference:.2g} nats a token"
+    ids = torch.randint(vocabulary, (44,), generator=generator).tolist()
+    prompts = [ids[:12], ids[:12], [*ids[:18], *ids[38:]], ids[:6]]
+    sampled = [ids[12:18], ids[18:24], ids[24:30], ids[30:36]]
+    return [bare_row(index, *row) for index, row in enumerate(zip(prompts, sampled, strict=True))]

@@ -78,7 +78,7 @@ def nudge(model: Any, rows: Sequence[Row], effect: float, seed: int) -> None:
 def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        return torch.cat([score_rows(model, [row], merge=False).logprobs for row in rows])
+        return torch.cat([score_rows(model, [row], way="whole").logprobs for row in rows])
 
 
 def with_logprobs(rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> list[Row]:

@@ -38,7 +38,7 @@ class TrainedStep(NamedTuple):
 
 
 def update_figures(
-    rows: Sequence[Row], trained: Sequence[TrainedStep], trainer: Any, *, merge: bool
+    rows: Sequence[Row], trained: Sequence[TrainedStep], trainer: Any
 ) -> dict[str, Any]:
     """Return the sizes of an update of `rows`, and the means over its steps."""
     first_epoch = trained[: len(trained) // trainer.epochs]
@@ -52,7 +52,7 @@ def update_figures(
         "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
         "row_tokens": sum(len(row.ids) for row in rows),
         "computed_tokens": sum(
-            computed_tokens(micro_batch, merge=merge)
+            computed_tokens(micro_batch, way=trainer.way)
             for step in first_epoch
             for micro_batch in step.micro_batches
         ),
@@ -87,7 +87,8 @@ class Step:
         return [result for share in self._processes.gather(results) for result in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
-        for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
+        shares = share_out(micro_batches, self._processes.count, way=self._trainer.way)
+        for rows in shares[self._processes.rank]:
             self.stop_if_asked()
             yield rows
 

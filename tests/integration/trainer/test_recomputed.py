@@ -19,7 +19,7 @@ from tests.support.ledger.lineage import set_state
 from tests.support.records import tokens
 from tests.support.trainer.bench import Bench
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
-from trainer.batches import Row
+from trainer.batches import WAYS, Row, Way
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
@@ -31,9 +31,9 @@ RECIPES = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}
 
 
 def learner(
-    model: str, folder: Path, chosen: Recipe | None = None, *, may_merge: bool = True
+    model: str, folder: Path, chosen: Recipe | None = None, *, ways: Sequence[Way] = WAYS
 ) -> Learner:
-    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder, may_merge=may_merge)
+    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder, ways=ways)
 
 
 def saved(made: Learner, folder: Path) -> Path:
@@ -67,21 +67,21 @@ def filled(batch: Sequence[Row], values: Sequence[Sequence[float]], **changes: A
     ]
 
 
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_version_gives_what_it_was_sampled_with(
-    tiny_model: str, tmp_path: Path, merge: bool
+    tiny_model: str, tmp_path: Path, way: Way
 ) -> None:
     """What a server that holds the version would have said: one sequence at a time, no sharing."""
     one, two = lineage(tiny_model, tmp_path)
     told: dict[Path | None, list[torch.Tensor]] = {}
     for version in (None, one, two):
-        server = learner(tiny_model, tmp_path, may_merge=merge)
+        server = learner(tiny_model, tmp_path, ways=(way, way))
         server.restore(version)
         server._model.eval()
         with torch.no_grad():
             told[version] = [plain_logprobs(server._model, row) for row in rows()]
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(told[one], told[two], strict=True))
-    made = learner(tiny_model, tmp_path, may_merge=merge)
+    made = learner(tiny_model, tmp_path, ways=(way, way))
     made.restore(two)
     for version in (two, None, one):
         found = made.version_logprobs(version, rows())

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from store.values.sampling import Distribution
-from trainer.batches import Row
+from trainer.batches import Row, Way
 from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
-from trainer.learners.scoring import score_rows, why_separate
+from trainer.learners.scoring import attend, choose_way, score_rows
 
 RANK: Final = 16
 CAP: Final = 2.0
@@ -109,8 +109,7 @@ def make_model(source: LlamaConfig | Path, dtype: torch.dtype, *, lean: bool = T
         model.double()
     if lean:
         make_adapter_lean(model)
-        why = why_separate(model)
-        assert why is None, why
+        assert choose_way(model) == "tree"
     model.train()
     return model
 
@@ -127,10 +126,11 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-def train(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool) -> None:
+def train(model: Any, batches: Sequence[Sequence[Row]], *, way: Way) -> None:
     """Compute truncated importance-weighted policy gradients, micro-batch by micro-batch."""
+    attend(model, way)
     for rows in batches:
-        logprobs = score_rows(model, rows, merge=merge).logprobs
+        logprobs = score_rows(model, rows, way=way).logprobs
         sampled = logprobs.new_tensor([one for row in rows for one in row.sampled_logprobs])
         worth = logprobs.new_tensor([worth_of(row) for row in rows for _ in row.sampled_ids])
         ratios = (logprobs.detach() - sampled).exp().clamp(max=CAP)

@@ -9,14 +9,15 @@ the gradient with respect to the hidden state h at temperature T, and the entrop
 
 Where settings beside the temperature shaped what was sampled from, the chunk's logits are shaped
 in the same way, and p is that of the survivors (`trainer.learners.replay.shaping`, which has the
-gradient).
+gradient). Where the model caps its logits, c·tanh(z/c) as in Gemma 2 (arXiv:2408.00118 §2), each
+term above has the cap's slope as a factor: 1 − tanh²(z/c).
 
 The backward pass needs no second product with the vocabulary, and no logits are kept.
 Products are summed, and softmax is taken, in float32.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +31,46 @@ from trainer.learners.replay.shaping import Group, History, Places, replay, shap
 
 # Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
+
+
+class Head(NamedTuple):
+    """Hold a frozen LM head: logits = W·(scale·h) + bias, and cap·tanh(logits / cap) if capped.
+
+    Shapes: `weight` (V, H), `bias` (V,).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Return the head of a causal LM, with what its configuration says of its logits."""
+        config, module = model.config.get_text_config(), model.get_output_embeddings()
+        return cls(
+            weight=module.weight,
+            bias=getattr(module, "bias", None),
+            scale=getattr(config, "logit_scale", None)
+            or 1 / (getattr(config, "logits_scaling", None) or 1.0),
+            cap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether the logits are a product of hidden states and weights alone."""
+        return self.bias is None and self.cap is None
+
+    def logits(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits (R, V) after scaled states (R, H), and the cap's slopes, (R, V)."""
+        logits = wide_product(states, self.weight)
+        if self.bias is not None:
+            logits += self.bias
+        if self.cap is None:
+            return logits, None
+        logits.div_(self.cap).tanh_()
+        slopes = 1 - logits.square()
+        return logits.mul_(self.cap), slopes
 
 
 class Shaping(NamedTuple):
@@ -49,16 +90,16 @@ class Shaping(NamedTuple):
 class HeadLogprobs(Function):
     """Compute log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
-    Shapes: `hidden` (R, H), `head` (V, H), `temperatures` (R,), `rows` and `labels` (M,):
-    token m is `labels[m]` after `hidden[rows[m]]`. `shapings` are of the last rows; those before
-    are plain. Both results are (M,), in nats; entropies carry no gradient.
+    Shapes: `hidden` (R, H), scaled; `temperatures` (R,), `rows` and `labels` (M,): token m is
+    `labels[m]` after `hidden[rows[m]]`. `shapings` are of the last rows; those before are plain.
+    Both results are (M,), in nats; entropies carry no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        head: Tensor,
+        head: Head,
         temperatures: Tensor,
         rows: Tensor,
         labels: Tensor,
@@ -70,23 +111,27 @@ class HeadLogprobs(Function):
         logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-        # What the sampled tokens' share and factor are where no setting shaped anything.
-        replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if shapings else None
-        size = max(1, CHUNK[hidden.device.type] // len(head))
+        # What the sampled tokens' share and factor are where no setting or cap shaped anything.
+        is_bent = bool(shapings) or head.cap is not None
+        replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if is_bent else None
+        size = max(1, CHUNK[hidden.device.type] // len(head.weight))
         ends = counts.cumsum(0).tolist()
         for start, stop, shaping in _chunks(len(hidden), size, shapings):
             tokens = order[ends[start - 1] if start else 0 : ends[stop - 1]]
             at, chosen = rows[tokens] - start, labels[tokens]
-            logits, states = wide_product(hidden[start:stop], head), hidden[start:stop]
+            states = hidden[start:stop]
             if shaping is None:
-                results = [*_plain(logits, states, head, temperatures[start:stop], at, chosen)]
+                results, factors = _plain(states, head, temperatures[start:stop], at, chosen)
+                if replayed is not None:
+                    replayed[1, tokens] = factors
             else:
-                part = shaping.part(start, stop)
-                *results, corrections = _shaped(logits, states, head, part, at, chosen)
+                results, shares, factors = _shaped(
+                    states, head, shaping.part(start, stop), at, chosen
+                )
                 assert replayed is not None
-                replayed[:, tokens] = corrections
+                replayed[:, tokens] = torch.stack([shares, factors])
             logprobs[tokens], entropies[start:stop], expected[start:stop] = results
-        ctx.save_for_backward(expected, head, temperatures, rows, labels, replayed)
+        ctx.save_for_backward(expected, head.weight, temperatures, rows, labels, replayed)
         ctx.dtype = hidden.dtype
         spread = entropies[rows]
         ctx.mark_non_differentiable(spread)
@@ -96,41 +141,55 @@ class HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the log-probabilities with respect to `hidden`."""
-        expected, head, temperatures, rows, labels, replayed = ctx.saved_tensors
+        expected, weight, temperatures, rows, labels, replayed = ctx.saved_tensors
         share = own = d_logprobs / temperatures[rows]
         if replayed is not None:
             share = share * replayed[0]
             own = share * replayed[1]
         total = torch.zeros_like(temperatures).index_add_(0, rows, share)
         d_hidden = expected * -total[:, None]
-        d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * own[:, None])
+        d_hidden.index_add_(0, rows, weight[labels].to(expected.dtype) * own[:, None])
         return d_hidden.to(ctx.dtype), None, None, None, None, None
 
 
-def _plain(
-    logits: Tensor, states: Tensor, head: Tensor, temperatures: Tensor, at: Tensor, chosen: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities of tokens, entropies of rows, and expected output embeddings.
+# Log-probabilities of tokens, entropies of rows, and expected output embeddings of rows.
+_Results = tuple[Tensor, Tensor, Tensor]
 
-    Token m is `chosen[m]` in row `at[m]`. The logits (R, V) are overwritten.
+
+def _plain(
+    states: Tensor, head: Head, temperatures: Tensor, at: Tensor, chosen: Tensor
+) -> tuple[_Results, Tensor | float]:
+    """Return the results of unshaped logits, and each token's factor.
+
+    Token m is `chosen[m]` in row `at[m]`.
     """
+    logits, slopes = head.logits(states)
     logits /= temperatures[:, None]
     logp = torch.log_softmax(logits, -1)
     logprobs = logp[at, chosen]
     normaliser = logits[:, 0] - logp[:, 0]
-    mean = wide_product(logp.exp_().to(states.dtype), head.T)
-    along = torch.linalg.vecdot(mean, states.to(mean.dtype))
-    return logprobs, normaliser - along / temperatures, mean
+    weights = logp.exp_()
+    along = None if head.is_linear else torch.linalg.vecdot(weights, logits)
+    if slopes is not None:
+        weights *= slopes
+    mean = wide_product(weights.to(states.dtype), head.weight.T)
+    if along is None:
+        along = torch.linalg.vecdot(mean, states.to(mean.dtype)) / temperatures
+    return (logprobs, normaliser - along, mean), 1.0 if slopes is None else slopes[at, chosen]
 
 
 def _shaped(
-    logits: Tensor, states: Tensor, head: Tensor, shaping: Shaping, at: Tensor, chosen: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the same of shaped logits, and each token's share and factor, (2, M)."""
+    states: Tensor, head: Head, shaping: Shaping, at: Tensor, chosen: Tensor
+) -> tuple[_Results, Tensor, Tensor]:
+    """Return the results of shaped logits, and each token's share and factor."""
+    logits, slopes = head.logits(states)
     shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
     values = replay(shaped, at, chosen)
-    mean = wide_product(values.weights.to(states.dtype), head.T)
-    return values.logprobs, values.entropies, mean, torch.stack([values.shares, values.factors])
+    weights, factors = values.weights, values.factors
+    if slopes is not None:
+        weights, factors = weights * slopes, factors * slopes[at, chosen]
+    mean = wide_product(weights.to(states.dtype), head.weight.T)
+    return (values.logprobs, values.entropies, mean), values.shares, factors
 
 
 def _chunks(
@@ -155,17 +214,18 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def head_logprobs(
-    hidden: Tensor, head: Tensor, places: Places, sampled_by: Sequence[Row], labels: Tensor
+    hidden: Tensor, head: Head, places: Places, sampled_by: Sequence[Row], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (M,) of tokens after the nodes before them.
 
-    Shapes: `hidden` (N, H); `labels` (M,), the sampled tokens of the rows `sampled_by`, whose
-    `places` these are. Tokens with one place share its logits.
+    Shapes: `hidden` (N, H), unscaled; `labels` (M,), the sampled tokens of the rows `sampled_by`,
+    whose `places` these are. Tokens with one place share its logits.
     """
     device = hidden.device
     wide = torch.promote_types(hidden.dtype, torch.float32)
+    states = hidden[torch.tensor(places.nodes, device=device)]
     logp, entropies = HeadLogprobs.apply(
-        hidden[torch.tensor(places.nodes, device=device)],
+        states if head.scale == 1.0 else states * head.scale,
         head,
         torch.tensor(places.temperatures, device=device, dtype=wide),
         torch.tensor(places.of_tokens, device=device),
@@ -180,18 +240,16 @@ def _shaping(group: Group, rows: Sequence[Row], device: torch.device) -> Shaping
     return Shaping(group.start, group.stop, group.distribution, history)
 
 
-def head_kl(own: Tensor, other: Tensor, head: Tensor) -> Tensor:
-    """Return KL(own ‖ other), (M,) in nats, after hidden states (M, H) under one head (V, H).
+def head_kl(own: Tensor, other: Tensor, head: Head) -> Tensor:
+    """Return KL(own ‖ other), (M,) in nats, after hidden states (M, H) under one head.
 
     It is exact, over the whole vocabulary: KL(π ‖ ρ) = Σ π(token) · (log π(token) − log ρ(token)).
     It carries no gradient.
     """
     # Both policies' logits are there at once.
-    size = max(1, CHUNK[own.device.type] // (2 * len(head)))
-    chunks = zip(own.split(size), other.split(size), strict=True)
-    parts = [
-        logits_kl(wide_product(here, head), wide_product(there, head)) for here, there in chunks
-    ]
+    size = max(1, CHUNK[own.device.type] // (2 * len(head.weight)))
+    chunks = zip((own * head.scale).split(size), (other * head.scale).split(size), strict=True)
+    parts = [logits_kl(head.logits(here)[0], head.logits(there)[0]) for here, there in chunks]
     return torch.cat(parts)
 
 

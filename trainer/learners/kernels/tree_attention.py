@@ -115,7 +115,7 @@ def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
 
 
 class TreeAttention(Function):
-    """Compute softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D); G divides H."""
+    """Compute softmax(scale·q·kᵀ + mask)·v; q (N, H, D), k (N, G, D), v (N, G, E), G divides H."""
 
     @staticmethod
     def forward(
@@ -159,8 +159,8 @@ def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
 
 
 def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Tensor) -> Tensor:
-    """Put the batches' outputs, (Z·G, B·R, D) each, back in the order of nodes, as `like`."""
-    out = torch.empty(like.shape, dtype=like.dtype)
+    """Put the batches' outputs, (Z·G, B·R, D) each, in the order of nodes: (N, H, E)."""
+    out = torch.empty((*like.shape[:2], outputs[0].shape[-1]), dtype=like.dtype)
     for part, batch in zip(outputs, batches, strict=True):
         size, queries = batch.queries.shape
         heads = part.view(size, -1, queries, part.shape[1] // queries, part.shape[2])

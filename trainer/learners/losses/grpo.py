@@ -23,7 +23,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import import_utils
 
-from trainer.batches import Row
+from trainer.batches import Row, Way
 from trainer.errors import LearnerError
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
 from trainer.learners.off_policy import (
@@ -154,14 +154,14 @@ def _rewards_come_from_the_store(**_: Any) -> list[float]:
 
 
 def make_trainer(
-    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, way: Way
 ) -> StoredGrpoTrainer:
     """Return a TRL trainer around `model` with GRPO's loss.
 
     `folder` is where TRL may write (it does not).
     """
     loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
-    return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, merge=merge)
+    return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, way=way)
 
 
 def build_trainer(
@@ -172,7 +172,7 @@ def build_trainer(
     folder: Path,
     loss: dict[str, Any],
     *,
-    merge: bool,
+    way: Way,
 ) -> AnyTrainer:
     """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
@@ -194,5 +194,5 @@ def build_trainer(
         processing_class=tokenizer,
     )
     trainer.off_policy, trainer._compared = recipe.off_policy, []
-    ready(trainer, recipe, merge=merge)
+    ready(trainer, recipe, way=way)
     return trainer

@@ -22,7 +22,7 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from trainer.batches import Row
+from trainer.batches import Row, Way
 from trainer.errors import LearnerError
 from trainer.learners.kl import token_weights
 from trainer.learners.losses.stored import StoredRows, arguments, ready
@@ -63,7 +63,7 @@ def _rows_come_from_the_store(_: Any) -> Never:
 
 
 def make_sft_trainer(
-    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, way: Way
 ) -> StoredSftTrainer:
     """Return a TRL trainer around `model` with the SFT loss."""
     trainer = StoredSftTrainer(
@@ -78,5 +78,5 @@ def make_sft_trainer(
         train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
         processing_class=tokenizer,
     )
-    ready(trainer, recipe, merge=merge)
+    ready(trainer, recipe, way=way)
     return trainer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batches import Row
+from trainer.batches import Row, Way
 from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison
 from trainer.learners.scoring import Scored, score_rows
@@ -42,11 +42,11 @@ class View(NamedTuple):
 class StoredRows:
     """Add to one of TRL's trainers what an update of recorded rows needs.
 
-    `merge` says whether shared prefixes are computed once.
+    `way` is how rows are computed.
     """
 
     model: Any
-    merge: bool
+    way: Way
     # Set by `ready`.
     recipe: Recipe
     kl: KlToBase
@@ -80,7 +80,7 @@ class StoredRows:
 
     def score(self, rows: Sequence[Row], *, hidden: bool = False) -> Scored:
         """Score a micro-batch's sampled tokens under the model as it stands."""
-        return score_rows(self.model, rows, hidden=hidden, merge=self.merge)
+        return score_rows(self.model, rows, way=self.way, hidden=hidden)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
         """Return the rows as they are trained, from the view of all of them."""
@@ -133,8 +133,8 @@ def arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
 
 
-def ready(trainer: Any, recipe: Recipe, *, merge: bool) -> None:
+def ready(trainer: Any, recipe: Recipe, *, way: Way) -> None:
     """Give a new trainer its recipe and its optimiser."""
-    trainer.merge, trainer.recipe, trainer.kl = merge, recipe, KlToBase(recipe.kl)
+    trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()

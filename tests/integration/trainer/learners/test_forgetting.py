@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.batches import Row
+from trainer.batches import WAYS, Row, Way
 from trainer.errors import Unusable
 from trainer.learners import kl
-from trainer.learners.kernels.head import CHUNK, head_kl, logits_kl
+from trainer.learners.kernels.head import CHUNK, Head, head_kl, logits_kl
 from trainer.learners.kl import kl_figures, metered_rows
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
@@ -39,11 +39,9 @@ def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
     return sum(each) / len(each)
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_it_is_the_kl_over_the_whole_vocabulary(
-    tiny_model: str, tmp_path: Path, merge: bool
-) -> None:
-    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, may_merge=merge)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_kl_over_the_whole_vocabulary(tiny_model: str, tmp_path: Path, way: Way) -> None:
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, ways=(way, way))
     batch = rows()
     for _ in range(3):
         told = made.update(batch)
@@ -58,9 +56,9 @@ def test_it_is_the_kl_over_the_whole_vocabulary(
 def test_chunks_of_the_head_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     own, base, head = torch.randn(7, 5), torch.randn(7, 5), torch.randn(11, 5)
-    whole = head_kl(own, base, head)
+    whole = head_kl(own, base, Head(head))
     monkeypatch.setitem(CHUNK, "cpu", 44)
-    assert torch.allclose(head_kl(own, base, head), whole, atol=1e-6)
+    assert torch.allclose(head_kl(own, base, Head(head)), whole, atol=1e-6)
     assert torch.allclose(whole, logits_kl(own @ head.T, base @ head.T), atol=1e-6)
     assert float(logits_kl(own, own).abs().max()) == 0.0
     near = logits_kl(own, own + 1e-7 * torch.randn_like(own))

@@ -15,7 +15,7 @@ from store.values.grammars import Grammar
 from store.values.sampling import Distribution
 from tests.support.training import PLAIN, rows
 from trainer.batches import Row
-from trainer.learners.kernels.head import CHUNK, head_logprobs
+from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.replay.shaping import History, places_of, replay, reshaped, shape
 
@@ -258,7 +258,7 @@ def test_scores_and_gradient_equal_a_plain_loop(
     assert largest(beside, aim) < 1e-5
     for entries in (1, 3 * WORDS, 10_000):
         monkeypatch.setitem(CHUNK, "cpu", entries)
-        found, _ = head_logprobs(hidden, head, places_of(batch, parents), batch, labels)
+        found, _ = head_logprobs(hidden, Head(head), places_of(batch, parents), batch, labels)
         (got,) = torch.autograd.grad((found * worth).sum(), hidden)
         assert torch.allclose(found, whole, atol=1e-5)
         assert largest(got, aim) < 1e-5

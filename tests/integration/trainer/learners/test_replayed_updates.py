@@ -1,6 +1,5 @@
 """Updates from shaped distributions: the same merged and not, without drift, in vLLM's words."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
-from tests.support.training import PLAIN, ppo_recipe, recipe, rows
+from tests.support.training import PLAIN, by_every_way, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners.learner import Learner
@@ -66,11 +65,11 @@ def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, s
     batch = mixed(seed)
     with torch.no_grad():
         ours = score_rows(merging, batch)
-        theirs = score_rows(plain, batch, merge=False)
+        theirs = score_rows(plain, batch, way="whole")
     assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
     assert torch.allclose(ours.entropies, theirs.entropies, atol=1e-5)
-    train(merging, [batch], merge=True)
-    train(plain, [batch], merge=False)
+    train(merging, [batch], way="tree")
+    train(plain, [batch], way="whole")
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-5
 
 
@@ -140,20 +139,14 @@ def ways() -> list[Distribution]:
     return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
-def test_an_update_is_the_same_merged_and_not(
+def test_an_update_is_the_same_by_every_way(
     tiny_model: str, tmp_path: Path, ways: list[Distribution]
 ) -> None:
-    found = {}
     batch = [
         msgspec.structs.replace(one, distribution=ways[index % 3])
         for index, one in enumerate(rows())
     ]
-    for merge in (True, False):
-        tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, may_merge=merge)
-        found[merge] = tiny.update(batch)
-    auto, never = found[True], found[False]
-    assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-5)
-    assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
+    by_every_way(tiny_model, recipe, batch, tmp_path)
 
 
 def test_rows_sampled_from_survivors_do_not_drift(tiny_model: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """SFT on a tiny random model: the loss is a dense reference's, and only sampled tokens carry it."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs, shake
-from tests.support.training import PLAIN, merged_and_not, recipe, rows, sft_recipe
-from trainer.batches import Row
+from tests.support.training import PLAIN, by_every_way, recipe, rows, sft_recipe
+from trainer.batches import WAYS, Row, Way
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import KlOptions
@@ -30,8 +31,8 @@ def imitated(seed: int = 0) -> list[Row]:
     return [msgspec.structs.replace(row, weight=row.weight / whole) for row in made]
 
 
-def learner(model: str, folder: Path, *, may_merge: bool = True, **changes: Any) -> Learner:
-    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, may_merge=may_merge)
+def learner(model: str, folder: Path, *, ways: Sequence[Way] = WAYS, **changes: Any) -> Learner:
+    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, ways=ways)
     shake(made)
     made._model.train()
     return made
@@ -61,16 +62,13 @@ def test_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Pa
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-def test_merged_and_separate_rows_are_the_same_update(tiny_model: str, tmp_path: Path) -> None:
-    auto, never = merged_and_not(tiny_model, sft_recipe, imitated(), tmp_path)
-    assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-5)
-    assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
-    assert auto["computed_tokens"] < never["computed_tokens"]
+def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> None:
+    by_every_way(tiny_model, sft_recipe, imitated(), tmp_path)
 
 
 def test_prompt_tokens_have_no_gradient(tiny_model: str, tmp_path: Path) -> None:
     """At the LM head, whose input each token's loss goes through."""
-    made = learner(tiny_model, tmp_path, may_merge=False)
+    made = learner(tiny_model, tmp_path, ways=("whole",))
     (row,) = batch = [msgspec.structs.replace(imitated()[0], weight=1.0)]
     states: list[torch.Tensor] = []
 

@@ -45,7 +45,7 @@ def fit(budget: Budget, rows: list[Row], most: int) -> int:
 
 
 def budget() -> Budget:
-    return Budget(FULL, merge=False, alone=True)
+    return Budget(FULL, way="whole", alone=True)
 
 
 @given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
@@ -110,7 +110,7 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
 
 
 def test_process_that_has_companions_stops_at_once() -> None:
-    made = Budget(FULL, merge=False, alone=False)
+    made = Budget(FULL, way="whole", alone=False)
     with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
         fit(made, [row(0, 900), row(1, 100)], 500)
     assert (raised.value.reason, raised.value.episodes, made.tokens) == (OUT_OF_MEMORY, {}, FULL)

@@ -1,4 +1,4 @@
-"""Merged prefixes give what separate rows give: trees, temperatures, heads; and who cannot."""
+"""Every way of computing rows gives what whole rows give, or is passed over with a reason."""
 
 import copy
 import math
@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from structlog.testing import capture_logs
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from store.values.sampling import Distribution
 from tests.support.trainer.merging import (
@@ -23,14 +24,15 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
-from tests.support.training import PLAIN, merged_and_not, recipe, rows
-from trainer.batches import build_tree, padded
+from tests.support.training import PLAIN, by_every_way, growing_rows, recipe, rows
+from trainer.batches import WAYS, Way, build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
-from trainer.learners.kernels.head import CHUNK, head_logprobs
+from trainer.learners import scoring
+from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
 from trainer.learners.replay.shaping import places_of
-from trainer.learners.scoring import score_rows, why_separate
+from trainer.learners.scoring import attend, choose_way, score_rows
 from trainer.recipes.recipe import OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,18 +51,19 @@ def plain() -> Any:
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000))
-def test_gradient_and_scores_equal_those_of_separate_rows(
-    merging: Any, plain: Any, seed: int
+@given(seed=st.integers(0, 10_000), way=st.sampled_from(WAYS))
+def test_gradient_and_scores_equal_those_of_whole_rows(
+    merging: Any, plain: Any, seed: int, way: Way
 ) -> None:
     made = random_tree(seed, TINY.vocab_size)
+    attend(merging, way)
     with torch.no_grad():
-        ours = score_rows(merging, made, hidden=True)
-        theirs = score_rows(plain, made, hidden=True, merge=False)
+        ours = score_rows(merging, made, way=way, hidden=True)
+        theirs = score_rows(plain, made, way="whole", hidden=True)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
-    train(merging, [made], merge=True)
-    train(plain, [made], merge=False)
+    train(merging, [made], way=way)
+    train(plain, [made], way="whole")
     # Norms and rotary positions are computed in float32 inside.
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-6
 
@@ -119,7 +122,19 @@ def test_nodes_that_fill_a_tree_up_are_seen_by_themselves_alone() -> None:
     assert padded(tree, 3) == tree
 
 
-def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"cap": 2.0},
+        {"scale": 0.25},
+        {"bias": torch.linspace(-1, 1, 11, dtype=torch.float64), "cap": 3.0},
+    ],
+    ids=["plain", "capped", "scaled", "biased"],
+)
+def test_a_chunked_head_gives_what_a_whole_one_gives(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     head = torch.randn(11, 8, dtype=torch.float64)
@@ -135,13 +150,15 @@ def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyP
     places = places_of(asked, parents)
     worth = torch.randn(7, dtype=torch.float64)
 
-    scaled = hidden[parents] @ head.T / torch.tensor(temperatures)[:, None]
-    whole = torch.log_softmax(scaled, -1)
+    logits = hidden[parents] @ head.T * extra.get("scale", 1.0) + extra.get("bias", 0.0)
+    if (cap := extra.get("cap")) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    whole = torch.log_softmax(logits / torch.tensor(temperatures)[:, None], -1)
     chosen = whole[torch.arange(7), labels]
     (wanted,) = torch.autograd.grad((chosen * worth).sum(), hidden)
     for entries in (1, 22, 10_000):
         monkeypatch.setitem(CHUNK, "cpu", entries)
-        found, entropies = head_logprobs(hidden, head, places, asked, labels)
+        found, entropies = head_logprobs(hidden, Head(head, **extra), places, asked, labels)
         (got,) = torch.autograd.grad((found * worth).sum(), hidden)
         assert torch.allclose(found, chosen, atol=1e-12)
         assert torch.allclose(entropies, -(whole.exp() * whole).sum(-1), atol=1e-12)
@@ -152,45 +169,76 @@ def adapted(base: Any) -> Any:
     return get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def test_who_cannot_be_merged_says_why_and_is_scored_all_the_same() -> None:
+def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
     shape = TINY.to_dict() | {"model_type": "mistral"}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
     model = adapted(MistralForCausalLM(config))
-    assert why_separate(model) == "its attention has a window of 4 tokens"
+    with capture_logs() as logs:
+        assert choose_way(model) == "chain"
+    assert [(line["way"], line["reason"]) for line in logs] == [
+        ("tree", "its attention has a window of 4 tokens")
+    ]
     made = random_tree(1, 97)
     with pytest.raises(LearnerError, match="takes no tree"):
         score_rows(model, made)
     with torch.no_grad():
-        together = score_rows(model, made, merge=False).logprobs
-        alone = torch.cat([score_rows(model, [row], merge=False).logprobs for row in made])
+        together = score_rows(model, made, way="chain").logprobs
+        alone = torch.cat([score_rows(model, [row], way="whole").logprobs for row in made])
     assert torch.allclose(together, alone, atol=1e-6)
 
 
-def test_dropout_and_heads_with_a_bias_are_not_merged() -> None:
+def test_dropout_rules_the_tree_out() -> None:
     config = copy.deepcopy(TINY)
     config.attention_dropout = 0.1
-    assert why_separate(adapted(LlamaForCausalLM(config))) == "its attention has dropout"
-    base = LlamaForCausalLM(LlamaConfig(**TINY.to_dict()))
-    base.lm_head.bias = torch.nn.Parameter(torch.zeros(97))
-    assert why_separate(adapted(base)) == "its LM head is no plain matrix"
+    assert choose_way(adapted(LlamaForCausalLM(config))) == "chain"
 
 
-def test_what_passes_for_mergeable_is_tried() -> None:
+def test_unknown_head_is_computed_by_the_model_itself() -> None:
     """A head that is scaled behind the matrix: nothing in the configuration says so."""
     base = LlamaForCausalLM(copy.deepcopy(TINY))
     base.lm_head.register_forward_hook(lambda _, __, logits: logits * 3.0)
-    why = why_separate(adapted(base))
-    assert why is not None
-    assert why.startswith("merged and separate differ by")
+    with capture_logs() as logs:
+        assert choose_way(adapted(base)) == "whole"
+    assert all("differs from whole rows by" in line["reason"] for line in logs)
     assert base.config._attn_implementation == "sdpa"
 
 
-def test_an_update_is_the_same_merged_and_not(tiny_model: str, tmp_path: Path) -> None:
-    auto, never = merged_and_not(tiny_model, recipe, rows(), tmp_path)
-    assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-6)
-    assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
-    assert auto["computed_tokens"] < never["computed_tokens"] < never["row_tokens"]
+@pytest.mark.parametrize(
+    ("broken", "error", "way"),
+    [
+        ("attention_tree", RuntimeError("attention failed"), "chain"),
+        ("attention_tree", torch.OutOfMemoryError("CUDA out of memory"), "chain"),
+        ("_tree_states", RuntimeError("Failed to find C compiler"), "chain"),
+        ("_chain_states", NotImplementedError("no such kernel"), "tree"),
+        ("head_logprobs", AssertionError("head failed"), "whole"),
+    ],
+    ids=["attention", "memory", "compiler", "chain", "head"],
+)
+def test_error_in_a_trial_is_one_warning_and_the_next_way_trains(
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    error: Exception,
+    way: Way,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(scoring, broken, fail)
+    with capture_logs() as logs:
+        made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+        assert made.update(rows())["optimizer_steps"] == 1
+    passed_over = [line["way"] for line in logs if line["event"] == "way_passed_over"]
+    assert passed_over == list(WAYS[: WAYS.index(way)])
+    assert all(str(error) in line["reason"] for line in logs if "way" in line)
+
+
+def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> None:
+    metrics = by_every_way(tiny_model, recipe, [*rows(), *growing_rows(8, 3)], tmp_path)
+    tokens = [metrics[way]["computed_tokens"] for way in WAYS]
+    assert tokens[0] < tokens[1] < tokens[2] == tokens[3] < metrics["tree"]["row_tokens"]
 
 
 def test_drift_out_of_bounds_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
