@@ -192,7 +192,7 @@ def against_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
 def trl_update(model: Any, rows: Sequence[Row]) -> tuple[Callable[[], None], int]:
     """Return what runs TRL's own GRPO loss (cispo) over padded rows, and the tokens it computes."""
     trainer = _trl_trainer(model)
-    at_once = max(1, min(TRL_ROWS, TRL_TOKENS // max(len(row.ids) for row in rows)))
+    at_once = max(1, min(TRL_ROWS, TRL_TOKENS // max(row.size for row in rows)))
     batches = [_padded(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
 
     def run() -> None:

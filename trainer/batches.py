@@ -11,15 +11,18 @@ before. How much of that a model computes once is its `Way` (`trainer.learners.s
     whole   each row by itself, with the model's own LM head
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Final, Literal
 from uuid import UUID
 
 import msgspec
+import numpy as np
 
 from store.records import Record
-from store.values.packing import unpack_ids, unpack_logprobs
+from store.values.packing import ids_array, unpack_logprobs
 from store.values.sampling import Distribution, distribution_of
 from trainer.credit.assign import TransitionCredit
 
@@ -49,8 +52,8 @@ class Row(Record, frozen=True, kw_only=True):
     agent: str
     position: int
 
-    prompt_ids: tuple[int, ...]
-    sampled_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
+    sampled_ids: Sequence[int]
     sampled_logprobs: tuple[float, ...]
     distribution: Distribution
     r_total: float
@@ -66,14 +69,19 @@ class Row(Record, frozen=True, kw_only=True):
         return self.episode_id, self.position
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def ids(self) -> "array[int]":
         """Return prompt and sampled ids, (P + S,)."""
-        return self.prompt_ids + self.sampled_ids
+        return array("i", self.prompt_ids) + array("i", self.sampled_ids)
 
     @property
-    def inputs(self) -> tuple[int, ...]:
+    def inputs(self) -> "array[int]":
         """Return all ids but the last, (P + S − 1,): the ids that the model reads to score."""
         return self.ids[:-1]
+
+    @property
+    def size(self) -> int:
+        """Return how many ids there are, P + S."""
+        return len(self.prompt_ids) + len(self.sampled_ids)
 
 
 def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Row:
@@ -82,8 +90,8 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
         episode_id=UUID(int=number),
         agent="",
         position=0,
-        prompt_ids=tuple(prompt_ids),
-        sampled_ids=tuple(sampled_ids),
+        prompt_ids=array("i", prompt_ids),
+        sampled_ids=array("i", sampled_ids),
         sampled_logprobs=(0.0,) * len(sampled_ids),
         distribution=PLAIN,
         r_total=0.0,
@@ -109,8 +117,8 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
         episode_id=credit.episode_id,
         agent=call.agent,
         position=credit.position,
-        prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
-        sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
+        prompt_ids=ids_array(tokens.prompt_ids),
+        sampled_ids=ids_array(tokens.sampled_ids),
         sampled_logprobs=() if imitated else tuple(unpack_logprobs(tokens.sampled_logprobs)),
         distribution=PLAIN if imitated else distribution_of(call.sampling),
         r_total=credit.r_total,
@@ -172,12 +180,9 @@ def padded(tree: Tree, multiple: int) -> Tree:
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading tokens two rows share."""
-    length = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    length = min(len(left), len(right))
+    differ = np.asarray(left[:length]) != np.asarray(right[:length])
+    return int(differ.argmax()) if differ.any() else length
 
 
 def _close(nodes: Sequence[int], end: list[int], size: int) -> None:
@@ -193,7 +198,7 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     advantages of a step over one group alone would be those of one task only.
     """
     by_episode: dict[UUID, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.ids):
+    for row in sorted(rows, key=_in_order):
         by_episode.setdefault(row.episode_id, []).append(row)
     dealt: list[list[Row]] = [[] for _ in range(min(steps, len(by_episode)))]
     for index, own in enumerate(by_episode.values()):
@@ -207,19 +212,24 @@ def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
     Except in the ways `rows` and `whole`, a row is in the chain of a row that it is a prefix of. In
     the way `tree` chains that share a prefix follow each other; in the others, equally long ones.
     """
-    if way in ("rows", "whole"):
-        chains = [[row] for row in sorted(rows, key=lambda row: row.ids)]
-    else:
-        chains = []
-        # A row is followed by all that it is a prefix of.
-        for row in sorted(rows, key=lambda row: (*row.inputs, -1, row.ids[-1])):
-            if chains and row.inputs[: len(before := chains[-1][-1].inputs)] == before:
-                chains[-1].append(row)
-            else:
-                chains.append([row])
+    chains: list[list[Row]] = []
+    before = b""
+    # A row is followed by all that it is a prefix of.
+    for key, row in sorted(((_in_order(row), row) for row in rows), key=itemgetter(0)):
+        if chains and way in ("tree", "chain") and key[0].startswith(before):
+            chains[-1].append(row)
+        else:
+            chains.append([row])
+        before = key[0]
     if way != "tree":
-        chains.sort(key=lambda chain: len(chain[-1].inputs))
+        chains.sort(key=lambda chain: chain[-1].size)
     return chains
+
+
+def _in_order(row: Row) -> tuple[bytes, int]:
+    """Return a row's key in lexicographic order of inputs and last id: big-endian bytes."""
+    ids = row.ids
+    return np.asarray(ids[:-1], ">i4").tobytes(), ids[-1]
 
 
 def plan_micro_batches(rows: Sequence[Row], budget: int, *, way: Way = "tree") -> list[list[Row]]:
@@ -229,7 +239,7 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, way: Way = "tree") -
     is cut. Without another way these are the distinct nodes of its prefix tree.
     """
     chains = chains_of(rows, way)
-    sizes = [len(chain[-1].inputs) for chain in chains]
+    sizes = [chain[-1].size - 1 for chain in chains]
     repeated = _repeated(chains, way)
     most = max([budget, *sizes])
     # Of the first n chains: tokens and micro-batches of the best cut, where its last one starts.
@@ -264,7 +274,7 @@ def _repeated(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
 def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
     """Return how many tokens a micro-batch computes."""
     chains = chains_of(rows, way)
-    return sum(len(chain[-1].inputs) for chain in chains) - sum(_repeated(chains, way))
+    return sum(chain[-1].size - 1 for chain in chains) - sum(_repeated(chains, way))
 
 
 def share_out(

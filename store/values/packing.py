@@ -44,7 +44,16 @@ def unpack_ids(data: bytes) -> list[int]:
     Raises:
         ValueError: the length is not a multiple of `ITEM_BYTES`.
     """
-    return _little_endian(array("i", data)).tolist()
+    return ids_array(data).tolist()
+
+
+def ids_array(data: bytes) -> "array[int]":
+    """Unpack token ids (T,) into four bytes each, where there are millions of them.
+
+    Raises:
+        ValueError: the length is not a multiple of `ITEM_BYTES`.
+    """
+    return _little_endian(array("i", data))
 
 
 def unpack_logprobs(data: bytes) -> list[float]:

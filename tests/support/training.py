@@ -138,7 +138,7 @@ def growing_rows(episodes: int = 2, turns: int = 20) -> list[Row]:
         said = task
         for turn in range(turns):
             row = bare_row(0, said + ids(11), ids(4))
-            said = row.ids
+            said = tuple(row.ids)
             made.append(
                 msgspec.structs.replace(
                     row,

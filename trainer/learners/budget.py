@@ -141,14 +141,14 @@ class Budget:
                 self._answer(error, rows, fits)
             else:
                 if trains:
-                    self._longest = max([self._longest, *(len(row.ids) for row in rows)])
+                    self._longest = max([self._longest, *(row.size for row in rows)])
                 return result, micro_batches
 
     def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         torch.cuda.empty_cache()
-        longest = max(error.rows, key=lambda row: len(row.inputs))
+        longest = max(error.rows, key=lambda row: row.size)
         # Nothing of it is left to cut: beside the longest row are only some that are part of it.
-        if self._alone and computed_tokens(error.rows, way=self._way) == len(longest.inputs):
+        if self._alone and computed_tokens(error.rows, way=self._way) == longest.size - 1:
             self._refuse_too_long(longest, rows, fits)
         self._shrink(error)
 
@@ -158,17 +158,17 @@ class Budget:
         A row no longer than one that was computed before is not to blame: the memory was taken by
         something else since.
         """
-        shortest = min(rows, key=lambda other: len(other.ids))
-        size = len(row.ids)
-        if size <= max(self._longest, len(shortest.ids)) or fits(row) or not fits(shortest):
+        shortest = min(rows, key=lambda other: other.size)
+        size = row.size
+        if size <= max(self._longest, shortest.size) or fits(row) or not fits(shortest):
             return
         raise Unusable(
             f"a call of {size} tokens does not fit into memory by itself: its episode is not"
             f" trained; to train such calls, {REMEDY}",
             {
-                other.episode_id: f"a call of {len(other.ids)} tokens is too long for the memory"
+                other.episode_id: f"a call of {other.size} tokens is too long for the memory"
                 for other in rows
-                if len(other.ids) >= size
+                if other.size >= size
             },
             reason=TOO_LONG,
         )

@@ -131,14 +131,14 @@ def metered_rows(rows: Sequence[Row]) -> list[Row]:
 
     They are the first by the hash of their ids, so the same rows give the same choice in any order.
     """
-    tokens = sum(len(row.ids) for row in rows)
+    tokens = sum(row.size for row in rows)
     left = min(MOST_TOKENS, max(FEWEST_TOKENS, tokens // PART))
     chosen: list[Row] = []
-    for row in sorted(rows, key=lambda row: blake2b(str(row.ids).encode(), digest_size=8).digest()):
-        if chosen and len(row.ids) > left:
+    for row in sorted(rows, key=lambda row: blake2b(row.ids, digest_size=8).digest()):
+        if chosen and row.size > left:
             break
         chosen.append(row)
-        left -= len(row.ids)
+        left -= row.size
     return chosen
 
 

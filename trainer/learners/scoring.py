@@ -120,14 +120,14 @@ def _chain_states(model: Any, rows: Sequence[Row], way: Way) -> _States:
     computed: list[Tensor] = []
     starts: dict[RowKey, int] = {}
     begin = 0
-    for length, alike in groupby(chains_of(rows, way), lambda chain: len(chain[-1].inputs)):
+    for length, alike in groupby(chains_of(rows, way), lambda chain: chain[-1].size - 1):
         chains = list(alike)
-        ids = torch.tensor([chain[-1].inputs for chain in chains], device=device)
+        ids = torch.tensor([chain[-1].inputs for chain in chains], dtype=torch.long, device=device)
         computed.append(decoder(input_ids=ids, use_cache=False)[0].flatten(0, 1))
         for chain in chains:
             starts |= dict.fromkeys((row.key for row in chain), begin)
             begin += length
-    paths = [range(starts[row.key], starts[row.key] + len(row.inputs)) for row in rows]
+    paths = [range(starts[row.key], starts[row.key] + row.size - 1) for row in rows]
     return torch.cat(computed), paths
 
 
@@ -142,7 +142,7 @@ def _score_whole(model: Any, rows: Sequence[Row]) -> Scored:
     """Score rows of equal length together, so that the model sees no padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        by_length[len(row.inputs)].append(index)
+        by_length[row.size - 1].append(index)
     by_index: dict[int, Scored] = {}
     for indices in by_length.values():
         by_index |= zip(
@@ -175,8 +175,8 @@ def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
     device = next(model.parameters()).device
     first = min(len(row.prompt_ids) for row in rows) - 1
     logits: Tensor = model(
-        input_ids=torch.tensor([row.inputs for row in rows], device=device),
-        logits_to_keep=torch.arange(first, len(rows[0].inputs), device=device),
+        input_ids=torch.tensor([row.inputs for row in rows], dtype=torch.long, device=device),
+        logits_to_keep=torch.arange(first, rows[0].size - 1, device=device),
         use_cache=False,
     ).logits
     return logits
@@ -185,7 +185,7 @@ def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
 def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
     """Score one row, from the logits (S, V) before each of its sampled tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    labels = torch.tensor(row.sampled_ids, device=logits.device)
+    labels = torch.tensor(row.sampled_ids, dtype=torch.long, device=logits.device)
     if not row.distribution.is_plain:
         places = [(0, sampled) for sampled in range(len(row.sampled_ids))]
         history = History.of([row], places, logits.device)

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
+import numpy as np
 import torch
 
 from trainer.batches import Row, computed_tokens, share_out
@@ -50,7 +51,7 @@ def update_figures(
         "rows": len(rows),
         "recomputed_rows": sum(row.recomputed for row in rows),
         "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
-        "row_tokens": sum(len(row.ids) for row in rows),
+        "row_tokens": sum(row.size for row in rows),
         "computed_tokens": sum(
             computed_tokens(micro_batch, way=trainer.way)
             for step in first_epoch
@@ -162,8 +163,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
     strange = {
         row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
         for row in rows
-        if min(row.ids) < 0
-        or max(row.ids) >= vocabulary
+        if not 0 <= np.min(row.ids) <= np.max(row.ids) < vocabulary
         or max(row.distribution.token_ids, default=0) >= vocabulary
     }
     if strange:

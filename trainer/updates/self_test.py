@@ -137,7 +137,7 @@ class ServerSelfTest:
     async def _compare(self, server: ModelServer, rows: Sequence[Row]) -> Compared:
         """Ask the server for what the trainer computes too: base, adapter, and sampled tokens."""
         base = await server.base_of(self._name)
-        sampled = await server.sample(self._name, rows[0].ids, TEMPERATURE, SAMPLED)
+        sampled = await server.sample(self._name, tuple(rows[0].ids), TEMPERATURE, SAMPLED)
         plain = bare_row(0, rows[0].ids, [token for token, _ in sampled])
         heated = msgspec.structs.replace(plain, distribution=Distribution(temperature=TEMPERATURE))
         return Compared(
@@ -156,7 +156,9 @@ class ServerSelfTest:
 
 
 async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
-    by_row = [await server.last_logprobs(name, row.ids, len(row.sampled_ids)) for row in rows]
+    by_row = [
+        await server.last_logprobs(name, tuple(row.ids), len(row.sampled_ids)) for row in rows
+    ]
     return _flat(by_row)
 
 

@@ -208,7 +208,7 @@ class Training:
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         return tuple(
-            ProbeRow(ids=row.ids, logprobs=tuple(logprobs))
+            ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))
             for row, logprobs in zip(rows, of_rows, strict=True)
         )
 

@@ -2,13 +2,17 @@
 
 from uuid import UUID
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from store.values.sampling import Distribution
 from trainer.batches import (
     Row,
+    Way,
     build_tree,
+    computed_tokens,
     plan_micro_batches,
     share_out,
     split_steps,
@@ -69,12 +73,16 @@ def test_batches_keep_all_rows_within_the_budget_or_their_longest_row(
 
 
 @given(ROWS, st.integers(1, 5))
-def test_steps_deal_out_all_rows(rows: list[list[int]], steps: int) -> None:
-    made = [row([9, *ids]) for ids in rows]
+def test_steps_deal_out_whole_episodes(rows: list[list[int]], steps: int) -> None:
+    made = [
+        msgspec.structs.replace(row([9, *ids]), episode_id=UUID(int=number // 2))
+        for number, ids in enumerate(rows)
+    ]
     dealt = split_steps(made, steps)
     assert sorted(r.ids for step in dealt for r in step) == sorted(r.ids for r in made)
-    sizes = [len(step) for step in dealt]
-    assert max(sizes) - min(sizes) <= 1
+    episodes = [{r.episode_id for r in step} for step in dealt]
+    assert sum(map(len, episodes)) == len(set.union(*episodes))
+    assert max(map(len, episodes)) - min(map(len, episodes)) <= 1
 
 
 @given(ROWS, st.integers(1, 5))
@@ -89,3 +97,22 @@ def test_every_process_computes_as_often_and_no_row_is_lost(
     assert sorted(weight for weight in weights if weight) == [
         1.0 + index for index in range(len(rows))
     ]
+
+
+def test_chain_is_never_cut_and_the_cut_repeats_the_fewest_tokens() -> None:
+    """Two episodes of three growing calls: a cut inside one would compute its beginning twice."""
+    first = [row([9, *range(1, length)]) for length in (6, 11, 16)]
+    second = [row([9, *range(20, 20 + length)]) for length in (3, 8, 18)]
+    cut = plan_micro_batches([*second, *first], 20)
+    assert [len(batch) for batch in cut] == [3, 3]
+    assert sum(computed_tokens(batch) for batch in cut) == 15 + 18
+
+
+@pytest.mark.parametrize(("way", "tokens"), [("tree", 12), ("chain", 15), ("rows", 20)])
+def test_computed_tokens_are_those_of_the_way(way: Way, tokens: int) -> None:
+    made = [
+        row([1, 2, 3, 4, 5, 6]),
+        row([1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        row([1, 2, 3, 13, 14, 15, 16, 17]),
+    ]
+    assert computed_tokens(made, way=way) == tokens

@@ -192,7 +192,7 @@ class History:
     ) -> Self:
         """Return the history of places: the number of a row, and of sampled tokens before it."""
         used = {row: index for index, row in enumerate(sorted({row for row, _ in places}))}
-        ids = [torch.tensor(rows[row].ids, device=device) for row in used]
+        ids = [torch.tensor(rows[row].ids, dtype=torch.long, device=device) for row in used]
         prompts = [len(rows[row].prompt_ids) for row, _ in places]
         return cls(
             torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
