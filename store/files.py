@@ -49,8 +49,10 @@ def whole_folder(place: Path, partial: Path) -> Iterator[None]:
 
     So `place` is there with all its files, or not at all. It may be an empty folder before.
 
+    Where writing fails, nothing is left of the attempt, and it can be repeated.
+
     Raises:
-        OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
+        OSError: the disk refused a write.
     """
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -59,7 +61,7 @@ def whole_folder(place: Path, partial: Path) -> Iterator[None]:
         for path in [*partial.rglob("*"), partial]:
             sync(path)
         partial.rename(place)
-    except OSError:
+    except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync(place.parent)

@@ -1,6 +1,7 @@
 """Define `pawl policies check`, `export` and `import`: the files of versions."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,13 @@ from store.version_queries import versions_with_files
 from store.versions import PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread, TrainerError
 from trainer.policies import importing_policy
-from trainer.publishing.adapters import MANIFEST, export_adapter, reading, why_altered
+from trainer.publishing.adapters import (
+    MANIFEST,
+    copy_adapter,
+    export_adapter,
+    reading,
+    why_altered,
+)
 from trainer.publishing.foreign import read_config
 from trainer.settings import TrainerSettings
 
@@ -57,6 +64,12 @@ def export_version(
         int | None,
         typer.Option(min=0, help="Number of the version; default: the one that serves."),
     ] = None,
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged", help="Write whole weights instead: the base model with the adapter in it."
+        ),
+    ] = False,
     tenant: OfTenant = None,
 ) -> None:
     """Copy a version's adapter into a folder that PEFT and vLLM load.
@@ -65,16 +78,31 @@ def export_version(
     PAWL_ADAPTER_DIR; neither is changed. The folder has `base.json`, too, by which an import
     elsewhere knows the base model.
 
-    Status 2: there is no such policy or version, its files are damaged, or the folder cannot be
-    written.
+    With --merged the folder is a model that is served without LoRA: weights and tokenizer. The base
+    model, of which there is room for one copy in memory, is PAWL_MODEL, or what the version's
+    trainer loaded.
+
+    Status 2: there is no such policy or version, its files are damaged, the base model is another
+    or cannot be loaded, or the folder cannot be written.
     """
+    settings = read_settings(TrainerSettings)
     versions = in_database(lambda connection: policy_versions(connection, name, tenant))
     chosen = chosen_version(versions, version)
+    write = partial(_write_merged, settings.model) if merged else copy_adapter
     try:
-        export_adapter(Path(chosen.adapter_path or ""), directory)
+        export_adapter(Path(chosen.adapter_path or ""), directory, write)
     except TrainerError as error:
         fail(str(error))
     print(f"{chosen.served_name} is in {directory}")
+
+
+def _write_merged(model: str | None, version: Path, folder: Path) -> None:
+    """Write the weights of `model` (None: as the version names it) with the version merged in."""
+    model = model or str(read_config(version)["base_model_name_or_path"])
+    with large_imports():
+        require_torch()
+        from trainer.learners.model import save_merged
+    save_merged(model, version, folder)
 
 
 def import_version(

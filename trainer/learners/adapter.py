@@ -206,6 +206,7 @@ def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfi
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         lora_dropout=0.0,
         target_modules=choose(parts) or ALL_LINEAR if by_architecture else lora.target_modules,
         exclude_modules=_outside_of_text(base, parts),

@@ -10,11 +10,12 @@ import os
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -35,7 +36,7 @@ from trainer.learners.replay.shaping import Vocabulary
 from trainer.learners.scoring import own_attention
 from trainer.learners.steps import check_ids
 from trainer.publishing.adapters import read_base
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import LoraOptions, Recipe
 
 # How many values of each parameter count for a model's hash: models that were trained differ in
 # nearly all.
@@ -88,16 +89,8 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
         LearnerError: the model cannot be loaded.
     """
     device = _device()
-    try:
-        loader = loader_of(AutoConfig.from_pretrained(model))
-        base = loader.from_pretrained(model, dtype=precision(recipe, device))
-        base.set_attn_implementation(own_attention(base))
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise LearnerError(
-            f"the model {model!r} cannot be loaded: {error}; set PAWL_MODEL to the folder or name"
-            " of a causal language model"
-        ) from error
+    base, tokenizer = _pretrained(model, precision(recipe, device))
+    base.set_attn_implementation(own_attention(base))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     base.to(device)
@@ -105,6 +98,45 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     if recipe.batch.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return base, tokenizer
+
+
+def _pretrained(model: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
+    """Return the causal LM and its tokenizer as they are stored; "auto" keeps their precision.
+
+    Raises:
+        LearnerError: the model cannot be loaded.
+    """
+    try:
+        loader = loader_of(AutoConfig.from_pretrained(model))
+        return loader.from_pretrained(model, dtype=dtype), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise LearnerError(
+            f"the model {model!r} cannot be loaded: {error}; set PAWL_MODEL to the folder or name"
+            " of a causal language model"
+        ) from error
+
+
+def save_merged(model: str, adapter: Path, folder: Path) -> None:
+    """Write `model` with the version in `adapter` merged into its weights, and the tokenizer.
+
+    It is done in the CPU's memory, in the precision that the model is stored in.
+
+    Raises:
+        LearnerError: the model cannot be loaded, or is not the version's base model.
+        OSError: the disk refused a write.
+    """
+    base, tokenizer = _pretrained(model, "auto")
+    if read_base(adapter) != base_hash(base):
+        raise LearnerError(
+            f"{model} is not the base model that the adapter in {adapter} was trained on: set"
+            " PAWL_MODEL to the folder or name of that one"
+        )
+    merged = attach_adapter(base, LoraOptions(), adapter, 0).merge_and_unload(safe_merge=True)
+    try:
+        merged.save_pretrained(str(folder))
+    except SafetensorError as error:
+        raise OSError(f"the weights were not written: {error}") from error
+    tokenizer.save_pretrained(str(folder))
 
 
 def base_hash(base: Any) -> str:

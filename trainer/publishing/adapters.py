@@ -287,8 +287,24 @@ def why_altered(version: PolicyVersion) -> str | None:
 EXPORTED: Final = (*SERVED, BASE_FILE)
 
 
-def export_adapter(version: Path, directory: Path) -> None:
-    """Copy the adapter of the version in a folder to `directory`: whole, or not at all.
+def copy_adapter(version: Path, folder: Path) -> None:
+    """Copy the adapter of a version's folder into another folder.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    for name in EXPORTED:
+        if (version / name).exists():
+            copyfile(version / name, folder / name)
+
+
+def export_adapter(
+    version: Path, directory: Path, write: Callable[[Path, Path], None] = copy_adapter
+) -> None:
+    """Export the version in a folder to `directory`: whole, or not at all.
+
+    `write` gets the version's folder and the one to write into. What it raises passes on, but for
+    an OSError.
 
     Raises:
         AdapterError: the version's files are gone or were changed, or `directory` is not empty or
@@ -303,9 +319,7 @@ def export_adapter(version: Path, directory: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{place.name}.partial")
         with whole_folder(place, partial):
-            for name in EXPORTED:
-                if (version / name).exists():
-                    copyfile(version / name, partial / name)
+            write(version, partial)
     except OSError as error:
         if not version.exists():
             raise AdapterError(f"{version} was deleted meanwhile: it was retired") from error

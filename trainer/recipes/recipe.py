@@ -348,6 +348,11 @@ class LoraOptions(RecipeOptions):
         default=16, description="LoRA rank; not above the model server's --max-lora-rank."
     )
     alpha: Positive = Field(default=32.0, description="LoRA scale: updates count alpha / rank.")
+    rslora: Annotated[bool, Field(strict=True)] = Field(
+        default=False,
+        description="Let updates count alpha / √rank instead (rsLoRA, arXiv:2312.03732), so that "
+        "one alpha and learning rate serve every rank.",
+    )
     target_modules: str | list[str] = Field(
         default=AUTO,
         description="Layers with an adapter, as PEFT names them. "

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft.tuners.lora import LoraLayer
 
-from tests.support.training import recipe, rows
+from tests.support.training import recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
 from trainer.learners.learner import Learner
 from trainer.learners.losses.grpo import collate
-from trainer.learners.model import load_base, precision
+from trainer.learners.model import load_base, precision, save_merged
 from trainer.learners.scoring import score_rows
+from trainer.recipes.recipe import LoraOptions
 
 
 def learner(model: str, folder: Path, **batch: Any) -> Learner:
@@ -204,3 +206,33 @@ def test_what_does_not_fit_is_done_again_in_smaller_micro_batches(
     most = 0
     with pytest.raises(LearnerError, match="micro_batch_tokens"):
         tight.update(rows(1))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_weights_score_as_the_adapter_does(
+    tiny_model: str, tmp_path: Path, rslora: bool
+) -> None:
+    lora = LoraOptions(rank=4, alpha=8, rslora=rslora)
+    made = Learner(tiny_model, recipe().model_copy(update={"lora": lora}), 0, tmp_path)
+    scales = {m.scaling["default"] for m in made._model.modules() if isinstance(m, LoraLayer)}
+    assert scales == {8 / 2 if rslora else 8 / 4}
+    shake(made)
+    (tmp_path / "1").mkdir()
+    made.save(tmp_path / "1")
+    save_merged(tiny_model, tmp_path / "1", tmp_path / "merged")
+    whole, tokenizer = load_base(str(tmp_path / "merged"), recipe())
+    assert tokenizer.get_vocab() == made._tokenizer.get_vocab()
+    ids = torch.tensor([rows()[0].ids])
+    with torch.no_grad():
+        ours, merged = made._model(input_ids=ids).logits, whole(input_ids=ids).logits
+        with made._model.disable_adapter():
+            assert not torch.allclose(made._model(input_ids=ids).logits, merged, atol=1e-2)
+    assert torch.allclose(ours, merged, atol=1e-5)
+
+
+def test_weights_are_not_merged_into_another_model(tiny_model: str, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    learner(tiny_model, tmp_path).save(tmp_path / "1")
+    other = write_tiny_model(tmp_path / "other", seed=5)
+    with pytest.raises(LearnerError, match=r"not the base model .*: set PAWL_MODEL to"):
+        save_merged(other, tmp_path / "1", tmp_path / "merged")
