@@ -6,7 +6,7 @@ import ctypes
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,12 +21,23 @@ def run_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def die_with_parent() -> None:
-    """Have the kernel send this child SIGTERM when its parent ends, however it ends.
+def showing_gpus(gpus: Sequence[int]) -> dict[str, str]:
+    """Return the variables by which CUDA shows only these GPUs, as nvidia-smi numbers them.
+
+    They are empty, and CUDA shows what it did before, without a GPU.
+    """
+    if not gpus:
+        return {}
+    # CUDA's own order is by speed.
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+
+
+def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this child the signal `by` when its parent ends, however it ends.
 
     Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def stop_event() -> asyncio.Event:

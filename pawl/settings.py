@@ -1,21 +1,30 @@
 """Define the command line's settings, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from dotenv import dotenv_values
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
+from pydantic_settings import NoDecode
 
 from proxy.settings import ProxySettings
 from store.settings import Listen, Settings, StoreSettings
-from trainer.settings import ServerSettings, TrainerSettings
+from trainer.settings import Cards, ServerSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
 Kind = TypeVar("Kind", bound=Settings)
+
+
+def _words(value: object) -> object:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 
 
 class StackSettings(StoreSettings):
@@ -36,8 +45,27 @@ class StackSettings(StoreSettings):
         description="number format vLLM computes in; unset: float32 on a CPU (exact), bfloat16 "
         "on a GPU",
     )
-    max_model_len: int = Field(
-        default=2048, ge=128, description="longest context that vLLM serves, in tokens"
+    max_model_len: int | None = Field(
+        default=None,
+        ge=128,
+        description="longest context that vLLM serves, in tokens; unset: 2048 on a CPU, and on a "
+        "GPU the model's own, as far as it fits into the memory",
+    )
+    serve_gpus: Cards = Field(
+        default=(),
+        description="GPUs that vLLM serves on, comma-separated, as nvidia-smi numbers them; unset: "
+        "the first that CUDA shows",
+    )
+    serve_gpu_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that vLLM takes; unset: 0.5 on a GPU that the trainer "
+        "uses too, else 0.9",
+    )
+    vllm_args: Words = Field(
+        default=(),
+        description="further arguments of vLLM, quoted as in a shell; they override Pawl's own",
     )
     log_dir: Path = Field(
         default=Path("var/logs"), description="folder of logs, one file for each process"

@@ -17,6 +17,7 @@ def _separated(value: object) -> object:
 
 
 Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
+Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_separated)]
 
 
 class ServerSettings(StoreSettings):
@@ -72,6 +73,11 @@ class TrainerSettings(ServerSettings):
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
     )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
+    train_gpus: Cards = Field(
+        default=(),
+        description="GPUs to train on, comma-separated, as nvidia-smi numbers them; with several, "
+        "`accelerate launch` starts a process for each; unset: the first that CUDA shows",
+    )
 
     @property
     def scratch(self) -> Path:

@@ -1,12 +1,15 @@
 """Define `pawl proxy`, `pawl trainer`, `pawl steward` and `pawl migrate`: one part of Pawl each."""
 
 import asyncio
+import os
+import signal
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from pawl.commands.common import fail, require_torch
-from pawl.processes import large_imports
+from pawl.processes import die_with_parent, large_imports, run_module, showing_gpus
 from pawl.settings import StackSettings, read_settings
 
 
@@ -51,14 +54,17 @@ def trainer(
 
     Each update claims finished episodes, assigns credit to their calls, trains the adapter,
     and loads it into the model server. Several policies (PAWL_POLICIES) share the base model in
-    memory, and take turns; PAWL_POLICY picks some of them.
+    memory, and take turns; PAWL_POLICY picks some of them. Where PAWL_TRAIN_GPUS names several
+    GPUs, this process goes on as `accelerate launch`, with a process for each.
 
     Needs the database that the proxy records to, and a model server that loads adapters at run
     time.
 
     SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
-    episodes are free again. Status 2: a recipe, the model or a policy cannot be used.
+    episodes are free again. Status 2: a recipe, the model, a policy or a GPU cannot be used. With
+    several GPUs the status is that of `accelerate launch`: 1 in both cases.
     """
+    from pawl.stack.preflight import NotReady
     from store.policy_table import open_policies
     from trainer.errors import TrainerError
     from trainer.policies import chosen_policies, load_recipes
@@ -68,13 +74,41 @@ def trainer(
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
         load_recipes(chosen_policies(settings, open_policies(settings.policies)))
+        _use_gpus(settings.train_gpus, ["--once"] if once else [])
         with large_imports():
             require_torch()
             from trainer.run import train
 
         asyncio.run(train(settings, once=once))
-    except TrainerError as error:
+    except (NotReady, TrainerError) as error:
         fail(str(error))
+
+
+def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
+    """Have CUDA show these GPUs alone; for several, replace this process by `accelerate launch`.
+
+    Each process that was launched is left as it is, but ends with the one that launched it.
+
+    Raises:
+        NotReady: a GPU is not there.
+    """
+    from pawl.stack.preflight import check_gpus
+
+    if "RANK" in os.environ:
+        # All of them had SIGTERM, if there was time, and those that follow rank 0 ignore it.
+        die_with_parent(signal.SIGKILL)
+        return
+    check_gpus("PAWL_TRAIN_GPUS", gpus)
+    os.environ.update(showing_gpus(gpus))
+    if len(gpus) < 2:
+        return
+    launch = [*run_module("accelerate.commands.accelerate_cli"), "launch", "--multi_gpu"]
+    launch += ["--num_processes", str(len(gpus)), "--num_machines", "1"]
+    # Port 0: any that is free.
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["-m", "pawl.cli", "trainer", *options]
+    # Python's own `-P`, for the processes to come.
+    os.execve(launch[0], launch, os.environ | {"PYTHONSAFEPATH": "1"})
 
 
 def steward() -> None:

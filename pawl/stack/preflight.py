@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,32 @@ def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
         raise NotReady(
             f"{free:.1f} GiB are free on the disk of {folder}, {needed_gib:g} are needed: "
             "delete files, or choose a folder on another disk"
+        )
+
+
+def check_gpus(variable: str, gpus: Sequence[int]) -> None:
+    """Check that the GPUs that a setting names are there; CUDA would compute without them.
+
+    Raises:
+        NotReady: one is not, or there is no NVIDIA driver.
+    """
+    if not gpus:
+        return
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise NotReady(
+            f"{variable} names GPUs, but this machine has no NVIDIA driver (no nvidia-smi): "
+            f"install it, or remove {variable}"
+        )
+    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotReady(f"nvidia-smi fails, so no GPU can be used: {done.stdout}{done.stderr}")
+    there = {int(line) for line in done.stdout.split()}
+    if absent := sorted(set(gpus) - there):
+        raise NotReady(
+            f"{variable} names the GPU {absent[0]}, which is not there: nvidia-smi lists "
+            f"{', '.join(map(str, sorted(there))) or 'none'}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +12,25 @@ import aiohttp
 from pawl.database import kept_postgres
 from pawl.processes import run_module
 from pawl.settings import StackSettings, StewardSettings, read_settings
-from pawl.stack.preflight import check_disk, check_memory, check_ports
+from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
-from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions, vllm_command, vllm_environment
+from pawl.stack.vllm import (
+    ALONE,
+    SHARED,
+    USUAL_TOOL_PARSER,
+    VllmOptions,
+    has_gpu,
+    vllm_command,
+    vllm_environment,
+)
 from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 
-READY_S: Final = 600.0
+# A first start downloads the model.
+READY_S: Final = 1200.0
 POLL_S: Final = 0.25
 # How long the proxy's supervisor may take beyond `PAWL_STOP_GRACE_S` when it is stopped.
 STOP_MARGIN_S: Final = 2.0
@@ -40,6 +49,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         log_dir: folder of logs.
         database_url: the PostgreSQL to use; None: start the embedded one.
         upstream_url: the model server to use; None: start vLLM.
+        train_gpus: GPUs of the trainer, which reads the setting itself.
         settings: variables of the processes, where they differ from those of this one.
     """
 
@@ -52,6 +62,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     log_dir: Path
     database_url: str | None = None
     upstream_url: str | None = None
+    train_gpus: Sequence[int] = ()
     settings: Mapping[str, str] = {}
 
 
@@ -70,6 +81,8 @@ def configured_plan(
     """
     settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
+    # Unset is the first GPU, for both of them.
+    shares_gpu = set(settings.serve_gpus or (0,)) & set(trainer.train_gpus or (0,))
     return StackPlan(
         vllm=VllmOptions(
             model=model,
@@ -82,10 +95,14 @@ def configured_plan(
             chat_template=chat_template,
             sampling_defaults=proxy.sampling_defaults,
             adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
+            gpus=settings.serve_gpus,
+            gpu_share=settings.serve_gpu_share or (SHARED if shares_gpu else ALONE),
+            arguments=settings.vllm_args,
         ),
         listen=proxy.listen,
         admin_listen=proxy.admin_listen,
         trainer_listen=trainer.trainer_listen,
+        train_gpus=trainer.train_gpus,
         steward_listen=read_settings(StewardSettings).steward_listen,
         **others,
     )
@@ -129,7 +146,8 @@ async def running_stack(
     `tell` is called with the names of the processes that are not ready yet.
 
     Raises:
-        NotReady: a port is taken, or there is too little memory or disk; nothing was started.
+        NotReady: a port is taken, a GPU is not there, or there is too little memory or disk;
+            nothing was started.
         ProcessFailed: a process did not come up.
     """
     preflight(plan)
@@ -145,12 +163,15 @@ async def running_stack(
             await process.start()
             exits.push_async_callback(process.stop)
             stack.processes[process.name] = process
+            if process.name == "vllm" and has_gpu():
+                # It measures the GPU's free memory as it starts: the trainer must not take any yet.
+                await _wait_until_ready(stack, tell)
         await _wait_until_ready(stack, tell)
         yield stack
 
 
 def preflight(plan: StackPlan) -> None:
-    """Check that the ports of a plan are free, and that memory and disk suffice.
+    """Check that a plan's ports are free, its GPUs are there, and memory and disk suffice.
 
     Raises:
         NotReady: something is missing; the message names it and the remedy.
@@ -164,6 +185,8 @@ def preflight(plan: StackPlan) -> None:
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
         check_memory()
+        check_gpus("PAWL_SERVE_GPUS", plan.vllm.gpus)
+    check_gpus("PAWL_TRAIN_GPUS", plan.train_gpus)
     check_ports(ports)
     check_disk(plan.data_dir)
 
@@ -177,7 +200,12 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     if plan.upstream_url is None:
         cores = len(os.sched_getaffinity(0))
         processes.append(
-            Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
+            Process(
+                "vllm",
+                vllm_command(plan.vllm),
+                vllm_environment(cores, plan.vllm.gpus),
+                plan.log_dir,
+            )
         )
     processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
     processes.append(Process("steward", [*pawl, "steward"], environment, plan.log_dir))

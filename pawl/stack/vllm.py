@@ -6,11 +6,11 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pawl.processes import large_imports, run_module
+from pawl.processes import large_imports, run_module, showing_gpus
 from store.records import Record
 from trainer.settings import USUAL_SLOTS
 
@@ -19,6 +19,10 @@ USUAL_TOOL_PARSER: Final = "hermes"
 # Only whole blocks of a prompt are kept for the next request. vLLM's 128 tokens on a CPU are more
 # than many an agent's prompt, which is then computed again for each sample of its group.
 CPU_BLOCK_TOKENS: Final = 32
+CPU_CONTEXT: Final = 2048
+# Of a GPU's memory: beside a trainer, and alone.
+SHARED: Final = 0.5
+ALONE: Final = 0.9
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
@@ -28,22 +32,30 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         model: folder or hub name of the base model.
         served_name: the name under which clients ask for it.
         dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
+        max_model_len: longest context, in tokens; None: the model's own, as far as it fits into a
+            GPU's memory, and 2048 on a CPU.
         adapter_slots: adapters that it computes with at once.
         chat_template: chat template file; None: the model's own.
         sampling_defaults: what it samples with if a request does not say, by setting; where one is
             missing, vLLM's own.
+        gpus: the GPUs that it serves on, as nvidia-smi numbers them; empty: those that CUDA shows.
+        gpu_share: share of each GPU's memory that it takes.
+        arguments: further arguments, which override all others.
     """
 
     model: str
     served_name: str
     port: int
     dtype: str | None
-    max_model_len: int
+    max_model_len: int | None
     max_lora_rank: int
     tool_parser: str = USUAL_TOOL_PARSER
     chat_template: Path | None = None
     adapter_slots: int = USUAL_SLOTS
     sampling_defaults: Mapping[str, float] = {}
+    gpus: Sequence[int] = ()
+    gpu_share: float = SHARED
+    arguments: Sequence[str] = ()
 
 
 def has_gpu() -> bool:
@@ -54,13 +66,15 @@ def has_gpu() -> bool:
 def vllm_command(options: VllmOptions) -> list[str]:
     """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
+    # "auto": the longest context up to the model's own for which the memory suffices.
+    context = options.max_model_len or ("auto" if has_gpu() else CPU_CONTEXT)
     command = [
         *run_module("pawl.stack.vllm"),
         *("--model", options.model),
         *("--served-model-name", options.served_name),
         *("--host", "127.0.0.1", "--port", str(options.port)),
         *("--dtype", dtype),
-        *("--max-model-len", str(options.max_model_len)),
+        *("--max-model-len", str(context)),
         *("--enable-lora", "--max-loras", str(options.adapter_slots)),
         # Those that were retired a moment ago are unloaded at leisure.
         *("--max-cpu-loras", str(2 * options.adapter_slots)),
@@ -69,20 +83,21 @@ def vllm_command(options: VllmOptions) -> list[str]:
         # are those that the proxy knows, not the model's own.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser),
-        *("--max-num-seqs", "64"),
     ]
     if options.sampling_defaults:
         command += ["--override-generation-config", json.dumps(options.sampling_defaults)]
     if options.chat_template is not None:
         command += ["--chat-template", str(options.chat_template)]
-    if not has_gpu():
+    if has_gpu():
+        command += ["--gpu-memory-utilization", str(options.gpu_share)]
+    else:
         command += ["--enforce-eager", "--block-size", str(CPU_BLOCK_TOKENS)]
-    return command
+    return [*command, *options.arguments]
 
 
-def vllm_environment(cores: int) -> dict[str, str]:
+def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     """Return the server's environment; `cores` is the number of threads it has without a GPU."""
-    environment = dict(os.environ)
+    environment = dict(os.environ) | showing_gpus(gpus)
     environment |= {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_NO_USAGE_STATS": "1",

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 # Programs of the system, or of the reader, whose options are not ours to check.
 OTHERS: Final = frozenset(
     {"claude", "createdb", "curl", "docker", "nginx", "pg_dump", "pg_restore", "pip", "rm", "rsync"}
-    | {"uv"}
+    | {"accelerate", "ray", "uv", "vllm"}
 )
 # Programs that a reader has.
 THEIR_OWN: Final = frozenset({"my_agent.py", "my_judge.py"})

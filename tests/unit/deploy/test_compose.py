@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from pawl.settings import StewardSettings, known_variables, refuse_unread
+from pawl.stack import vllm
 from pawl.stack.vllm import VllmOptions, vllm_command
 from proxy.settings import ProxySettings
 from store.settings import Settings, address
@@ -30,6 +31,16 @@ DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
 NEEDED: Final = {"POSTGRES_PASSWORD": "p@ss/w:rd", "GRAFANA_ADMIN_PASSWORD": "secret"}
 PUBLISHED: Final = {"proxy", "grafana"}
 Kind = TypeVar("Kind", bound=Settings)
+# As Triton's own for a GPU's driver, it needs the headers of Python and of libc.
+C_MODULE: Final = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+static PyObject *six(PyObject *self, PyObject *none) { return PyLong_FromLong(6); }
+static PyMethodDef methods[] = {{"six", six, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sixes", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_sixes(void) { return PyModule_Create(&definition); }
+"""
 VARIABLE: Final = re.compile(r"\$\{(?P<name>\w+)(?P<kind>:[-?])?(?P<rest>[^}]*)\}")
 
 
@@ -64,6 +75,8 @@ def schema() -> dict[str, Any]:
 def service(name: str) -> dict[str, Any]:
     """One service."""
     found: dict[str, Any] = compose()["services"][name]
+    if isinstance(found.get("command"), str):
+        found["command"] = shlex.split(found["command"])
     return found
 
 
@@ -279,7 +292,8 @@ def test_with_a_file_of_policies_one_trainer_trains_them_all(
     assert found["trainer"].policy is None
 
 
-def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
+def test_vllm_is_started_as_the_local_stack_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
     recipe = load_recipe("default")
     # Both have a GPU, where that is what the recipe's "auto" is.
     assert recipe.dtype == "auto"
@@ -290,13 +304,13 @@ def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
                 served_name="m",
                 port=8000,
                 dtype="bfloat16",
-                max_model_len=8192,
+                max_model_len=None,
                 max_lora_rank=recipe.lora.rank,
             )
         )
     )
-    # The model is the first word of `vllm serve`; listening, eager mode and blocks are a machine's.
-    own = {"--model", "--served-model-name", "--host", "--enforce-eager", "--block-size", "-m"}
+    # The model is the first word of `vllm serve`.
+    own = {"--model", "--served-model-name", "--host", "-m"}
     given = options(service("vllm")["command"])
     assert {name: given.get(name, "left out") for name in wanted.keys() - own} == {
         name: wanted[name] for name in wanted.keys() - own
@@ -305,9 +319,20 @@ def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "trainer"])
-def test_a_gpu_is_reserved(name: str) -> None:
+def test_gpus_are_reserved(name: str) -> None:
     [device] = service(name)["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_gpus_and_arguments_of_a_user_reach_vllm_and_the_trainer() -> None:
+    given = {"PAWL_SERVE_GPUS": "0,1", "PAWL_TRAIN_GPUS": "2,3", "PAWL_SERVE_GPU_SHARE": "0.9"}
+    arguments = "--tensor-parallel-size 2 --hf-overrides '{\"a b\": 1}'"
+    services = compose(**given, PAWL_VLLM_ARGS=arguments)["services"]
+    assert services["vllm"]["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert services["trainer"]["environment"]["PAWL_TRAIN_GPUS"] == "2,3"
+    command = shlex.split(services["vllm"]["command"])
+    assert "--gpu-memory-utilization=0.9" in command
+    assert command[-4:] == ["--tensor-parallel-size", "2", "--hf-overrides", '{"a b": 1}']
 
 
 def test_prometheus_scrapes_what_is_there() -> None:
@@ -349,6 +374,19 @@ def test_copied_files_are_there_and_reach_the_builder(dockerfile: str) -> None:
         for source in rest.split()[:-1]:
             assert (ROOT / source).exists(), source
             assert source.partition("/")[0] in allowed, source
+
+
+def test_trainer_image_has_what_triton_compiles_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packages = {"gcc", "libc6-dev"}
+    installed = " ".join(rest for name, rest in last_stage("Dockerfile.trainer") if name == "RUN")
+    assert packages <= set(installed.split())
+    # The base image has Python's headers. Nothing else is found by this: a compiler, and headers.
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compile_module = pytest.importorskip("triton.runtime.build").compile_module_from_src
+    assert compile_module(C_MODULE, "sixes").six() == 6
 
 
 def test_the_two_images_are_built_alike() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from pawl.commands import local
 from pawl.scenarios.scenario import find_scenario, stack_plan
-from pawl.settings import StackSettings, read_settings
-from pawl.stack import model, vllm
-from pawl.stack.preflight import NotReady, check_disk, check_memory, check_ports
+from pawl.settings import StackSettings, UnreadSettings, read_settings
+from pawl.stack import model, stack, vllm
+from pawl.stack.preflight import NotReady, check_disk, check_gpus, check_memory, check_ports
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import _processes, configured_plan
 from pawl.stack.vllm import vllm_command, vllm_environment
@@ -59,13 +59,42 @@ def refusal_of(command: str, folder: Path, **environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "pawl.cli", command],
         cwd=folder,
-        env={"PATH": os.environ["PATH"], **environment},
+        env={"PATH": os.environ["PATH"]} | environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 2
     return done.stderr.splitlines()
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path) -> str:
+    """PATH of a machine whose driver lists two GPUs."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    program.chmod(0o755)
+    return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [("trainer", "PAWL_TRAIN_GPUS"), ("up", "PAWL_TRAIN_GPUS"), ("up", "PAWL_SERVE_GPUS")],
+)
+def test_gpu_that_is_not_there_is_refused_with_those_that_are(
+    command: str, variable: str, two_gpus: str, tmp_path: Path
+) -> None:
+    given = {variable: "1,7", "PAWL_MODEL": "m", "PAWL_POLICY": "m"}
+    [line] = refusal_of(command, tmp_path, PATH=two_gpus, PYTHONPATH=str(ROOT), **given)
+    assert line == f"pawl: {variable} names the GPU 7, which is not there: nvidia-smi lists 0, 1"
+
+
+def test_gpus_of_a_machine_without_a_driver_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NotReady, match=r"PAWL_TRAIN_GPUS names GPUs.*no NVIDIA driver"):
+        check_gpus("PAWL_TRAIN_GPUS", (0,))
+    check_gpus("PAWL_TRAIN_GPUS", ())
 
 
 @pytest.mark.parametrize("command", ["trainer", "demo"])
@@ -161,6 +190,74 @@ def test_no_vllm_is_started_where_a_model_server_is_configured(tmp_path: Path) -
     assert started == ["trainer", "steward", "proxy"]
 
 
+class Noted:
+    """Stand in for a process of the stack; note in `done` when it starts."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self.name, self._done = name, done
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        self._done.append(f"{self.name} starts")
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+async def test_vllm_is_up_on_a_gpu_before_the_trainer_starts(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    async def wait(running: stack.Stack, _: object) -> None:
+        await asyncio.sleep(0)
+        done.append(f"{', '.join(running.processes)} ready")
+
+    monkeypatch.setattr(stack, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(stack, "preflight", lambda _: None)
+    monkeypatch.setattr(stack, "_wait_until_ready", wait)
+    names = ("vllm", "trainer")
+    monkeypatch.setattr(stack, "_processes", lambda *_: [Noted(name, done) for name in names])
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
+    async with stack.running_stack(plan):
+        pass
+    first = ["vllm ready"] if gpu else []
+    assert done == ["vllm starts", *first, "trainer starts", "vllm, trainer ready"]
+
+
+# `pawl trainer` on several GPUs
+
+LAUNCHER = """
+import json, os, sys
+names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
+print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))
+"""
+
+
+def test_trainer_of_several_gpus_goes_on_as_accelerate_launch(
+    two_gpus: str, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "accelerate" / "commands" / "accelerate_cli.py"
+    launcher.parent.mkdir(parents=True)
+    (tmp_path / "accelerate" / "__init__.py").touch()
+    (launcher.parent / "__init__.py").touch()
+    launcher.write_text(LAUNCHER)
+    given = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PAWL_TRAIN_GPUS": "1,0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", "trainer", "--once"],
+        cwd=tmp_path,
+        env={"PATH": two_gpus} | given,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    arguments, environment = json.loads(done.stdout)
+    assert arguments[:4] == ["launch", "--multi_gpu", "--num_processes", "2"]
+    assert arguments[-4:] == ["-m", "pawl.cli", "trainer", "--once"]
+    assert environment == ["1,0", "PCI_BUS_ID", "1"]
+
+
 # vLLM
 
 
@@ -210,3 +307,54 @@ def test_vllm_on_a_cpu_keeps_short_prompts_and_computes_with_all_cores(
         assert given[given.index("--block-size") + 1] == "32"
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == (None if gpu else "0")
     assert environment["OMP_NUM_THREADS"] == ("1" if gpu else "4")
+
+
+@pytest.mark.parametrize(
+    ("given", "share", "shown"),
+    [
+        ({}, "0.5", None),
+        ({"TRAIN_GPUS": "1,2,3"}, "0.9", None),
+        ({"SERVE_GPUS": "0,1", "TRAIN_GPUS": "1"}, "0.5", "0,1"),
+        ({"SERVE_GPUS": "2", "TRAIN_GPUS": "0,1"}, "0.9", "2"),
+        ({"SERVE_GPU_SHARE": "0.7"}, "0.7", None),
+    ],
+)
+def test_vllm_takes_half_of_a_gpu_that_the_trainer_uses_too(
+    given: dict[str, str],
+    share: str,
+    shown: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(f"PAWL_{name}", value)
+    options = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path).vllm
+    started = vllm_command(options)
+    assert started[started.index("--gpu-memory-utilization") + 1] == share
+    assert vllm_environment(4, options.gpus).get("CUDA_VISIBLE_DEVICES") == shown
+
+
+def test_users_arguments_of_vllm_come_last_and_are_split_as_in_a_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAWL_VLLM_ARGS", "--tensor-parallel-size 2 --hf-overrides '{\"a b\": 1}'")
+    assert command(tmp_path)[-4:] == ["--tensor-parallel-size", "2", "--hf-overrides", '{"a b": 1}']
+    monkeypatch.setenv("PAWL_VLLM_ARGS", "--hf-overrides '{")
+    with pytest.raises(UnreadSettings, match=r"PAWL_VLLM_ARGS.*No closing quotation"):
+        command(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "context"),
+    [(False, "", "2048"), (True, "", "auto"), (False, "512", "512"), (True, "512", "512")],
+)
+def test_vllm_on_a_gpu_has_the_models_own_context_and_its_own_number_of_requests(
+    gpu: bool, given: str, context: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: gpu)
+    monkeypatch.setenv("PAWL_MAX_MODEL_LEN", given)
+    started = command(tmp_path)
+    assert started[started.index("--max-model-len") + 1] == context
+    assert "--max-num-seqs" not in started

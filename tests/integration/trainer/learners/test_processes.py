@@ -36,7 +36,7 @@ def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _, _, arguments in programs:
         Path(arguments[1]).mkdir()
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
-    command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--num_processes", "2", "--multi_gpu"]
     command += ["--main_process_port", str(free_port())]
     command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
