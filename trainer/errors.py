@@ -88,6 +88,18 @@ class ServerAtFault(LearnerError):
     """Report that a model server, which a self-test found at fault, may have sampled an update."""
 
 
+class CompanionFailed(LearnerError):
+    """Report that another of the processes that compute together failed; it says why.
+
+    `is_memory` says whether all of those that failed ran out of memory.
+    """
+
+    def __init__(self, *, is_memory: bool) -> None:
+        """Store what is known of the failure."""
+        super().__init__("another process failed")
+        self.is_memory = is_memory
+
+
 class Unusable(LearnerError):
     """Report that some episodes make an update impossible; no other may be spent for that.
 

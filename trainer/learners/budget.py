@@ -12,8 +12,9 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches import Row, Way, computed_tokens, plan_micro_batches
-from trainer.errors import ShortOfMemory, Unusable
+from trainer.batches import Row, RowKey, Way, computed_tokens, plan_micro_batches
+from trainer.errors import CompanionFailed, ShortOfMemory, Unusable
+from trainer.learners.processes import NO_MEMORY, Processes
 
 log = structlog.get_logger()
 
@@ -25,7 +26,7 @@ SMALLEST_BUDGET: Final = 64
 # Updates between attempts at larger micro-batches, at most.
 LONGEST_WAIT: Final = 64
 # What torch says of a CPU's memory, for which it has no exception of its own.
-NO_MEMORY: Final = "can't allocate memory"
+NO_CPU_MEMORY: Final = "can't allocate memory"
 # What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 TOO_LONG: Final = "too_long"
@@ -36,7 +37,10 @@ REMEDY: Final = (
 
 
 class NoRoom(Exception):
-    """Report that memory ran out in the computation of `rows`; `Budget.fit` answers it."""
+    """Report that memory ran out in the computation of `rows`; `Budget.fit` answers it.
+
+    They are empty where it ran out in another process alone.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         """Store the rows of the micro-batch."""
@@ -45,14 +49,25 @@ class NoRoom(Exception):
 
 
 @contextmanager
-def needs_memory(rows: Sequence[Row]) -> Iterator[None]:
-    """Raise `NoRoom` with `rows` where the block runs out of memory."""
+def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
+    """Raise `NoRoom` with `rows` where the block runs out of memory, in all processes at once.
+
+    Raises:
+        CompanionFailed: another process failed, and not for lack of memory.
+    """
     try:
         yield
+    except CompanionFailed as error:
+        if not error.is_memory:
+            raise
+        processes.recover()
+        raise NoRoom([]) from error
     except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise NoRoom(rows) from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        processes.meet(NO_MEMORY)
+        processes.recover()
+        raise NoRoom(rows) from error
 
 
 @contextmanager
@@ -74,18 +89,22 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether an error of torch's says that the memory of a GPU or of the CPU ran out."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return any(words in str(error) for words in (NO_MEMORY, NO_DEVICE_MEMORY))
+    return any(words in str(error) for words in (NO_CPU_MEMORY, NO_DEVICE_MEMORY))
+
+
+def _size(row: Row) -> int:
+    return row.size
 
 
 class Budget:
     """Cut rows into micro-batches of at most `tokens` computed tokens each."""
 
-    def __init__(self, tokens: int, *, way: Way, alone: bool) -> None:
-        """Start with `tokens` tokens; `alone` says that no other process computes in step."""
+    def __init__(self, tokens: int, *, way: Way, processes: Processes) -> None:
+        """Start with `tokens` tokens; `processes` compute in step, and have budgets alike."""
         self.tokens = tokens
         self._full = tokens
         self._way = way
-        self._alone = alone
+        self._processes = processes
         # Updates since memory ran out, and how many must have passed before more is tried.
         self._calm = 0
         self._wait = 1
@@ -128,9 +147,7 @@ class Budget:
 
         Raises:
             Unusable: a row is too long to be computed by itself, though others are not.
-            ShortOfMemory: the smallest micro-batches do not fit, and no row is to blame; or one of
-                several processes ran out of memory, while the others wait for it in the middle of
-                `run`.
+            ShortOfMemory: the smallest micro-batches do not fit, and no row is to blame.
         """
         while True:
             micro_batches = self.cut(rows)
@@ -146,11 +163,21 @@ class Budget:
 
     def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         torch.cuda.empty_cache()
-        longest = max(error.rows, key=lambda row: row.size)
-        # Nothing of it is left to cut: beside the longest row are only some that are part of it.
-        if self._alone and computed_tokens(error.rows, way=self._way) == longest.size - 1:
+        uncut = self._processes.gather(self._uncut(error.rows))
+        longest = max((row for row in rows if row.key in uncut), key=_size, default=None)
+        if longest is not None:
             self._refuse_too_long(longest, rows, fits)
         self._shrink(error)
+
+    def _uncut(self, rows: Sequence[Row]) -> RowKey | None:
+        """Return the longest of a micro-batch's rows if nothing of it is left to cut.
+
+        Beside the longest row are then only some that are part of it.
+        """
+        longest = max(rows, key=_size, default=None)
+        if longest is None or computed_tokens(rows, way=self._way) > longest.size - 1:
+            return None
+        return longest.key
 
     def _refuse_too_long(self, row: Row, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         """Refuse rows as long as one that does not fit by itself, where shorter ones do.
@@ -158,7 +185,7 @@ class Budget:
         A row no longer than one that was computed before is not to blame: the memory was taken by
         something else since.
         """
-        shortest = min(rows, key=lambda other: other.size)
+        shortest = min(rows, key=_size)
         size = row.size
         if size <= max(self._longest, shortest.size) or fits(row) or not fits(shortest):
             return
@@ -174,7 +201,7 @@ class Budget:
         )
 
     def _shrink(self, error: NoRoom) -> None:
-        if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
+        if self.tokens < 2 * SMALLEST_BUDGET:
             raise ShortOfMemory(
                 f"the memory has no room for {self.tokens} tokens at once: {REMEDY}:"
                 f" {error.__cause__}"

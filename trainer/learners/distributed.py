@@ -1,30 +1,23 @@
 """Run one learner in several processes, which `accelerate launch` starts; rank 0 leads.
 
-The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
-version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
-Each process computes its share of a step's micro-batches, and the adapter's gradients are
-summed, so that all take the same step. Rank 0 receives the commands and passes them on. Learners
-that share a base model share its processes, too: a command names its policy.
+Rank 0 receives the commands and passes them on to the others, and all agree on how each ended
+(`trainer.learners.processes` is how they compute together). Learners that share a base model share
+its processes, too: a command names its policy.
 """
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from trainer.batches import Row
-from trainer.errors import LearnerError, ShortOfMemory, TrainerError
+from trainer.errors import CompanionFailed, LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
-from trainer.learners.scoring import decoder_of
+from trainer.learners.processes import Processes
 
 if TYPE_CHECKING:
     from trainer.learners.learner import Learner
@@ -32,68 +25,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-# A follower waits for its leader for as long as there is nothing to train on.
-COMMAND_TIMEOUT = timedelta(days=3650)
-
-
-class Processes:
-    """Communicate between the processes of one learner; a single one communicates nothing."""
-
-    def __init__(self) -> None:
-        """Read rank and number of processes from torch's process group, if there is one."""
-        self.count = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # Commands use gloo, over the hosts' network, whatever backend the gradients use.
-        self._command_group = (
-            dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
-        )
-
-    def close(self) -> None:
-        """End the connections: a process that exits with open ones may abort instead."""
-        if self.count > 1 and dist.is_initialized():
-            dist.destroy_process_group()
-
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's `value` in every process."""
-        if self.count == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._command_group)
-        return values[0]
-
-    def gather(self, value: T) -> list[T]:
-        """Return the `value` of every process, by rank, in every process."""
-        if self.count == 1:
-            return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self._command_group)
-        return values
-
-    def add_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Replace every gradient by its sum over all processes."""
-        if self.count == 1:
-            return
-        trained = list(parameters)
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-        flat = torch.cat([grad.flatten().float() for grad in grads])
-        dist.all_reduce(flat)
-        start = 0
-        for grad in grads:
-            grad.copy_(flat[start : start + grad.numel()].view_as(grad))
-            start += grad.numel()
-
-    def shard(self, base: Any) -> None:
-        """Shard the decoder layers of `base`, which is frozen, over the processes, in place."""
-        if self.count == 1:
-            return
-        device = next(base.parameters()).device.type
-        mesh = init_device_mesh(device, (self.count,))
-        for layer in decoder_of(base).layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 def is_follower() -> bool:
@@ -178,15 +109,19 @@ def agree(learner: "Learner", own: Exception | None) -> None:
     """Wait until a command has ended in all processes, in this one with the error `own` or None.
 
     Where it failed in some of them, the others must not go on: they would compute with other
-    weights, or wait for each other in vain. A disk that refuses leaves the learner as it is.
+    weights. A disk that refuses leaves the learner as it is.
 
     Raises:
         LearnerError: it failed in another process, and not in this one.
     """
-    is_reported = isinstance(own, TrainerError)
-    reported = (str(own), isinstance(own, ShortOfMemory)) if is_reported else None
+    learner.processes.regroup(own)
+    is_companions = isinstance(own, CompanionFailed)
+    reported = None
+    if not (own is None or is_companions or isinstance(own, OSError)):
+        why = str(own) if isinstance(own, TrainerError) else f"{type(own).__name__}: {own}"
+        reported = (why, isinstance(own, ShortOfMemory))
     failures = [failure for failure in learner.processes.gather(reported) if failure is not None]
-    if own is not None or not failures:
+    if not failures or not (own is None or is_companions):
         return
     learner.let_go()
     why, is_short = failures[0]
@@ -227,12 +162,14 @@ def follow(learners: "Mapping[str, Learner]") -> None:
     processes: Processes = next(iter(learners.values())).processes
     while (command := processes.broadcast(None)) is not None:
         policy, name, *arguments = command
-        failure: TrainerError | None = None
+        failure: Exception | None = None
         try:
             _run(getattr(learners[policy], name), *arguments)
-        except TrainerError as error:
+        except Exception as error:
             log.debug("follower_failed", policy=policy, method=name, reason=str(error))
             failure = error
         with suppress(LearnerError):
             agree(learners[policy], failure)
+        if not (failure is None or isinstance(failure, TrainerError)):
+            raise failure
     processes.close()

@@ -31,7 +31,7 @@ from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.scoring import attend, choose_way, plain_logprobs, score_rows
+from trainer.learners.scoring import attend, plain_logprobs, score_rows
 from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
 from trainer.learners.steps import (
     Step,
@@ -41,6 +41,7 @@ from trainer.learners.steps import (
     to_blame,
     update_figures,
 )
+from trainer.learners.ways import choose_way
 from trainer.recipes.recipe import Recipe
 
 Result = TypeVar("Result")
@@ -105,9 +106,9 @@ class Learner:
     def _start(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         if self._way is None:
-            self._way = choose_way(self._model, self._ways)
-            tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
-            self._budget = Budget(tokens, way=self._way, alone=alone)
+            self._way = choose_way(self._model, self.processes, self._ways)
+            tokens = self._recipe.batch.micro_batch_tokens
+            self._budget = Budget(tokens, way=self._way, processes=self.processes)
         attend(self._model, self._way)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
@@ -232,7 +233,7 @@ class Learner:
             rows,
             lambda cut: self._step.take(cut, check_drift),
             self._forget,
-            partial(fits, self._trainer),
+            partial(fits, self._trainer, self.processes),
         )
         return TrainedStep(loss, norm, micro_batches)
 

@@ -28,9 +28,9 @@ from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter, detach
-from trainer.learners.distributed import Processes
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
+from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
 from trainer.learners.scoring import own_attention

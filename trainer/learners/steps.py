@@ -18,9 +18,9 @@ import torch
 from trainer.batches import Row, computed_tokens, share_out
 from trainer.errors import Interrupted, OtherVocabulary, Unusable
 from trainer.learners.budget import MicroBatches, NoRoom, needs_memory, says_no_room
-from trainer.learners.distributed import Processes
 from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
+from trainer.learners.processes import Processes
 
 Seen = TypeVar("Seen")
 # The norm that gradients are clipped to, policy and critic apart.
@@ -83,7 +83,7 @@ class Step:
         """
         results = []
         for rows in self._share(micro_batches):
-            with needs_memory(rows):
+            with needs_memory(rows, self._processes):
                 results.append(view(rows))
         return [result for share in self._processes.gather(results) for result in share]
 
@@ -111,7 +111,7 @@ class Step:
         loss = 0.0
         self._trainer.model.train()
         for rows in self._share(micro_batches):
-            with needs_memory(rows):
+            with needs_memory(rows, self._processes):
                 own = self._trainer.loss_of(rows) / share
                 self._trainer.accelerator.backward(own)
                 loss += float(own.detach())
@@ -221,10 +221,10 @@ def _is_finite(trainer: Any, row: Row) -> bool:
     return finite
 
 
-def fits(trainer: Any, row: Row) -> bool:
+def fits(trainer: Any, processes: Processes, row: Row) -> bool:
     """Return whether there is memory to train on one row by itself; gradients are left empty."""
     try:
-        with needs_memory([row]):
+        with needs_memory([row], processes):
             trainer.accelerator.backward(trainer.loss_of([row]))
     except NoRoom:
         return False

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from store.values.sampling import Distribution
 from trainer.batches import Row, Way
 from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
-from trainer.learners.scoring import attend, choose_way, score_rows
+from trainer.learners.processes import Processes
+from trainer.learners.scoring import attend, score_rows
+from trainer.learners.ways import choose_way
 
 RANK: Final = 16
 CAP: Final = 2.0
@@ -109,7 +111,7 @@ def make_model(source: LlamaConfig | Path, dtype: torch.dtype, *, lean: bool = T
         model.double()
     if lean:
         make_adapter_lean(model)
-        assert choose_way(model) == "tree"
+        assert choose_way(model, Processes()) == "tree"
     model.train()
     return model
 

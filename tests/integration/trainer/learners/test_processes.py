@@ -33,16 +33,26 @@ def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two_processes", free_port(), [tiny_model, str(folder / name), name]) for name in LEARNERS
     ]
     programs.append(("two_policies", free_port(), [tiny_model, str(folder / POLICIES)]))
+    launch(2, [*programs, *failing(tiny_model, folder)])
+    return folder
+
+
+def failing(model: str, folder: Path) -> list[tuple[str, int, list[str]]]:
+    return [
+        ("failing", free_port(), [model, str(folder / kind), kind]) for kind in ("memory", "fault")
+    ]
+
+
+def launch(processes: int, programs: list[tuple[str, int, list[str]]]) -> None:
     for _, _, arguments in programs:
         Path(arguments[1]).mkdir()
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
-    command += ["--num_processes", "2", "--multi_gpu"]
+    command += ["--num_processes", str(processes), "--multi_gpu"]
     command += ["--main_process_port", str(free_port())]
     command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
 
 
 @pytest.fixture
@@ -95,3 +105,34 @@ def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
         theirs = load_file(launched / POLICIES / name / "adapter_model.safetensors")
         for key, tensor in ours.items():
             assert (tensor - theirs[key]).abs().max() < 1e-6, key
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_process_that_fails_anywhere_in_an_update_keeps_no_other_waiting(
+    tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest, processes: int
+) -> None:
+    if processes == 2:
+        folder = request.getfixturevalue("launched")
+    else:
+        folder = tmp_path
+        launch(processes, failing(tiny_model, folder))
+    one = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path / "scratch")
+    one.update(rows(0))
+    one.save(tmp_path)
+    ours = load_file(tmp_path / "adapter_model.safetensors")
+    for kind in ("memory", "fault"):
+        outcomes = json.loads((folder / kind / "outcomes.json").read_text())
+        assert len(outcomes) > 15
+        assert max(seconds for _, seconds in outcomes) < 60
+        ends = [outcome for outcome, _ in outcomes]
+        assert ends[-1] == "trained"
+        if kind == "memory":
+            # It made micro-batches smaller, and so did all the others.
+            assert ends.count("trained") > len(ends) / 2
+        else:
+            assert all("a fault" in end for end in ends[:-1])
+        theirs = load_file(folder / kind / "adapter_model.safetensors")
+        for name, tensor in ours.items():
+            assert (tensor - theirs[name]).abs().max() < 1e-6, name

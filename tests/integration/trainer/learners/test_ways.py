@@ -31,8 +31,10 @@ from trainer.learners import scoring
 from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
+from trainer.learners.processes import Processes
 from trainer.learners.replay.shaping import places_of
-from trainer.learners.scoring import attend, choose_way, score_rows
+from trainer.learners.scoring import attend, score_rows
+from trainer.learners.ways import choose_way
 from trainer.recipes.recipe import OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)
@@ -175,7 +177,7 @@ def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
     config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
     model = adapted(MistralForCausalLM(config))
     with capture_logs() as logs:
-        assert choose_way(model) == "chain"
+        assert choose_way(model, Processes()) == "chain"
     assert [(line["way"], line["reason"]) for line in logs] == [
         ("tree", "its attention has a window of 4 tokens")
     ]
@@ -191,7 +193,7 @@ def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
 def test_dropout_rules_the_tree_out() -> None:
     config = copy.deepcopy(TINY)
     config.attention_dropout = 0.1
-    assert choose_way(adapted(LlamaForCausalLM(config))) == "chain"
+    assert choose_way(adapted(LlamaForCausalLM(config)), Processes()) == "chain"
 
 
 def test_unknown_head_is_computed_by_the_model_itself() -> None:
@@ -199,7 +201,7 @@ def test_unknown_head_is_computed_by_the_model_itself() -> None:
     base = LlamaForCausalLM(copy.deepcopy(TINY))
     base.lm_head.register_forward_hook(lambda _, __, logits: logits * 3.0)
     with capture_logs() as logs:
-        assert choose_way(adapted(base)) == "whole"
+        assert choose_way(adapted(base), Processes()) == "whole"
     assert all("differs from whole rows by" in line["reason"] for line in logs)
     assert base.config._attn_implementation == "sdpa"
 

@@ -21,6 +21,9 @@ class OtherProcesses:
         self.said = own
         return [own, *self.others]
 
+    def regroup(self, own: Exception | None) -> None:
+        """There are no other processes that would wait."""
+
     def let_go(self) -> None:
         self.has_let_go = True
 

@@ -18,6 +18,7 @@ from trainer.learners.budget import (
     is_out_of_memory,
     needs_memory,
 )
+from trainer.learners.processes import Processes
 
 FULL = 1024
 
@@ -31,7 +32,7 @@ def computing(most: int) -> Callable[[MicroBatches], int]:
 
     def run(micro_batches: MicroBatches) -> int:
         for rows in micro_batches:
-            with needs_memory(rows):
+            with needs_memory(rows, Processes()):
                 if sum(len(one.ids) for one in rows) > most:
                     raise torch.OutOfMemoryError("CUDA out of memory")
         return len(micro_batches)
@@ -45,7 +46,7 @@ def fit(budget: Budget, rows: list[Row], most: int) -> int:
 
 
 def budget() -> Budget:
-    return Budget(FULL, way="whole", alone=True)
+    return Budget(FULL, way="whole", processes=Processes())
 
 
 @given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
@@ -109,18 +110,11 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
     assert made.tokens == FULL
 
 
-def test_process_that_has_companions_stops_at_once() -> None:
-    made = Budget(FULL, way="whole", alone=False)
-    with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
-        fit(made, [row(0, 900), row(1, 100)], 500)
-    assert (raised.value.reason, raised.value.episodes, made.tokens) == (OUT_OF_MEMORY, {}, FULL)
-
-
 def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
     assert is_out_of_memory(raised.value)
-    with pytest.raises(RuntimeError, match="shapes"), needs_memory([]):
+    with pytest.raises(RuntimeError, match="shapes"), needs_memory([], Processes()):
         raise RuntimeError("shapes differ")
 
 

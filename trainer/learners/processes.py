@@ -1,0 +1,140 @@
+"""Compute in several processes, each on its GPU, as if in one.
+
+The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
+version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
+Each process computes its share of a step's micro-batches, and the adapter's gradients are
+summed, so that all take the same step.
+
+A process that fails must not leave the others waiting for it. So all meet before each collective
+operation, and a process that has failed comes to the meeting as well, and says so: then all leave
+what they were doing, and come together again where micro-batches are cut anew (`budget.Budget`), or
+at the command's end (`distributed.agree`).
+"""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from trainer.errors import CompanionFailed
+from trainer.learners.scoring import decoder_of
+
+T = TypeVar("T")
+
+# What a process says of itself where all meet; the worst is what all hear.
+FINE, NO_MEMORY, FAILED = range(3)
+# A follower waits for its leader for as long as there is nothing to train on.
+COMMAND_TIMEOUT = timedelta(days=3650)
+
+
+class Processes:
+    """Communicate between the processes of one learner; a single one communicates nothing."""
+
+    def __init__(self) -> None:
+        """Read rank and number of processes from torch's process group, if there is one."""
+        self.count = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        # Commands use gloo, over the hosts' network, whatever backend the gradients use.
+        self._command_group = (
+            dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
+        )
+        self._sharded: list[Any] = []
+
+    def close(self) -> None:
+        """End the connections: a process that exits with open ones may abort instead."""
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def meet(self, own: int = FINE) -> None:
+        """Wait until all processes are here, and learn how the others are.
+
+        It comes before every collective operation; a process that cannot take part says why not.
+
+        Raises:
+            CompanionFailed: another process is worse off than this one.
+        """
+        if self.count == 1:
+            return
+        worst = torch.tensor(own)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._command_group)
+        if int(worst) > own:
+            raise CompanionFailed(is_memory=int(worst) == NO_MEMORY)
+
+    def regroup(self, own: Exception | None) -> None:
+        """Wait until all have ended what they did together, this one with the error `own` or None.
+
+        Those that still compute leave that where they meet this process.
+        """
+        if not isinstance(own, CompanionFailed):
+            with suppress(CompanionFailed):
+                self.meet(FINE if own is None else FAILED)
+        if own is not None:
+            self.recover()
+
+    def recover(self) -> None:
+        """Make the sharded layers ready to compute again, after a computation was left."""
+        for layer in self._sharded:
+            layer.reset_iter_state()
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's `value` in every process."""
+        if self.count == 1:
+            return value
+        self.meet()
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._command_group)
+        return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process, by rank, in every process."""
+        if self.count == 1:
+            return [value]
+        self.meet()
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._command_group)
+        return values
+
+    def add_up(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Replace every gradient by its sum over all processes."""
+        if self.count == 1:
+            return
+        trained = list(parameters)
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+        flat = torch.cat([grad.flatten().float() for grad in grads])
+        self.meet()
+        dist.all_reduce(flat)
+        start = 0
+        for grad in grads:
+            grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+            start += grad.numel()
+
+    def shard(self, base: Any) -> None:
+        """Shard the decoder layers of `base`, which is frozen, over the processes, in place."""
+        if self.count == 1:
+            return
+        device = next(base.parameters()).device.type
+        mesh = init_device_mesh(device, (self.count,))
+        for layer in decoder_of(base).layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            layer.set_custom_all_gather(_MeetFirst(self))
+            self._sharded.append(layer)
+
+
+class _MeetFirst(DefaultAllGather):
+    """Gather a sharded layer's parts once all processes are there."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._processes.meet()
+        return super().__call__(*arguments, **options)

@@ -1,0 +1,102 @@
+"""Choose the way in which a model's rows are computed.
+
+A model gets the first way that its configuration allows and that, tried on a few rows, agrees with
+the reference (`trainer.learners.scoring`). Nothing that happens in a trial stops the trainer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import structlog
+import torch
+from torch import Tensor
+
+from trainer.batches import WAYS, Row, Way, bare_row
+from trainer.learners.processes import Processes
+from trainer.learners.scoring import attend, score_rows
+
+log = structlog.get_logger()
+
+# Largest difference from the reference, by precision: of log-probabilities on average, in nats, and
+# of the gradient's norm, as a share of it.
+TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
+
+
+def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> Way:
+    """Prepare `model` (a PEFT model) for the first of `ways` that is right for it, and return that.
+
+    The last one is not tried. A warning names the reason for which another was passed over; all
+    processes come to the same.
+    """
+    for way in ways[:-1]:
+        failure: Exception | None = None
+        try:
+            why = _unsupported_reason(model) if way == "tree" else None
+            if why is None:
+                attend(model, way)
+                why = _mismatch_reason(model, way)
+        except Exception as error:  # Whatever fails, the next way may not.
+            why, failure = f"{type(error).__name__}: {error}"[:500], error
+        processes.regroup(failure)
+        why = next((each for each in processes.gather(why) if each is not None), None)
+        if why is None:
+            return way
+        log.warning("way_passed_over", way=way, reason=why)
+    attend(model, ways[-1])
+    return ways[-1]
+
+
+def _unsupported_reason(model: Any) -> str | None:
+    """Return why the configuration rules trees out, or None: a tree needs arbitrary masks.
+
+    That is: attention without a window, no state that runs along the sequence, and scores that
+    are neither capped nor dropped.
+    """
+    config = model.config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    against = {
+        "its attention cannot be replaced": not model.get_base_model()._supports_attention_backend,
+        f"it has layers of {', '.join(others)}": others,
+        f"its attention has a window of {window} tokens": window,
+        "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
+        "its attention has dropout": getattr(config, "attention_dropout", 0.0),
+    }
+    return next((why for why, holds in against.items() if holds), None)
+
+
+def _mismatch_reason(model: Any, way: Way) -> str | None:
+    """Return how far log-probabilities or gradients are from the reference, or None if they agree.
+
+    Gradients of the model are left empty.
+    """
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
+    model.eval()
+    logprobs, gradient = _tried(model, rows, way)
+    attend(model, "whole")
+    wanted, wanted_gradient = _tried(model, rows, "whole")
+    attend(model, way)
+    limit = TOLERANCE[model.dtype]
+    difference = float((logprobs - wanted).abs().mean())
+    if not difference <= limit:
+        return f"it differs from whole rows by {difference:.2g} nats a token"
+    share = float((gradient - wanted_gradient).norm() / wanted_gradient.norm())
+    return None if share <= limit else f"its gradient differs from whole rows' by {share:.2g}"
+
+
+@torch.enable_grad()
+def _tried(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (M,), and the gradient of their sum in one vector."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    logprobs = score_rows(model, rows, way=way).logprobs
+    gradients = torch.autograd.grad(logprobs.sum(), trained)
+    return logprobs.detach(), torch.cat([part.flatten().float() for part in gradients])
+
+
+def _trial_rows(vocabulary: int) -> list[Row]:
+    """Return two rows that share a prompt, one that extends the first, and one with half of it."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (44,), generator=generator).tolist()
+    prompts = [ids[:12], ids[:12], [*ids[:18], *ids[38:]], ids[:6]]
+    sampled = [ids[12:18], ids[18:24], ids[24:30], ids[30:36]]
+    return [bare_row(index, *row) for index, row in enumerate(zip(prompts, sampled, strict=True))]
