@@ -13,6 +13,7 @@ import asyncio
 from time import perf_counter
 from typing import Final
 
+import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -20,6 +21,7 @@ from store import claim_query
 from store.claim_query import note_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
+from store.read.evaluations import Evaluation, evaluations
 from store.versions import PolicyVersion
 from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
@@ -29,8 +31,9 @@ from trainer.publishing.pacing import Pacing
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
+from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import CircuitBreaker, PauseReason, looks_like_a_fault
-from trainer.updates.claiming import Claiming, claim_rule
+from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
 from trainer.updates.recording import Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
@@ -57,10 +60,11 @@ class Loop:
         learner: LearnerProtocol,
         policy: str,
         breaker: CircuitBreaker | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Connect the stages of an update; `policy` is the name of the policy in training.
 
-        `breaker` outlives the loop, which ends with a connection to the database.
+        `breaker` and `trackers` outlive the loop, which ends with a connection to the database.
         """
         folder = self._folder = settings.adapter_dir
         servers = publisher.servers
@@ -74,6 +78,10 @@ class Loop:
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)
         self._breaker = breaker or CircuitBreaker()
+        self._trackers = trackers or Trackers((), folder, {})
+        # The evaluation that was tracked last, and when it was looked for.
+        self._evaluated: Evaluation | None = None
+        self._looked_at = -EXPIRE_S
         own_folder = version_folder(folder, policy, 0).parent
         self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe)
 
@@ -170,6 +178,7 @@ class Loop:
         # one alone makes any wait.
         parent = await self._parent()
         await self._claiming.expire(parent.version)
+        await self._track_evaluation()
         try:
             if not await self._update_from(parent):
                 return False
@@ -178,6 +187,18 @@ class Loop:
             raise
         UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
+
+    async def _track_evaluation(self) -> None:
+        """Track the newest version that has been evaluated, if its figures have changed."""
+        if not self._trackers.are_there or perf_counter() < self._looked_at + EXPIRE_S:
+            return
+        self._looked_at = perf_counter()
+        async with self._engine.connect() as connection:
+            curve = await evaluations(connection, self._policy)
+        scored = [point for point in curve if point.scored]
+        if scored and scored[-1] != self._evaluated:
+            self._evaluated = scored[-1]
+            self._trackers.log(self._policy, {"eval": msgspec.structs.asdict(scored[-1])})
 
     async def _parent(self) -> PolicyVersion:
         """Return the version to train on from: with a gate, training goes on while that decides."""
@@ -214,6 +235,7 @@ class Loop:
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.update(claim, plan, plan.metrics)
+            self._trackers.log(self._policy, plan.metrics, number)
             return
         await self._make_version(claim, plan, parent, number)
 
@@ -236,6 +258,7 @@ class Loop:
         )
         folder = await self._training.write(new)
         await self._recording.update(claim, plan, metrics, (number, folder))
+        self._trackers.log(self._policy, metrics, number)
         version = await self._versions.numbered(number)
         why = await self._recovery.publish(self._publisher, version, probe)
         if why is not None:

@@ -30,6 +30,7 @@ from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
+from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import TEST_S, CircuitBreaker
 from trainer.updates.versions import begin_policy, score_by
 
@@ -82,6 +83,9 @@ async def _work(
         replicas = Replicas(settings.server_urls, settings.adapter_slots)
         servers = await stack.enter_async_context(replicas)
         policies, model = await _policies_and_model(settings, chosen, servers)
+        by_policy = {n: r.model_dump(mode="json") for n, r in zip(policies, recipes, strict=True)}
+        trackers = Trackers(settings.trackers, settings.tracking_dir, by_policy)
+        stack.callback(trackers.close)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)
         host, port = address(settings.trainer_listen)
@@ -90,7 +94,14 @@ async def _work(
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [
             _worker(
-                settings, choice, recipe, servers, leader.learners[policy], policy, breakers[policy]
+                settings,
+                choice,
+                recipe,
+                servers,
+                leader.learners[policy],
+                policy,
+                breakers[policy],
+                trackers,
             )
             for choice, recipe, policy in zip(chosen, recipes, policies, strict=True)
         ]
@@ -188,6 +199,7 @@ def _worker(
     learner: LearnerProtocol,
     policy: str,
     breaker: CircuitBreaker,
+    trackers: Trackers,
 ) -> PolicyWorker:
     """Return what works on a policy, and log that it is about to."""
     is_checked = False
@@ -204,7 +216,7 @@ def _worker(
         publisher = Publisher(
             engine, servers, policy, recipe.publish, chosen.together, known, recipe.judged_by
         )
-        loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker)
+        loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.
             await loop.finish_killed()

@@ -16,6 +16,7 @@ def _separated(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_separated)]
 Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_separated)]
 
@@ -72,6 +73,11 @@ class TrainerSettings(ServerSettings):
     poll_s: float = Field(
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
     )
+    trackers: Names = Field(
+        default=(),
+        description="experiment trackers to show updates and evaluations in, comma-separated: "
+        "tensorboard, trackio, wandb, mlflow, or another of accelerate's; none by default",
+    )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
     train_gpus: Cards = Field(
         default=(),
@@ -83,3 +89,8 @@ class TrainerSettings(ServerSettings):
     def scratch(self) -> Path:
         """Return the folder where TRL may write."""
         return self.adapter_dir / ".scratch"
+
+    @property
+    def tracking_dir(self) -> Path:
+        """Return the folder where trackers write that need one."""
+        return self.data_dir / "tracking"
