@@ -258,6 +258,30 @@ def test_trainer_of_several_gpus_goes_on_as_accelerate_launch(
     assert environment == ["1,0", "PCI_BUS_ID", "1"]
 
 
+LAUNCHED = """
+import signal, time
+from pawl.commands.processes import _use_gpus
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as those do that follow rank 0
+_use_gpus((0, 1), [])
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(30)
+def test_launched_trainer_ends_with_its_launcher() -> None:
+    launch = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", launch, LAUNCHED],
+        env=os.environ | {"RANK": "1"},
+        stdout=subprocess.PIPE,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"up\n"
+        launcher.kill()
+        assert launcher.stdout.read() == b""
+
+
 # vLLM
 
 
