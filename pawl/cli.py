@@ -21,6 +21,7 @@ COMMANDS: Final = {
     "example": "pawl.commands.local:example",
     "rollout": "pawl.commands.rollout:rollout",
     "export": "pawl.commands.episodes:export",
+    "train": "pawl.commands.train:train",
     "judge": "pawl.commands.judging:judge",
     "credit": "pawl.commands.credit:credit",
     "spool": "pawl.commands.spool:spool",

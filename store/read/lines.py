@@ -95,6 +95,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
         "prompt_ids": unpack_ids(call.tokens.prompt_ids),
         "sampled_ids": unpack_ids(call.tokens.sampled_ids),
         "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
+        "sampling": {name: call.sampling[name] for name in call.sampling if name != EXPLORED},
         "trainable": call.trainable,
         "reason": call.reason,
         "tool_events": [_event(event) for event in matched_events(call)],

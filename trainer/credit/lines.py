@@ -6,7 +6,7 @@ read; others are ignored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -105,7 +105,15 @@ class CreditLine(Record, frozen=True, kw_only=True):
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
-    """Parse the episodes of an input; blank lines are skipped.
+    """Parse the episodes of an input, with what counts for credit (`read_lines_as`)."""
+    return read_lines_as(lines, where, EpisodeLine)
+
+
+Line = TypeVar("Line", bound=EpisodeLine)
+
+
+def read_lines_as(lines: Iterable[bytes], where: str, kind: type[Line]) -> list[Line]:
+    """Parse the episodes of an input, each as `kind`; blank lines are skipped.
 
     `where` names the input in error messages.
 
@@ -113,12 +121,12 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
         CreditLineError: a line does not have the format, or repeats an episode; the message
             names the line and the field.
     """
-    episodes: list[EpisodeLine] = []
+    episodes: list[Line] = []
     line_of: dict[tuple[str, str], int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        episode = _read(line, f"{where}, line {number}")
+        episode = _read(line, f"{where}, line {number}", kind)
         first = line_of.setdefault(episode.whose, number)
         if first != number:
             raise CreditLineError(
@@ -172,9 +180,9 @@ def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> Cred
     )
 
 
-def _read(line: bytes, where: str) -> EpisodeLine:
+def _read(line: bytes, where: str, kind: type[Line]) -> Line:
     try:
-        return msgspec.json.decode(line, type=EpisodeLine)
+        return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")

@@ -4,10 +4,10 @@ The learner computes for minutes and blocks its thread; the event loop stays fre
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -38,7 +38,6 @@ from trainer.updates.plan import (
     versions_to_ask,
     with_logprobs,
 )
-from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
@@ -68,10 +67,22 @@ async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
         raise
 
 
+class VersionFolders(Protocol):
+    """Know where the files of a policy's versions are."""
+
+    async def deleted(self, asked: Collection[int]) -> set[int]:
+        """Return those of the versions `asked` for whose files were deleted."""
+
+    def folder(self, version: int) -> Path | None:
+        """Return the folder of a version's files, or None for version 0, the base model."""
+
+
 class Training:
     """Run the steps of an update that need the learner, one at a time, each in a thread."""
 
-    def __init__(self, learner: LearnerProtocol, adapter_dir: Path, versions: Versions) -> None:
+    def __init__(
+        self, learner: LearnerProtocol, adapter_dir: Path, versions: VersionFolders
+    ) -> None:
         """Store the learner, the folder that versions are written into, and where each is."""
         self._learner = learner
         self._adapter_dir = adapter_dir

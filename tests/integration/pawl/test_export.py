@@ -17,7 +17,7 @@ from tests.support.records import call, reward, tool_event
 
 CALL_KEYS = {
     *("call", "agent", "policy", "request", "reply", "prompt_ids", "sampled_ids"),
-    *("sampled_logprobs", "trainable", "reason", "tool_events", "feedback"),
+    *("sampled_logprobs", "sampling", "trainable", "reason", "tool_events", "feedback"),
 }
 NOW = datetime.now(UTC)
 

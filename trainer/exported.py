@@ -1,0 +1,227 @@
+"""Make claims of exported episodes, for `pawl train` (pure)."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from store.records import (
+    EVAL,
+    FAILED,
+    Episode,
+    Feedback,
+    Group,
+    Tokens,
+    ToolCall,
+    ToolEvent,
+    TransitionRow,
+)
+from store.tenants import scoped
+from store.values.packing import pack_ids, pack_logprobs
+from store.values.rewards import reward_of
+from store.values.sampling import distribution_of
+from trainer.credit.baselines import BASELINES
+from trainer.credit.lines import CallLine, EpisodeLine, EventLine, FeedbackLine, read_lines_as
+from trainer.errors import CreditLineError
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import IMITABLE
+
+NEVER: Final = datetime.fromtimestamp(0, UTC)
+
+
+class TokenCallLine(CallLine, frozen=True, kw_only=True):
+    """Hold one call with what a learner needs: ids, log-probabilities and how it was sampled."""
+
+    policy: str | None = None
+    prompt_ids: tuple[int, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    sampling: dict[str, Any] | None = None
+
+
+class TokenEpisodeLine(EpisodeLine, frozen=True, kw_only=True):
+    """Hold one episode whose calls have tokens."""
+
+    calls: tuple[TokenCallLine, ...]
+
+
+def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
+    """Parse the episodes that `pawl export` wrote, as they were stored.
+
+    Raises:
+        CreditLineError: a line is no episode, or lacks what training needs; it names the field.
+    """
+    return [_episode(line, where) for line in read_lines_as(lines, where, TokenEpisodeLine)]
+
+
+def _episode(line: TokenEpisodeLine, where: str) -> Episode:
+    key = scoped(line.tenant, line.episode)
+    own_id = uuid5(NAMESPACE_URL, key)
+    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}") for call in line.calls]
+    if line.state == "failed" and calls:
+        # What the state says was derived from the last call's status.
+        fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
+        calls[-1] = TransitionRow(**(fields | {"http_status": FAILED[0]}))
+    return Episode(
+        id=own_id,
+        key=key,
+        task=line.task and scoped(line.tenant, line.task),
+        method="header",
+        last_call_at=NEVER,
+        calls=tuple(calls),
+        feedback=_feedback(line.feedback),
+        quarantined_reason=line.quarantined,
+        split=line.split,
+    )
+
+
+def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
+    if line.trainable or line.reason in IMITABLE:
+        why = _lacks(line)
+        if why is not None:
+            raise CreditLineError(
+                f"{where}, call {line.call!r}: {why}; write the file again with this version's"
+                " `pawl export`"
+            )
+    policy, _, version = (line.policy or "").partition("@")
+    return TransitionRow(
+        id=uuid5(episode, line.call),
+        method="header",
+        agent=line.agent,
+        policy=policy or None,
+        policy_version=int(version or 0) if policy else None,
+        status="complete",
+        http_status=None,
+        reply=None,
+        trainable=line.trainable,
+        reason=line.reason,
+        episode_id=episode,
+        request=None,
+        tokens=Tokens(
+            prompt_ids=pack_ids(line.prompt_ids),
+            sampled_ids=pack_ids(line.sampled_ids),
+            sampled_logprobs=pack_logprobs(line.sampled_logprobs),
+        ),
+        sampling=line.sampling or {},
+        tool_calls=tuple(
+            ToolCall(id=event.id, name=event.name or "", arguments=event.arguments)
+            for event in line.tool_events
+            if event.id is not None and event.arguments is not None
+        ),
+        tool_events=tuple(
+            _event(event, uuid5(episode, f"{line.call} {number}"))
+            for number, event in enumerate(line.tool_events)
+        ),
+        feedback=_feedback(line.feedback),
+    )
+
+
+def _lacks(line: TokenCallLine) -> str | None:
+    """Return what a call lacks that training needs, or None."""
+    for name in ("prompt_ids", "sampled_ids"):
+        if not getattr(line, name):
+            return f"{name} is missing or empty"
+    if line.sampling is None:
+        return "sampling is missing"
+    if len(line.sampled_logprobs) not in (0, len(line.sampled_ids)):
+        return "sampled_logprobs is not as long as sampled_ids"
+    if line.policy is None or not (line.policy.partition("@")[2] or "0").isdecimal():
+        return f"policy is {line.policy!r}, and not NAME or NAME@N"
+    try:
+        if line.trainable:
+            distribution_of(line.sampling)
+    except ValueError as error:
+        return f"sampling: {error}"
+    return None
+
+
+def _event(line: EventLine, event_id: UUID) -> ToolEvent:
+    return ToolEvent(id=event_id, tool_id=line.id, name=line.name, status=line.status)
+
+
+def _feedback(lines: Sequence[FeedbackLine]) -> tuple[Feedback, ...]:
+    return tuple(
+        Feedback(metric=line.metric, value=line.value, at=line.timestamp) for line in lines
+    )
+
+
+def policies_of(episodes: Iterable[Episode]) -> list[str]:
+    """Return the policies that calls which can be trained are of."""
+    calls = (call for episode in episodes for call in episode.calls)
+    return sorted({c.policy for c in calls if c.policy and (c.trainable or c.reason in IMITABLE)})
+
+
+def claimed_groups(
+    episodes: Sequence[Episode], recipe: Recipe, policy: str
+) -> tuple[list[tuple[Group, ...]], Mapping[str, int]]:
+    """Return the groups of one update after the other, and how many episodes are in none, by why.
+
+    They are what the trainer would claim if the episodes came one by one, in this order: groups of
+    one task, as many for an update as `claim.groups` says, of which those without a signal are
+    taken along. What is incomplete at the end makes short groups and a short update.
+    """
+    left: Counter[str] = Counter()
+    by_task: dict[str, list[tuple[int, Episode]]] = {}
+    rule = recipe.claim
+    for place, episode in enumerate(episodes):
+        why = _why_not(episode, recipe, policy)
+        if why is None and episode.task is None and rule.smallest_group > 1:
+            why = "alone"
+        if why is not None:
+            left[why] += 1
+            continue
+        by_task.setdefault(episode.task or "", []).append((place, episode))
+    groups: list[tuple[int, Group]] = []
+    for task, members in by_task.items():
+        for start in range(0, len(members), rule.group_size):
+            own = members[start : start + rule.group_size]
+            if len(own) < rule.smallest_group:
+                left["alone"] += len(own)
+            else:
+                made = Group(task=task, episodes=tuple(episode for _, episode in own))
+                groups.append((own[-1][0], made))
+    updates: list[tuple[Group, ...]] = []
+    taken: list[Group] = []
+    signals = 0
+    for _, group in sorted(groups, key=lambda pair: pair[0]):
+        taken.append(group)
+        signals += _has_signal(group, recipe)
+        if signals == rule.groups:
+            updates.append(tuple(taken))
+            taken, signals = [], 0
+    if signals:
+        updates.append(tuple(taken))
+    else:
+        left["no_signal"] += sum(len(group.episodes) for group in taken)
+    return updates, left
+
+
+def _reward(episode: Episode, recipe: Recipe) -> float | None:
+    own = reward_of(episode.feedback, recipe.reward_rule).value
+    if own is None and episode.calls and episode.calls[-1].http_status in FAILED:
+        return recipe.credit.failed_reward
+    return own
+
+
+def _why_not(episode: Episode, recipe: Recipe, policy: str) -> str | None:
+    if episode.split == EVAL:
+        return "evaluation"
+    if episode.quarantined_reason is not None:
+        return "quarantined"
+    imitated = IMITABLE if recipe.kept is not None else ()
+    if not any(c.policy == policy and (c.trainable or c.reason in imitated) for c in episode.calls):
+        return "no_trainable_call"
+    of_calls = recipe.credit.pays_single_calls and any(
+        reward_of(call.feedback, recipe.reward_rule).value is not None for call in episode.calls
+    )
+    return None if of_calls or _reward(episode, recipe) is not None else "unscored"
+
+
+def _has_signal(group: Group, recipe: Recipe) -> bool:
+    """Return whether the trainer would count a group (`store.claim_query.ClaimRule`)."""
+    if recipe.credit.pays_single_calls:
+        return True
+    rewards = {_reward(episode, recipe) for episode in group.episodes}
+    if recipe.kept is not None:
+        return any(value is not None and value >= recipe.kept.min_reward for value in rewards)
+    return len(rewards) > 1 or not BASELINES[recipe.credit.baseline].needs_group

@@ -1,0 +1,160 @@
+"""Train on exported episodes: the trainer's updates without a database or a model server.
+
+An update is planned, trained and written by what the trainer does it with
+(`trainer.updates.training`). Nothing is claimed, recorded or served.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+import msgspec
+import structlog
+
+from store.claims import Claim
+from store.records import Episode, Group
+from trainer.errors import AdapterError, Unusable
+from trainer.exported import claimed_groups
+from trainer.learners.kernels.process import keep_freed_memory
+from trainer.learners.learner import Learner
+from trainer.publishing.adapters import NewVersion, folders, read_manifest, version_folder
+from trainer.recipes.recipe import Recipe
+from trainer.trackers import Trackers
+from trainer.updates.circuit_breaker import looks_like_a_fault
+from trainer.updates.training import Training
+
+log = structlog.get_logger()
+
+# Gets the number and folder of the version that an update made (None: it made none), its metrics,
+# and how many updates there are.
+Show = Callable[[int, Path | None, Mapping[str, Any], int], None]
+
+
+class _Folders:
+    """Know the version that training starts from, and those that it writes."""
+
+    def __init__(self, out: Path, policy: str, start: tuple[int, Path] | None) -> None:
+        self._out, self._policy, self._start = out, policy, start
+
+    async def deleted(self, asked: Collection[int]) -> set[int]:
+        return set()
+
+    def folder(self, version: int) -> Path | None:
+        if self._start is not None and version == self._start[0]:
+            return self._start[1]
+        return version_folder(self._out, self._policy, version) if version else None
+
+
+def first_number(episodes: Sequence[Episode], policy: str, start: int) -> int:
+    """Return a number for the first version that is none of those that sampled the episodes."""
+    calls = (call for episode in episodes for call in episode.calls if call.policy == policy)
+    return max([start, *(call.policy_version or 0 for call in calls)]) + 1
+
+
+async def train_episodes(
+    episodes: Sequence[Episode],
+    recipe: Recipe,
+    policy: str,
+    model: str,
+    out: Path,
+    show: Show,
+    *,
+    start: Path | None = None,
+    seed: int = 0,
+    trackers: Trackers,
+) -> Mapping[str, int]:
+    """Train one update after the other; return how many episodes are in none, by reason.
+
+    The first begins at the base model, or at the version in `start`, a folder that a trainer wrote.
+    Versions are written into `out`. Rows of any other version are off-policy, as in the trainer.
+
+    Raises:
+        TrainerError: the model or the version cannot be used, or an update cannot be computed.
+    """
+    # Must come before a second thread starts: only the first arena may be used.
+    keep_freed_memory()
+    if folders(out, policy):
+        raise AdapterError(f"{out} has versions of {policy!r} already: name another folder")
+    manifest = None if start is None else read_manifest(start)
+    if start is not None and manifest is None:
+        raise AdapterError(f"{start} is no version: name such a folder of PAWL_ADAPTER_DIR")
+    updates, left = claimed_groups(episodes, recipe, policy)
+    parent = 0 if manifest is None else manifest.version
+    begun = None if start is None else (parent, start.resolve())
+    learner = Learner(model, recipe, seed, out / ".scratch")
+    misfit = None if start is None else learner.misfit(start)
+    if misfit is not None:
+        raise AdapterError(f"{start}: {misfit} than {model}: set PAWL_MODEL to that one")
+    training = Training(learner, out, _Folders(out, policy, begun))
+    baselines = None if manifest is None else manifest.baselines
+    number = first_number(episodes, policy, parent)
+    for groups in updates:
+        made = await _update(training, recipe, policy, groups, parent, number, baselines)
+        folder, metrics, baselines = made
+        trackers.log(policy, metrics, number)
+        show(number, folder, metrics, len(updates))
+        if folder is not None:
+            parent, number = number, number + 1
+    return left
+
+
+async def _update(
+    training: Training,
+    recipe: Recipe,
+    policy: str,
+    groups: tuple[Group, ...],
+    parent: int,
+    number: int,
+    baselines: Mapping[str, Any] | None,
+) -> tuple[Path | None, Mapping[str, Any], Mapping[str, Any] | None]:
+    """Train version `parent` on groups and write version `number`; episodes to blame are left out.
+
+    Return its folder (None: no row gives a signal), metrics, and moving baselines.
+    """
+
+    async def doubt(far: int, measured: int) -> None:
+        log.warning("many_episodes_off_policy", policy=policy, far=far, measured=measured)
+
+    while True:
+        claim = Claim(
+            update_id=uuid5(NAMESPACE_URL, f"{policy}@{number}"),
+            policy=policy,
+            parent_version=parent,
+            groups=groups,
+            baselines=baselines,
+        )
+        try:
+            plan = await training.plan(claim, parent, recipe, doubt)
+            after = plan.baselines or baselines
+            if not plan.rows:
+                return None, plan.metrics, after
+            metrics = plan.metrics | await training.train(parent, plan.rows, plan.step_share)
+        except Unusable as error:
+            members = sum(len(group.episodes) for group in groups)
+            if not error.is_poison or looks_like_a_fault(len(error.episodes), members):
+                raise
+            log.error(f"episodes_{error.reason}", episodes=len(error.episodes), reason=str(error))
+            groups = _without(groups, error.episodes)
+            continue
+        new = NewVersion(
+            policy=policy,
+            version=number,
+            update_id=claim.update_id,
+            parent_version=parent,
+            outcomes=plan.outcomes,
+            metrics=metrics,
+            probe=await training.probe(),
+            baselines=plan.baselines,
+        )
+        return await training.write(new), metrics, after
+
+
+def _without(groups: Sequence[Group], episodes: Collection[UUID]) -> tuple[Group, ...]:
+    kept = (
+        msgspec.structs.replace(
+            group, episodes=tuple(one for one in group.episodes if one.id not in episodes)
+        )
+        for group in groups
+    )
+    return tuple(group for group in kept if group.episodes)
