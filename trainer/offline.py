@@ -14,8 +14,9 @@ import structlog
 
 from store.claims import Claim
 from store.records import Episode, Group
-from trainer.errors import AdapterError, Unusable
+from trainer.errors import AdapterError, LearnerError, Unusable
 from trainer.exported import claimed_groups
+from trainer.learners.distributed import has_companions
 from trainer.learners.kernels.process import keep_freed_memory
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import NewVersion, folders, read_manifest, version_folder
@@ -72,6 +73,8 @@ async def train_episodes(
     Raises:
         TrainerError: the model or the version cannot be used, or an update cannot be computed.
     """
+    if has_companions():
+        raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
     # Must come before a second thread starts: only the first arena may be used.
     keep_freed_memory()
     if folders(out, policy):

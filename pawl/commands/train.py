@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from pawl.commands.common import AsJson, fail, require_torch
 from pawl.processes import large_imports
@@ -120,8 +121,9 @@ def train(
         print(f"pawl: episodes in no update: {reasons}", file=sys.stderr)
 
 
-def _row(policy: str, version: Any, metrics: Mapping[str, Any]) -> str:
+def _row(policy: str, version: Any, metrics: Mapping[str, Any]) -> Text:
     """Return an update as a line for a terminal, the reward first."""
     name = f"{policy}@{version}" if version else "no signal"
     figures = (f"{key} {value:.4g}" for key in SHOWN if (value := metrics.get(key)) is not None)
-    return f"{name}  {'  '.join(figures)}"
+    # Clients choose names, so rich must not read markup.
+    return Text(f"{name}  {'  '.join(figures)}")
