@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "up": "pawl.commands.local:up",
     "demo": "pawl.commands.local:demo",
     "example": "pawl.commands.local:example",
+    "plan": "pawl.commands.plan:plan",
     "rollout": "pawl.commands.rollout:rollout",
     "export": "pawl.commands.episodes:export",
     "train": "pawl.commands.train:train",

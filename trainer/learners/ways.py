@@ -31,7 +31,7 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
     for way in ways[:-1]:
         failure: Exception | None = None
         try:
-            why = _unsupported_reason(model) if way == "tree" else None
+            why = why_no_tree(model) if way == "tree" else None
             if why is None:
                 attend(model, way)
                 why = _mismatch_reason(model, way)
@@ -46,7 +46,7 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
     return ways[-1]
 
 
-def _unsupported_reason(model: Any) -> str | None:
+def why_no_tree(model: Any) -> str | None:
     """Return why the configuration rules trees out, or None: a tree needs arbitrary masks.
 
     That is: attention without a window, no state that runs along the sequence, and scores that

@@ -12,6 +12,7 @@ pass, and one whose state changes (an adapter switched off or merged, a trained 
 to it.
 """
 
+from copy import deepcopy
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -61,6 +62,12 @@ def _is_gated(module: Any) -> bool:
 def _outputs_agree(module: Any, forward: Any) -> bool:
     """Return True if `forward` computes what the module does; some norms and units differ."""
     weight = module.weight if _is_norm(module) else module.gate_proj.weight
+    if weight.is_meta:
+        # A model that is planned, not loaded: its class is tried with numbers of our own.
+        module = deepcopy(module).to_empty(device="cpu")
+        for parameter in module.parameters():
+            parameter.normal_(std=0.02)
+        weight = module.weight if _is_norm(module) else module.gate_proj.weight
     x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)[None]
     own, ours = module(x), forward(module, x)
     if own.shape != ours.shape:

@@ -1,0 +1,198 @@
+"""Define `pawl plan`: what memory a model takes in training, and how long its calls may be."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.table import Table
+
+from pawl.commands.common import AsJson, fail, grid, require_torch, write_lines
+from pawl.settings import refuse_unread
+from pawl.stack.vllm import SHARED
+from store.records import Record
+from trainer.errors import TrainerError
+from trainer.recipes.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from trainer.learners.memory import Footprint
+
+GIB: Final = 2**30
+MIB: Final = 2**20
+
+
+class MemoryPlan(Record, frozen=True, kw_only=True):
+    """Hold the plan of one model on one GPU; sizes are in GiB, or in MiB for each token.
+
+    `longest` and `longest_plain` are the tokens of the longest call that can be trained, with and
+    without gradient checkpointing. An episode of `turns` turns whose last call has `context` tokens
+    has `unique_tokens`, and `row_tokens` if each call were computed by itself.
+    """
+
+    model: str
+    family: str
+    way: str
+    parameters: int
+    gpu_gib: float
+    server_gib: float
+    weights_gib: float
+    optimizer_gib: float
+    head_gib: float
+    overhead_gib: float
+    plain_mib: float
+    checkpointed_mib: float
+    longest: int
+    longest_plain: int
+    micro_batch_tokens: int
+    context: int
+    context_gib: float
+    turns: int
+    unique_tokens: int
+    row_tokens: int
+    advice: tuple[str, ...]
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub name of the base model, or a config.json.")
+    ],
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of an episode's longest call; default: the model's own context."
+        ),
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Calls of an episode.")] = 20,
+    gpu_gib: Annotated[float, typer.Option(min=0.1, help="Memory of the GPU, in GiB.")] = 80.0,
+    serve_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of it that vLLM takes; 0: the trainer has its own GPU."
+        ),
+    ] = SHARED,
+    recipe: Annotated[
+        str, typer.Option(help="Recipe: name of a packaged one, or path of a TOML file.")
+    ] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show what memory it takes to train a model on a GPU, and how long its calls may be.
+
+    Reads the model's configuration alone: no GPU and no weights are needed.
+
+    Status 2: there is no such model or recipe, or the model cannot be planned.
+    """
+    refuse_unread()
+    require_torch()
+    from trainer.learners.memory import footprint
+
+    try:
+        chosen = load_recipe(recipe)
+        takes = footprint(model, chosen)
+    except TrainerError as error:
+        fail(str(error))
+    made = memory_plan(
+        takes,
+        chosen,
+        model=model,
+        gpu_gib=gpu_gib,
+        serve_share=serve_share,
+        context=context or takes.context or chosen.batch.micro_batch_tokens,
+        turns=turns,
+    )
+    write_lines([made], _table, as_json=as_json)
+
+
+def memory_plan(
+    takes: "Footprint",
+    recipe: Recipe,
+    *,
+    model: str,
+    gpu_gib: float,
+    serve_share: float,
+    context: int,
+    turns: int,
+) -> MemoryPlan:
+    """Return the plan of a model that `takes` so much memory (pure)."""
+    room = int(gpu_gib * (1 - serve_share) * GIB)
+    longest = takes.longest(room, checkpointing=True)
+    return MemoryPlan(
+        model=model,
+        family=takes.family,
+        way="tree" if takes.why_no_tree is None else f"chain ({takes.why_no_tree})",
+        parameters=takes.parameters,
+        gpu_gib=gpu_gib,
+        server_gib=round(gpu_gib * serve_share, 2),
+        weights_gib=round(takes.weights / GIB, 2),
+        optimizer_gib=round(takes.optimizer / GIB, 2),
+        head_gib=round(takes.head / GIB, 2),
+        overhead_gib=round((takes.fixed - takes.weights - takes.optimizer - takes.head) / GIB, 2),
+        plain_mib=round(takes.plain / MIB, 3),
+        checkpointed_mib=round(takes.checkpointed / MIB, 3),
+        longest=longest,
+        longest_plain=takes.longest(room, checkpointing=False),
+        micro_batch_tokens=min(recipe.batch.micro_batch_tokens, longest),
+        context=context,
+        context_gib=round(takes.needed(context, checkpointing=True) / GIB, 2),
+        turns=turns,
+        unique_tokens=context,
+        # Calls that grow by equal steps.
+        row_tokens=context * (turns + 1) // 2,
+        advice=tuple(_advice(takes, recipe, room, int(gpu_gib * serve_share * GIB), context)),
+    )
+
+
+def _advice(
+    takes: "Footprint", recipe: Recipe, room: int, server: int, context: int
+) -> Sequence[str]:
+    """Return what to change so that calls of `context` tokens can be trained and served."""
+    longest = takes.longest(room, checkpointing=True)
+    advice = []
+    if server and server < takes.weights:
+        advice.append(
+            "vLLM's share does not hold the weights: give it more (PAWL_SERVE_GPU_SHARE), another"
+            " GPU (PAWL_SERVE_GPUS), or serve a smaller model"
+        )
+    if not longest:
+        advice.append(
+            "the weights do not fit beside vLLM: give the trainer a GPU of its own"
+            " (PAWL_TRAIN_GPUS), several of them, which share the weights, or train a smaller model"
+        )
+    elif longest < context:
+        advice.append(
+            f"calls longer than {longest} tokens would not be trained (too_long): lower"
+            " PAWL_MAX_MODEL_LEN to that, or give the trainer more memory (PAWL_SERVE_GPU_SHARE,"
+            " PAWL_TRAIN_GPUS)"
+        )
+    elif (
+        not recipe.batch.gradient_checkpointing
+        and takes.longest(room, checkpointing=False) < context
+    ):
+        advice.append("set batch.gradient_checkpointing = true")
+    if 0 < longest < recipe.batch.micro_batch_tokens:
+        advice.append(f"set batch.micro_batch_tokens = {longest} or less")
+    return advice
+
+
+def _table(plans: Sequence[MemoryPlan]) -> Table:
+    [made] = plans
+    rows = [
+        ("family", f"{made.family}, {made.parameters / 1e9:.2f} billion parameters"),
+        ("shared prefixes", made.way),
+        ("GPU", f"{made.gpu_gib:g} GiB"),
+        ("vLLM", f"{made.server_gib:g} GiB"),
+        ("weights", f"{made.weights_gib:g} GiB"),
+        ("adapter, gradient and moments", f"{made.optimizer_gib:g} GiB"),
+        ("logits of a chunk", f"{made.head_gib:g} GiB"),
+        ("CUDA and its libraries", f"{made.overhead_gib:g} GiB"),
+        ("activations a token", f"{made.plain_mib:g} MiB"),
+        ("with gradient checkpointing", f"{made.checkpointed_mib:g} MiB"),
+        ("longest call that can be trained", f"{made.longest} tokens"),
+        ("without gradient checkpointing", f"{made.longest_plain} tokens"),
+        ("tokens a micro-batch", str(made.micro_batch_tokens)),
+        (
+            f"an episode of {made.turns} calls up to {made.context} tokens",
+            f"{made.unique_tokens} tokens computed; {made.row_tokens} call by call",
+        ),
+        ("memory for such a call", f"{made.context_gib:g} GiB"),
+        *(("to change", advice) for advice in made.advice),
+    ]
+    return grid((made.model, ""), rows)

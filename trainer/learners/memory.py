@@ -1,0 +1,240 @@
+"""Plan the memory that training takes, from a model's configuration alone.
+
+The model is built on torch's meta device, where tensors have shapes and no values: no weights and
+no GPU are needed. One layer of each kind is run there forward and backward, as it trains (with its
+adapter, and attention that keeps what a fused kernel keeps), and the bytes of all living tensors
+are counted.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoConfig
+
+from store.records import Record
+from trainer.errors import LearnerError
+from trainer.learners.adapter import attach_adapter
+from trainer.learners.kernels.head import CHUNK
+from trainer.learners.kernels.layers import make_base_lean
+from trainer.learners.model import loader_of, precision
+from trainer.learners.scoring import decoder_of
+from trainer.learners.ways import why_no_tree
+from trainer.recipes.recipe import Recipe
+
+GIB: Final = 2**30
+# The name under which transformers knows the attention that only has shapes.
+PLANNED: Final = "pawl_planned"
+# Tokens that a layer is run with: enough for what does not grow with them to count little.
+TOKENS: Final = 4096
+# Bytes of each trained number: itself, its gradient, and AdamW's two moments, in float32.
+TRAINED: Final = 16
+# CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
+OVERHEAD: Final = GIB
+
+
+class Footprint(Record, frozen=True, kw_only=True):
+    """Hold what training a model takes, in bytes.
+
+    Attributes:
+        family: the model's type, as its configuration names it.
+        why_no_tree: why shared prefixes cannot be computed as trees; None if a trial decides.
+        context: the most tokens that the model has positions for; None if it does not say.
+        parameters: how many numbers the frozen base has.
+        trained: how many the adapter has.
+        weights: of the frozen base.
+        optimizer: of the adapter, its gradient, and the optimiser's moments.
+        head: of the LM head's logits, which are computed in chunks.
+        plain: a token, at the end of the forward pass.
+        checkpointed: a token with gradient checkpointing, while one layer is computed again.
+    """
+
+    family: str
+    why_no_tree: str | None
+    context: int | None
+    parameters: int
+    trained: int
+    weights: int
+    optimizer: int
+    head: int
+    plain: int
+    checkpointed: int
+
+    @property
+    def fixed(self) -> int:
+        """Return the bytes that do not grow with the tokens that are computed at once."""
+        return self.weights + self.optimizer + self.head + OVERHEAD
+
+    def needed(self, tokens: int, *, checkpointing: bool) -> int:
+        """Return the bytes that it takes to train on `tokens` tokens at once."""
+        return self.fixed + tokens * (self.checkpointed if checkpointing else self.plain)
+
+    def longest(self, room: int, *, checkpointing: bool) -> int:
+        """Return how many tokens `room` bytes suffice for at once; 0: the model does not fit."""
+        a_token = self.checkpointed if checkpointing else self.plain
+        return max(0, room - self.fixed) // a_token
+
+
+def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
+    """Return what training `model` by `recipe` takes on a `device`, "cpu" or "cuda".
+
+    `model` is a folder, a `config.json`, or a hub name; nothing but the configuration is read.
+
+    Raises:
+        LearnerError: there is no such configuration, or no layer of it can be run.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            # Some operations of experts take nothing wider.
+            base = loader_of(config).from_config(config, dtype=torch.bfloat16)
+        base.set_attn_implementation(PLANNED)
+    except (OSError, ValueError) as error:
+        raise LearnerError(
+            f"the model {model!r} cannot be planned: {error}; name a folder with a config.json of"
+            " a causal language model"
+        ) from error
+    make_base_lean(base)
+    parameters = sum(parameter.numel() for parameter in base.parameters())
+    adapted = attach_adapter(base, recipe.lora, None, 0)
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    text = config.get_text_config()
+    hidden, width = text.hidden_size, precision(recipe, device).itemsize
+    kept, peak = _of_layers(base)
+    wider = width // torch.bfloat16.itemsize
+    # The head's inputs, gathered, and the expected output embeddings; then the gradients of both.
+    at_head = hidden * (2 * width + 2 * 4)
+    return Footprint(
+        family=config.model_type,
+        why_no_tree=why_no_tree(adapted),
+        context=getattr(text, "max_position_embeddings", None),
+        parameters=parameters,
+        trained=trained,
+        weights=parameters * width,
+        optimizer=TRAINED * trained,
+        # A chunk's logits and their logarithms in float32, and the probabilities as the head is.
+        head=CHUNK[device] * (4 + 4 + width),
+        plain=wider * sum(kept) + max(wider * peak, at_head),
+        checkpointed=len(kept) * hidden * width + max(wider * (max(kept) + peak), at_head),
+    )
+
+
+def _of_layers(base: Any) -> tuple[list[int], int]:
+    """Return the bytes a token that each layer keeps, and the most that one's backward pass adds.
+
+    Raises:
+        LearnerError: a layer cannot be run on the meta device.
+    """
+    decoder = decoder_of(base)
+    calls: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+    kinds = []
+
+    def note(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        shapes = ((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        kind = (type(layer), *shapes)
+        kinds.append(kind)
+        calls.setdefault(kind, (layer, inputs, named))
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in decoder.layers]
+    base.train()
+    known = [*base.parameters(), *base.buffers()]
+    try:
+        with torch.no_grad():
+            decoder(
+                input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta"),
+                position_ids=torch.arange(TOKENS, device="meta")[None],
+                use_cache=False,
+            )
+        for hook in hooks:
+            hook.remove()
+        by_kind = {kind: _of_layer(*call, known) for kind, call in calls.items()}
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise LearnerError(
+            f"a layer of {type(base).__name__} cannot be run without values: {error}"
+        ) from error
+    return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
+
+
+def _of_layer(
+    layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], known: Sequence[Tensor]
+) -> tuple[int, int]:
+    """Return the bytes a token that a layer keeps, and those that its backward pass adds."""
+    states = [given.detach().requires_grad_() for given in inputs[:1]]
+    known = [*known, *states, *(t for t in tree_leaves((inputs, named)) if isinstance(t, Tensor))]
+    with LivingBytes(known) as living:
+        found = layer(*states, *inputs[1:], **named)
+        out = found[0] if isinstance(found, tuple) else found
+        kept = living.now
+        out.backward(torch.empty_like(out))
+    layer.zero_grad()
+    return kept // TOKENS, max(0, living.most - kept) // TOKENS
+
+
+class LivingBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that are made within a context and still live.
+
+    Attributes:
+        now: those that live at the moment.
+        most: the most that ever lived at once.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        """Count from zero; `known` tensors and their views do not count."""
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._living: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and count the tensors that it made."""
+        found = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return found
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._living:
+            return
+
+        def end(_: object) -> None:
+            del self._living[key]
+            self.now -= size
+
+        self._living[key] = weakref.ref(storage, end)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+class _PlannedAttention(Function):
+    """Keep what fused attention keeps: (1, H, N, D) in, (1, N, H, D) out, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size, heads, tokens, _ = q.shape
+        out = q.new_empty(size, tokens, heads, v.shape[-1])
+        normalisers = q.new_empty(size, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, normalisers)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+def _planned_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    return _PlannedAttention.apply(query, key, value), None
+
+
+# Without a mask of its own: transformers then makes none.
+AttentionInterface.register(PLANNED, _planned_attention)
