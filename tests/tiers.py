@@ -29,6 +29,7 @@ SLOW: Final = (
     "tests/integration/store/updates/test_claims_by_policy.py",
     "tests/integration/trainer/killed",
     "tests/integration/trainer/learners/test_dense_gradient.py",
+    "tests/integration/trainer/learners/test_families.py",
     "tests/integration/trainer/learners/test_processes.py",
     "tests/integration/trainer/learners/test_sharing.py",
     "tests/integration/trainer/publishing/test_files_by_state.py",

@@ -1,8 +1,12 @@
 """Define `pawl plan`: what memory a model takes in training, and how long its calls may be."""
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -18,6 +22,24 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 MIB: Final = 2**20
+# Rows to compare with rows computed one by one, which takes long and much memory.
+COMPARED_TURNS: Final = 4
+COMPARED_TOKENS: Final = 256
+
+
+class Rehearsal(Record, frozen=True, kw_only=True):
+    """Hold what an update came to that was really done, of two episodes of one task.
+
+    Of `unique_tokens` distinct ones `computed_tokens` were computed. `gradient_distance` is that of
+    a step from the step of rows computed one by one, as a share of its largest entry.
+    """
+
+    way: str
+    unique_tokens: int
+    computed_tokens: int
+    seconds: float
+    peak_gib: float
+    gradient_distance: float
 
 
 class MemoryPlan(Record, frozen=True, kw_only=True):
@@ -49,6 +71,7 @@ class MemoryPlan(Record, frozen=True, kw_only=True):
     unique_tokens: int
     row_tokens: int
     advice: tuple[str, ...]
+    rehearsal: Rehearsal | None = None
 
 
 def plan(
@@ -72,11 +95,18 @@ def plan(
     recipe: Annotated[
         str, typer.Option(help="Recipe: name of a packaged one, or path of a TOML file.")
     ] = "default",
+    is_rehearsed: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Load the model where this runs, and do an update of that shape."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what memory it takes to train a model on a GPU, and how long its calls may be.
 
-    Reads the model's configuration alone: no GPU and no weights are needed.
+    Reads the model's configuration alone: no GPU and no weights are needed. With --rehearse the
+    model is loaded, and an update of two made-up episodes is done, whose calls only grow.
 
     Status 2: there is no such model or recipe, or the model cannot be planned.
     """
@@ -98,7 +128,51 @@ def plan(
         context=context or takes.context or chosen.batch.micro_batch_tokens,
         turns=turns,
     )
+    if is_rehearsed:
+        try:
+            rehearsal = rehearse(model, chosen, context=made.context, turns=turns)
+        except TrainerError as error:
+            fail(f"the rehearsal failed: {error}")
+        made = msgspec.structs.replace(made, rehearsal=rehearsal)
     write_lines([made], _table, as_json=as_json)
+
+
+def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehearsal:
+    """Do an update of two episodes of `turns` calls that grow to `context` tokens.
+
+    Raises:
+        LearnerError: the model cannot be trained, or memory ran out.
+    """
+    import psutil
+    import torch
+    from transformers import AutoConfig
+
+    from trainer.batches import computed_tokens
+    from trainer.learners.learner import Learner
+    from trainer.learners.self_test import growing_rows, with_logprobs
+
+    words = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    ids = torch.randint(words, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
+    with TemporaryDirectory() as scratch:
+        learner = Learner(model, recipe, seed=0, scratch=Path(scratch))
+        rows = growing_rows(ids, turns, context)
+        rows = with_logprobs(rows, learner.version_logprobs(None, rows))
+        began = time.perf_counter()
+        metrics = learner.update(rows)
+        seconds = time.perf_counter() - began
+        on_gpu = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else psutil.Process().memory_info().rss
+        learner.restore(None)
+        few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
+        few = with_logprobs(few, learner.version_logprobs(None, few))
+        return Rehearsal(
+            way=learner.way,
+            unique_tokens=computed_tokens(rows),
+            computed_tokens=metrics["computed_tokens"],
+            seconds=round(seconds, 3),
+            peak_gib=round(peak / GIB, 3),
+            gradient_distance=learner.distance_to_whole_rows(few),
+        )
 
 
 def memory_plan(
@@ -163,13 +237,23 @@ def _advice(
             " PAWL_TRAIN_GPUS)"
         )
     elif (
-        not recipe.batch.gradient_checkpointing
+        recipe.batch.gradient_checkpointing is False
         and takes.longest(room, checkpointing=False) < context
     ):
-        advice.append("set batch.gradient_checkpointing = true")
+        advice.append("leave batch.gradient_checkpointing out: it is switched on where needed")
     if 0 < longest < recipe.batch.micro_batch_tokens:
         advice.append(f"set batch.micro_batch_tokens = {longest} or less")
     return advice
+
+
+def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
+    return [
+        ("rehearsed by the way", done.way),
+        ("tokens", f"{done.unique_tokens} distinct, {done.computed_tokens} computed"),
+        ("seconds", f"{done.seconds:g}: {done.computed_tokens / done.seconds:.0f} tokens/s"),
+        ("peak memory", f"{done.peak_gib:g} GiB"),
+        ("gradient's distance from whole rows'", f"{done.gradient_distance:.1e}"),
+    ]
 
 
 def _table(plans: Sequence[MemoryPlan]) -> Table:
@@ -194,5 +278,6 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
         ),
         ("memory for such a call", f"{made.context_gib:g} GiB"),
         *(("to change", advice) for advice in made.advice),
+        *(_rehearsed(made.rehearsal) if made.rehearsal is not None else ()),
     ]
     return grid((made.model, ""), rows)

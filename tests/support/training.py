@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, Way, bare_row
+from trainer.batches import WAYS, Row, Way
 from trainer.learners.learner import Learner
+from trainer.learners.self_test import growing_rows
 from trainer.recipes.recipe import (
     BatchOptions,
     CreditOptions,
@@ -126,31 +127,18 @@ def by_every_way(
     return metrics
 
 
-def growing_rows(episodes: int = 2, turns: int = 20) -> list[Row]:
-    """Make episodes of one task whose every call repeats the call before it, reply and all."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
-
-    task, made = ids(7), []
-    for episode in range(episodes):
-        said = task
-        for turn in range(turns):
-            row = bare_row(0, said + ids(11), ids(4))
-            said = tuple(row.ids)
-            made.append(
-                msgspec.structs.replace(
-                    row,
-                    episode_id=UUID(int=100 + episode),
-                    position=turn,
-                    sampled_logprobs=(-4.5,) * 4,
-                    r_total=float(episode % 2),
-                    advantage=1.0 if episode % 2 else -0.8,
-                    weight=1 / (episodes * turns),
-                )
-            )
-    return made
+def grown(episodes: int = 2, turns: int = 20) -> list[Row]:
+    """Make episodes whose calls each repeat the call before, reply and all, and add 15 tokens."""
+    made = growing_rows(range(2, 97), turns, 15 * turns, episodes)
+    return [
+        msgspec.structs.replace(
+            row,
+            episode_id=UUID(int=100 + row.episode_id.int),
+            sampled_logprobs=(-4.5,) * len(row.sampled_ids),
+            recomputed=False,
+        )
+        for row in made
+    ]
 
 
 def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:

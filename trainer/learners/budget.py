@@ -1,8 +1,9 @@
-"""Choose the size of micro-batches: the recipe's, or smaller if memory runs out.
+"""Fit an update into memory: checkpoint activations, then cut micro-batches smaller.
 
-On a GPU shared with a model server the free memory is not known beforehand. A computation
-that runs out of it is undone and repeated with micro-batches half as large. Later updates try
-larger ones again, so that a moment of too little memory does not slow the trainer for good.
+On a GPU shared with a model server the free memory changes. A computation that runs out of it is
+undone and repeated: first with gradient checkpointing, if the recipe leaves that open, then with
+micro-batches half as large. Later updates try without again, so that a moment of too little memory
+does not slow the trainer for good.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +32,8 @@ NO_CPU_MEMORY: Final = "can't allocate memory"
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 TOO_LONG: Final = "too_long"
 REMEDY: Final = (
-    "lower batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model server"
-    " less (--gpu-memory-utilization)"
+    "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
+    " server less (--gpu-memory-utilization)"
 )
 
 
@@ -99,9 +100,25 @@ def _size(row: Row) -> int:
 class Budget:
     """Cut rows into micro-batches of at most `tokens` computed tokens each."""
 
-    def __init__(self, tokens: int, *, way: Way, processes: Processes) -> None:
-        """Start with `tokens` tokens; `processes` compute in step, and have budgets alike."""
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        way: Way,
+        processes: Processes,
+        checkpoint: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Start with `tokens` tokens, and without gradient checkpointing if that is left open.
+
+        Args:
+            tokens: the recipe's size of micro-batches.
+            way: how rows are computed.
+            processes: they compute in step, and have budgets alike.
+            checkpoint: switches checkpointing on or off; None where the recipe decides on it.
+        """
         self.tokens = tokens
+        self.checkpoints = False
+        self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
         self._processes = processes
@@ -112,17 +129,27 @@ class Budget:
         # The longest row that was ever trained on.
         self._longest = 0
 
-    def begin(self) -> None:
-        """Try larger micro-batches in the update that begins, unless that failed a moment ago.
+    def begin(self, *, is_tight: bool = False) -> None:
+        """Try what takes more memory in the update that begins, unless that failed a moment ago.
 
-        After each failure the next attempt comes twice as many updates later.
+        After each failure the next attempt comes twice as many updates later. Where memory
+        `is_tight`, the longest row would not fit without checkpointing.
         """
         self._calm += 1
-        self._is_trying = self.tokens < self._full and self._calm >= self._wait
-        if self.tokens == self._full:
+        is_reduced = self.tokens < self._full or self.checkpoints
+        self._is_trying = is_reduced and self._calm >= self._wait
+        if not is_reduced:
             self._wait = 1
         elif self._is_trying:
             self.tokens, self._calm = self._full, 0
+            self._set_checkpoints(on=False)
+        if is_tight:
+            self._set_checkpoints(on=True)
+
+    def _set_checkpoints(self, *, on: bool) -> None:
+        if self._checkpoint is not None and on != self.checkpoints:
+            self._checkpoint(on)
+            self.checkpoints = on
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
@@ -139,7 +166,8 @@ class Budget:
     ) -> tuple[Result, MicroBatches]:
         """Call `run` with `rows` cut into micro-batches; return its result, and the micro-batches.
 
-        When memory runs out, the micro-batches are halved and `run` is called again.
+        When memory runs out, checkpointing is switched on, then micro-batches are halved, and `run`
+        is called again.
 
         `undo` is called after each attempt that ran out of memory. `fits` says whether there is
         memory to do the same with one row by itself. Without `trains` nothing is learned of how
@@ -163,6 +191,10 @@ class Budget:
 
     def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         torch.cuda.empty_cache()
+        if self._checkpoint is not None and not self.checkpoints:
+            self._set_checkpoints(on=True)
+            self._note(error, "checkpointing_switched_on")
+            return
         uncut = self._processes.gather(self._uncut(error.rows))
         longest = max((row for row in rows if row.key in uncut), key=_size, default=None)
         if longest is not None:
@@ -206,10 +238,13 @@ class Budget:
                 f"the memory has no room for {self.tokens} tokens at once: {REMEDY}:"
                 f" {error.__cause__}"
             ) from error
+        self.tokens //= 2
+        self._note(error, "micro_batches_made_smaller")
+
+    def _note(self, error: NoRoom, event: str) -> None:
+        """Wait longer for the next attempt at what takes more memory, and log what was done."""
         if self._is_trying:
             self._wait = min(LONGEST_WAIT, 2 * self._wait)
             self._is_trying = False
-        self.tokens //= 2
         self._calm = 0
-        reason = str(error.__cause__)[:200]
-        log.warning("micro_batches_made_smaller", tokens=self.tokens, reason=reason)
+        log.warning(event, tokens=self.tokens, reason=str(error.__cause__)[:200])

@@ -8,11 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeVar
 
+import structlog
 import torch
 
 from store.claims import NON_FINITE
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, Way, split_steps
+from trainer.batches import WAYS, Row, Way, plan_micro_batches, split_steps
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -22,14 +23,15 @@ from trainer.learners.adapter import (
     save_adapter,
     save_state,
 )
-from trainer.learners.budget import Budget, MicroBatches, NoRoom, says_no_room
+from trainer.learners.budget import REMEDY, Budget, MicroBatches, NoRoom, says_no_room
 from trainer.learners.kernels.process import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
-from trainer.learners.model import Base
+from trainer.learners.memory import checkpointed_token, free_memory, kept_by_token
+from trainer.learners.model import Base, checkpoint
 from trainer.learners.off_policy import checked_metrics
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
 from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
@@ -43,6 +45,8 @@ from trainer.learners.steps import (
 )
 from trainer.learners.ways import choose_way
 from trainer.recipes.recipe import Recipe
+
+log = structlog.get_logger()
 
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
@@ -94,6 +98,12 @@ class Learner:
         self._way: Way | None = None
         self._start(None)
 
+    @property
+    def way(self) -> Way:
+        """Return how its rows are computed."""
+        way: Way = self._trainer.way
+        return way
+
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` at its next micro-batch."""
         self._interrupted.set()
@@ -108,13 +118,40 @@ class Learner:
         if self._way is None:
             self._way = choose_way(self._model, self.processes, self._ways)
             tokens = self._recipe.batch.micro_batch_tokens
-            self._budget = Budget(tokens, way=self._way, processes=self.processes)
+            is_open = self._recipe.batch.gradient_checkpointing == "auto"
+            self._budget = Budget(
+                tokens,
+                way=self._way,
+                processes=self.processes,
+                checkpoint=self._checkpoint if is_open else None,
+            )
+            self._token_bytes = kept_by_token(self._model, self._way)
         attend(self._model, self._way)
+        wanted = self._recipe.batch.gradient_checkpointing
+        self._checkpoint(wanted is True or self._budget.checkpoints)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, way=self._way
         )
         self._step = Step(self._trainer, self._interrupted, self.processes)
+
+    def _warn_of_long_calls(self) -> None:
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        token = self._token_bytes
+        if self._recipe.batch.gradient_checkpointing is not False:
+            token = checkpointed_token(self._model, token)
+        longest = int(free_memory(self._model.device) // token)
+        if context is not None and longest < context:
+            log.warning("calls_too_long", past_tokens=longest, context=context, remedy=REMEDY)
+
+    def _checkpoint(self, on: bool) -> None:
+        checkpoint(self._model.get_base_model(), on=on)
+
+    def _is_tight(self, rows: Sequence[Row]) -> bool:
+        """Return whether the longest row would not fit into some process without checkpointing."""
+        longest = max(row.size for row in rows)
+        free = free_memory(self._model.device)
+        return any(self.processes.gather(longest * self._token_bytes > free))
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
@@ -139,11 +176,39 @@ class Learner:
         return rows
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it."""
+        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it.
+
+        A warning says from which length on calls would be too long for the memory.
+        """
         self.restore(None)
+        self._warn_of_long_calls()
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
         self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
+
+    @says_no_room("while gradients were compared")
+    def distance_to_whole_rows(self, rows: Sequence[Row]) -> float:
+        """Return how far the gradient of `rows` is from that of rows computed one by one.
+
+        It is the largest difference, as a share of the largest entry.
+        """
+        rows = self._trainer.prepare(rows, self._view(rows))
+        self._model.train()
+        gradients = []
+        own = self.way
+        ways: tuple[Way, Way] = (own, "whole")
+        for way in ways:
+            attend(self._model, way)
+            self._trainer.way = way
+            for micro_batch in plan_micro_batches(rows, self._budget.tokens, way=way):
+                self._trainer.accelerator.backward(self._trainer.loss_of(micro_batch))
+            parts = [part.grad for part in self._trainer.trained_parameters()[0]]
+            gradients.append(torch.cat([part.flatten() for part in parts if part is not None]))
+            self._forget()
+        attend(self._model, own)
+        self._trainer.way = own
+        found, wanted = gradients
+        return float((found - wanted).abs().max() / wanted.abs().max())
 
     @says_no_room("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:
@@ -172,7 +237,7 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        self._budget.begin()
+        self._budget.begin(is_tight=self._is_tight(rows))
         self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)
@@ -260,7 +325,7 @@ class Learner:
         """Measure how far the policy is from its base model, on some of `rows`."""
         metered = metered_rows(rows)
         self._model.eval()
-        measure = partial(kl_by_row, self._model, way=self._trainer.way)
+        measure = partial(kl_by_row, self._model, way=self.way)
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
@@ -310,7 +375,7 @@ class Learner:
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
-                scores = score_rows(self._model, micro_batch, way=self._trainer.way)
+                scores = score_rows(self._model, micro_batch, way=self.way)
             return by_row(micro_batch, scores.logprobs)
 
         self._model.eval()
@@ -321,7 +386,7 @@ class Learner:
     @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
-        return plain_logprobs(self._model, rows, way=self._trainer.way)
+        return plain_logprobs(self._model, rows, way=self.way)
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
+import psutil
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -18,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig
 
 from store.records import Record
+from trainer.batches import Way, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.model import loader_of, precision
-from trainer.learners.scoring import decoder_of
+from trainer.learners.scoring import decoder_of, states_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
@@ -32,6 +34,8 @@ GIB: Final = 2**30
 PLANNED: Final = "pawl_planned"
 # Tokens that a layer is run with: enough for what does not grow with them to count little.
 TOKENS: Final = 4096
+# And those that a loaded model is tried with.
+FEW_TOKENS: Final = 256
 # Bytes of each trained number: itself, its gradient, and AdamW's two moments, in float32.
 TRAINED: Final = 16
 # CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
@@ -173,6 +177,41 @@ def _of_layer(
         out.backward(torch.empty_like(out))
     layer.zero_grad()
     return kept // TOKENS, max(0, living.most - kept) // TOKENS
+
+
+def kept_by_token(model: Any, way: Way) -> float:
+    """Return the bytes that a loaded `model` keeps of a token until the backward pass."""
+    row = bare_row(0, [0] * FEW_TOKENS, [0])
+    model.train()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        states, _ = states_of(model, [row], way)
+        kept = torch.cuda.memory_allocated(device) - before
+    else:
+        with LivingBytes([*model.parameters(), *model.buffers()]) as living:
+            states, _ = states_of(model, [row], way)
+            kept = living.now
+    return float(kept / len(states))
+
+
+def checkpointed_token(model: Any, token: float) -> float:
+    """Return what a token takes of `model` with checkpointing, if it takes `token` without.
+
+    That is each layer's input, and all of the one layer that is computed again.
+    """
+    text = model.config.get_text_config()
+    inputs: int = text.num_hidden_layers * text.hidden_size * model.dtype.itemsize
+    return float(inputs + token / text.num_hidden_layers)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes the trainer can still get on `device`, now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + unused
+    return int(psutil.virtual_memory().available)
 
 
 class LivingBytes(TorchDispatchMode):

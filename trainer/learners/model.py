@@ -95,8 +95,7 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     base.to(device)
     make_base_lean(base)
-    if recipe.batch.gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint(base, on=recipe.batch.gradient_checkpointing is True)
     return base, tokenizer
 
 
@@ -137,6 +136,14 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
     except SafetensorError as error:
         raise OSError(f"the weights were not written: {error}") from error
     tokenizer.save_pretrained(str(folder))
+
+
+def checkpoint(base: Any, *, on: bool) -> None:
+    """Compute activations a second time from now on, or keep them for the backward pass."""
+    if on and not base.is_gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    if not on and base.is_gradient_checkpointing:
+        base.gradient_checkpointing_disable()
 
 
 def base_hash(base: Any) -> str:

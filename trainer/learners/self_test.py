@@ -108,3 +108,33 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
             )
         )
     return rows
+
+
+def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2) -> list[Row]:
+    """Return episodes of one task, whose calls repeat all before them and grow to `context` tokens.
+
+    They repeat `ids`; every second episode counts as good, and an eighth of what a call adds was
+    sampled.
+    """
+    added = max(2, context // turns)
+    sampled = max(1, added // 8)
+    rows = []
+    for episode in range(episodes):
+        said = list(islice(cycle(ids), added * turns))
+        for turn in range(turns):
+            # The task's first words are shared, and then each episode goes its own way.
+            said[turn * added + added // 2] = ids[(episode + turn) % len(ids)]
+            end = (turn + 1) * added
+            made = bare_row(episode, said[: end - sampled], said[end - sampled : end])
+            advantage = 1.0 if episode % 2 else -1.0
+            rows.append(
+                msgspec.structs.replace(
+                    made,
+                    position=turn,
+                    advantage=advantage,
+                    r_total=advantage,
+                    weight=1 / (episodes * turns),
+                    recomputed=True,
+                )
+            )
+    return rows

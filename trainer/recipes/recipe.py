@@ -264,8 +264,10 @@ class BatchOptions(RecipeOptions):
     micro_batch_tokens: Annotated[int, Field(strict=True, ge=64), AfterValidator(_fits)] = Field(
         default=1024, description="Tokens that are computed at once, at most."
     )
-    gradient_checkpointing: bool = Field(
-        default=False, description="Save memory by computing activations a second time."
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Save memory by computing activations a second time; `auto`: as soon as the"
+        " longest row would not fit without.",
     )
 
 

@@ -24,7 +24,7 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
-from tests.support.training import PLAIN, by_every_way, growing_rows, recipe, rows
+from tests.support.training import PLAIN, by_every_way, grown, recipe, rows
 from trainer.batches import WAYS, Way, build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
 from trainer.learners import scoring
@@ -238,7 +238,7 @@ def test_error_in_a_trial_is_one_warning_and_the_next_way_trains(
 
 
 def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> None:
-    metrics = by_every_way(tiny_model, recipe, [*rows(), *growing_rows(8, 3)], tmp_path)
+    metrics = by_every_way(tiny_model, recipe, [*rows(), *grown(8, 3)], tmp_path)
     tokens = [metrics[way]["computed_tokens"] for way in WAYS]
     assert tokens[0] < tokens[1] < tokens[2] == tokens[3] < metrics["tree"]["row_tokens"]
 
