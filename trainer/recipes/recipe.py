@@ -322,7 +322,11 @@ class PpoOptions(RecipeOptions):
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
     )
     value_learning_rate: Positive = Field(default=1e-2, description="Learning rate of the critic.")
-    gae_lambda: Share = Field(default=0.95, description="GAE's λ, from token to token.")
+    gae_lambda: Share = Field(
+        default=1.0,
+        description="GAE's λ, from token to token. Below 1 the early tokens of a long success get"
+        " nearly nothing of its reward, until the critic has learned to expect it.",
+    )
     epochs: Epochs = 2
 
 

@@ -17,12 +17,12 @@ from tests.integration.trainer.learners.test_learner import (
     shake,
 )
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
-from trainer.batches import Row
+from trainer.batches import Row, bare_row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.learners.learner import Learner
-from trainer.learners.losses.ppo import values_of
+from trainer.learners.losses.ppo import normalised, row_advantages, values_of
 from trainer.learners.losses.stored import View
-from trainer.recipes.recipe import KlOptions, OptimizerOptions, Recipe
+from trainer.recipes.recipe import KlOptions, OptimizerOptions, Recipe, load_recipe
 
 
 def learner(model: str, folder: Path, chosen: Recipe) -> Learner:
@@ -131,6 +131,23 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     for part in (batch[:5], batch[5:]):
         made._trainer.loss_of(part).backward()
     assert torch.allclose(gradients(made), whole, atol=1e-6)
+
+
+def test_default_recipe_pushes_no_token_of_a_success_down_in_its_first_update() -> None:
+    """Of two episodes of 20 calls of 200 tokens, before the critic knows anything."""
+    rule = load_recipe("ppo").ppo
+    calls = [
+        msgspec.structs.replace(
+            bare_row(episode, [1], range(200)), position=call, r_total=float(episode), weight=1 / 40
+        )
+        for episode in (0, 1)
+        for call in range(20)
+    ]
+    nothing = [[0.0] * 200 for _ in calls]
+    found = row_advantages(calls, nothing, nothing, trace=rule.gae_lambda, by_agent=False)
+    found = normalised(found, [row.weight for row in calls], SMALLEST_SPREAD)
+    assert all(value == pytest.approx(-1.0) for own in found[:20] for value in own)
+    assert all(value == pytest.approx(1.0) for own in found[20:] for value in own)
 
 
 def test_the_critic_does_not_move_the_policy(tiny_model: str, tmp_path: Path) -> None:
