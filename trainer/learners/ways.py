@@ -41,7 +41,8 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
         why = next((each for each in processes.gather(why) if each is not None), None)
         if why is None:
             return way
-        log.warning("way_passed_over", way=way, reason=why)
+        if processes.rank == 0:
+            log.warning("way_passed_over", way=way, reason=why)
     attend(model, ways[-1])
     return ways[-1]
 
