@@ -126,6 +126,7 @@ class Learner:
                 checkpoint=self._checkpoint if is_open else None,
             )
             self._token_bytes = kept_by_token(self._model, self._way)
+            self._warn_of_long_calls()
         attend(self._model, self._way)
         wanted = self._recipe.batch.gradient_checkpointing
         self._checkpoint(wanted is True or self._budget.checkpoints)
@@ -136,6 +137,7 @@ class Learner:
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
     def _warn_of_long_calls(self) -> None:
+        """Say from which length on calls would be too long for the memory, if any may be."""
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         token = self._token_bytes
         if self._recipe.batch.gradient_checkpointing is not False:
@@ -176,12 +178,8 @@ class Learner:
         return rows
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it.
-
-        A warning says from which length on calls would be too long for the memory.
-        """
+        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it."""
         self.restore(None)
-        self._warn_of_long_calls()
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
         self.update(with_logprobs(rows, self.version_logprobs(None, rows)))

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from tests.support.training import recipe
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.layers import make_base_lean
+from trainer.learners.learner import Learner
 from trainer.learners.memory import GIB, LivingBytes, footprint
 
 MIB = 2**20
@@ -114,3 +116,13 @@ def test_plan_says_what_to_change(qwen3_8b: Path, more: list[str], said: str) ->
 def test_model_without_a_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match=r"cannot be planned: .*config.json"):
         footprint(str(tmp_path), recipe())
+
+
+def test_trainer_says_at_its_start_which_calls_will_be_too_long(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.learners.learner.free_memory", lambda _: 2**18)
+    with capture_logs() as logs:
+        Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    [said] = [line for line in logs if line["event"] == "calls_too_long"]
+    assert 0 < said["past_tokens"] < said["context"] == 256

@@ -122,3 +122,42 @@ def test_cudas_error_outside_the_allocator_counts() -> None:
     said = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
     assert is_out_of_memory(torch.AcceleratorError(said))
     assert not is_out_of_memory(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+
+
+@pytest.mark.parametrize(
+    ("is_tight", "most", "longest", "saves", "tokens"),
+    [
+        (False, 2000, 100, False, FULL),
+        (True, 2000, 100, True, FULL),
+        (False, 600, 100, True, FULL),
+        (False, 300, 100, True, FULL // 2),
+        # Before a row counts as too long, too.
+        (False, 1200, 2000, True, FULL),
+    ],
+)
+def test_checkpointing_comes_before_micro_batches_are_cut(
+    is_tight: bool, most: int, longest: int, saves: bool, tokens: int
+) -> None:
+    """Here `most` tokens have room at once, and twice as many with checkpointing."""
+    room = most
+
+    def checkpoint(on: bool) -> None:
+        nonlocal room
+        room = 2 * most if on else most
+
+    def run(micro_batches: MicroBatches) -> int:
+        return computing(room)(micro_batches)
+
+    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
+    rows = [row(0, longest), *(row(number, 100) for number in range(1, 30))]
+    made.begin(is_tight=is_tight)
+    made.fit(
+        rows,
+        run,
+        lambda: None,
+        lambda one: len(one.ids) <= room,
+    )
+    assert (made.checkpoints, made.tokens) == (saves, tokens)
+    # The next update tries without.
+    made.begin()
+    assert (made.checkpoints, made.tokens) == (False, FULL)
