@@ -16,7 +16,7 @@ from store.values.sampling import distribution_of
 from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually
-from trainer.batches import Row
+from trainer.batches import WAYS, Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
 
@@ -90,7 +90,7 @@ def trainers_differences(
     calls: dict[str, list[TransitionRow]],
     folders: dict[int, str | None],
 ) -> dict[str, float]:
-    """The mean difference a token for each way of sampling, merged and separate."""
+    """The mean difference a token for each way of sampling, by each way of computing rows."""
     means = {}
     for name, own in calls.items():
         [version] = {call.policy_version or 0 for call in own}
@@ -98,11 +98,10 @@ def trainers_differences(
         learner.restore(None if path is None else Path(path))
         batch = learner._base.checked(list(map(row_of, own)))
         served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
-        for merge in (True, False):
+        for way in WAYS:
             with torch.no_grad():
-                found = score_rows(learner._model, batch, merge=merge).logprobs
-            key = f"{name}, {'merged' if merge else 'separate'}"
-            means[key] = float((found - served).abs().mean())
+                found = score_rows(learner._model, batch, way=way).logprobs
+            means[f"{name}, {way}"] = float((found - served).abs().mean())
     return means
 
 
