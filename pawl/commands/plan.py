@@ -1,5 +1,6 @@
 """Define `pawl plan`: what memory a model takes in training, and how long its calls may be."""
 
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,7 +144,6 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
     Raises:
         LearnerError: the model cannot be trained, or memory ran out.
     """
-    import psutil
     import torch
     from transformers import AutoConfig
 
@@ -161,7 +161,9 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         metrics = learner.update(rows)
         seconds = time.perf_counter() - began
         on_gpu = torch.cuda.is_available()
-        peak = torch.cuda.max_memory_allocated() if on_gpu else psutil.Process().memory_info().rss
+        # Linux counts a process's largest memory in KiB.
+        of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if on_gpu else of_process
         learner.restore(None)
         few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
         few = with_logprobs(few, learner.version_logprobs(None, few))
