@@ -286,6 +286,21 @@ def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
     return sum(chain[-1].size - 1 for chain in chains) - sum(_repeated(chains, way))
 
 
+def tree_size(rows: Sequence[Row]) -> tuple[int, int]:
+    """Return how many distinct tokens the inputs of `rows` have, and how many pairs attend.
+
+    Tokens after different prefixes are distinct. Each attends to those before it, and to itself.
+    """
+    chains = chains_of(rows, "tree")
+    sizes = [chain[-1].size - 1 for chain in chains]
+    repeated = _repeated(chains, "tree")
+    pairs = sum(
+        (size * (size + 1) - shared * (shared + 1)) // 2
+        for size, shared in zip(sizes, repeated, strict=True)
+    )
+    return sum(sizes) - sum(repeated), pairs
+
+
 def share_out(
     micro_batches: Sequence[Sequence[Row]], processes: int, *, way: Way = "tree"
 ) -> list[list[Sequence[Row]]]:

@@ -16,6 +16,7 @@ from trainer.batches import (
     plan_micro_batches,
     share_out,
     split_steps,
+    tree_size,
 )
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
@@ -49,6 +50,13 @@ def test_every_path_spells_its_row(rows: list[list[int]]) -> None:
 def test_nodes_are_the_distinct_prefixes(rows: list[list[int]]) -> None:
     prefixes = {tuple(ids[: n + 1]) for ids in rows for n in range(len(ids))}
     assert len(build_tree(rows).tokens) == len(prefixes)
+
+
+@given(ROWS)
+def test_size_of_a_tree_is_that_of_its_nodes_and_their_ancestors(rows: list[list[int]]) -> None:
+    made = [row([9, *ids]) for ids in rows]
+    tree = build_tree([r.inputs for r in made])
+    assert tree_size(made) == (len(tree.tokens), sum(tree.depth) + len(tree.depth))
 
 
 @given(ROWS)
