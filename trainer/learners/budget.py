@@ -170,8 +170,8 @@ class Budget:
         is called again.
 
         `undo` is called after each attempt that ran out of memory. `fits` says whether there is
-        memory to do the same with one row by itself. Without `trains` nothing is learned of how
-        long a row may be: to look at one takes less memory.
+        memory to do the same with one row by itself. Without `trains`, `run` has no backward pass:
+        checkpointing saves it nothing, and it shows nothing of how long a row may be.
 
         Raises:
             Unusable: a row is too long to be computed by itself, though others are not.
@@ -183,15 +183,17 @@ class Budget:
                 result = run(micro_batches)
             except NoRoom as error:
                 undo()
-                self._answer(error, rows, fits)
+                self._answer(error, rows, fits, trains=trains)
             else:
                 if trains:
                     self._longest = max([self._longest, *(row.size for row in rows)])
                 return result, micro_batches
 
-    def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
+    def _answer(
+        self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool], *, trains: bool
+    ) -> None:
         torch.cuda.empty_cache()
-        if self._checkpoint is not None and not self.checkpoints:
+        if trains and self._checkpoint is not None and not self.checkpoints:
             self._set_checkpoints(on=True)
             self._note(error, "checkpointing_switched_on")
             return

@@ -161,3 +161,11 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
     # The next update tries without.
     made.begin()
     assert (made.checkpoints, made.tokens) == (False, FULL)
+
+
+def test_what_has_no_backward_pass_is_cut_without_checkpointing() -> None:
+    switched: list[bool] = []
+    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
+    rows = [row(number, 100) for number in range(30)]
+    made.fit(rows, computing(600), lambda: None, lambda _: True, trains=False)
+    assert (switched, made.tokens) == ([], FULL // 2)
