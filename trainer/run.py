@@ -16,7 +16,6 @@ from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
 from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
-from trainer.learners.budget import says_no_room
 from trainer.learners.distributed import Leader, follow, has_companions, is_follower
 from trainer.learners.kernels.process import give_freed_memory_back, keep_freed_memory
 from trainer.learners.learner import Learner
@@ -140,7 +139,6 @@ async def _learners(
         LearnerError: the model cannot be loaded, or is larger than all of the memory.
     """
 
-    @says_no_room("while the model and its adapters were loaded")
     def load() -> dict[str, Learner]:
         base = Base(model, recipes[0])
         return {

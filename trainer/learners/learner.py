@@ -64,6 +64,7 @@ class Learner:
     _trainer: Any
     _step: Any
 
+    @says_no_room("while an adapter was put on the base model")
     def __init__(
         self,
         model: str | Base,
@@ -84,6 +85,7 @@ class Learner:
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
+            ShortOfMemory: memory ran out.
         """
         self._base = model if isinstance(model, Base) else Base(model, recipe)
         self._recipe = recipe

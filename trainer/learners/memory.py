@@ -6,11 +6,12 @@ adapter, and attention that keeps what a fused kernel keeps), and the bytes of a
 are counted.
 """
 
+import re
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -30,6 +31,7 @@ from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
+MEMINFO: Final = Path("/proc/meminfo")
 # The name under which transformers knows the attention that only has shapes.
 PLANNED: Final = "pawl_planned"
 # Tokens that a layer is run with: enough for what does not grow with them to count little.
@@ -211,7 +213,8 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + unused
-    return int(psutil.virtual_memory().available)
+    [available] = re.findall(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)
+    return int(available) * 1024
 
 
 class LivingBytes(TorchDispatchMode):

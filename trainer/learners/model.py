@@ -28,6 +28,7 @@ from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter, detach
+from trainer.learners.budget import says_no_room
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.processes import Processes
@@ -175,11 +176,13 @@ class Base:
         processes: those that compute together; the base is sharded over them.
     """
 
+    @says_no_room("while the base model was loaded")
     def __init__(self, model: str, recipe: Recipe) -> None:
         """Load `model` in the precision of `recipe`, which takes seconds to minutes.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
+            ShortOfMemory: memory ran out.
         """
         # TRL writes to the logging module; Pawl has one log, structlog's.
         logging.getLogger("trl").setLevel(logging.ERROR)

@@ -14,10 +14,9 @@ from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
 from trainer.batches import Row
 from trainer.errors import OUT_OF_MEMORY, ShortOfMemory, Unusable
-from trainer.learners import scoring
+from trainer.learners import model, scoring
 from trainer.learners.budget import TOO_LONG
 from trainer.learners.learner import Learner
-from trainer.learners.model import Base
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 
@@ -105,6 +104,15 @@ def test_half_a_step_is_undone(
     for made in (calm, short):
         made.update(rows())
     assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
+
+
+@pytest.mark.parametrize("step", ["model.load_base", "model.attach_adapter", "learner.Step"])
+def test_no_room_for_a_learner_is_told_with_its_remedy(
+    tiny_model: str, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"trainer.learners.{step}", full)
+    with pytest.raises(ShortOfMemory, match="micro_batch_tokens"):
+        learner(tiny_model, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["restore", "write_trial"])
@@ -258,16 +266,16 @@ async def test_a_base_model_waits_for_room_that_others_have(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "TEST_S", 0.0)
-    real, tries = run.Base, 0
+    real, tries = model.load_base, 0
 
-    def full_twice(*arguments: Any) -> Base:
+    def full_twice(*arguments: Any) -> Any:
         nonlocal tries
         tries += 1
         if tries < 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(*arguments)
 
-    monkeypatch.setattr(run, "Base", full_twice)
+    monkeypatch.setattr(model, "load_base", full_twice)
     settings = TrainerSettings.model_validate({"adapter_dir": tmp_path})
     assert list(await run._learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
     tries = 0
