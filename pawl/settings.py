@@ -53,8 +53,8 @@ class StackSettings(StoreSettings):
     )
     serve_gpus: Cards = Field(
         default=(),
-        description="GPUs that vLLM serves on, comma-separated, as nvidia-smi numbers them; unset: "
-        "the first that CUDA shows",
+        description="GPUs that vLLM serves on, such as 0 or 0-1, as nvidia-smi numbers them; "
+        "unset: the first that CUDA shows",
     )
     serve_gpu_share: float | None = Field(
         default=None,

@@ -1,5 +1,6 @@
 """Define the trainer's settings: one frozen object, read once at start-up."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,9 +17,19 @@ def _separated(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _numbered(value: object) -> object:
+    """Return the numbers that a list such as "0,2-4" names; what is neither stays a text."""
+    cards: list[object] = []
+    for part in value.split(",") if isinstance(value, str) else ():
+        ends = re.fullmatch(r"\s*(\d{1,4})-(\d{1,4})\s*", part)
+        numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
+        cards += numbers or [part.strip()]
+    return cards or value
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_separated)]
 Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
-Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_separated)]
+Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_numbered)]
 
 
 class ServerSettings(StoreSettings):
@@ -81,8 +92,8 @@ class TrainerSettings(ServerSettings):
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
     train_gpus: Cards = Field(
         default=(),
-        description="GPUs to train on, comma-separated, as nvidia-smi numbers them; with several, "
-        "`accelerate launch` starts a process for each; unset: the first that CUDA shows",
+        description="GPUs to train on, such as 1-3 or 0,2-3, as nvidia-smi numbers them; with "
+        "several, `accelerate launch` starts a process for each; unset: the first that CUDA shows",
     )
 
     @property

@@ -90,6 +90,26 @@ def test_gpu_that_is_not_there_is_refused_with_those_that_are(
     assert line == f"pawl: {variable} names the GPU 7, which is not there: nvidia-smi lists 0, 1"
 
 
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [("1-3", (1, 2, 3)), ("0, 2-3,7", (0, 2, 3, 7)), ("4-4", (4,)), ("1", (1,))],
+)
+def test_gpus_are_numbers_and_ranges(
+    given: str, gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_SERVE_GPUS", given)
+    assert read_settings(StackSettings).serve_gpus == gpus
+
+
+@pytest.mark.parametrize("given", ["3-1", "1-", "-1", "1-2-3", "all", ""])
+def test_gpus_that_are_neither_are_refused_with_an_example(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_SERVE_GPUS", f"0,{given}")
+    with pytest.raises(UnreadSettings, match=r"PAWL_SERVE_GPUS is .*such as 0 or 0-1"):
+        read_settings(StackSettings)
+
+
 def test_gpus_of_a_machine_without_a_driver_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NotReady, match=r"PAWL_TRAIN_GPUS names GPUs.*no NVIDIA driver"):
@@ -337,8 +357,8 @@ def test_vllm_on_a_cpu_keeps_short_prompts_and_computes_with_all_cores(
     ("given", "share", "shown"),
     [
         ({}, "0.5", None),
-        ({"TRAIN_GPUS": "1,2,3"}, "0.9", None),
-        ({"SERVE_GPUS": "0,1", "TRAIN_GPUS": "1"}, "0.5", "0,1"),
+        ({"TRAIN_GPUS": "1-3"}, "0.9", None),
+        ({"SERVE_GPUS": "0-1", "TRAIN_GPUS": "1"}, "0.5", "0,1"),
         ({"SERVE_GPUS": "2", "TRAIN_GPUS": "0,1"}, "0.9", "2"),
         ({"SERVE_GPU_SHARE": "0.7"}, "0.7", None),
     ],
