@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, select, text, update
+from sqlalchemy import ColumnElement, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
@@ -23,6 +23,7 @@ from store.schema.tables import (
     OF_A_VERSION,
     ONCE_SERVED,
     PROBE_TOLERANCE,
+    THROUGHPUT,
     WITHOUT_LOGPROBS,
     policies,
     policy_events,
@@ -172,12 +173,19 @@ def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
     return query.scalar_subquery().label(label)
 
 
-# A version with the hash of its manifest, its KL to the base model (figures of its own update), and
-# the probe's tolerance (in that update's recipe).
+# A version with the hash of its manifest, its KL to the base model, and how fast it was trained
+# (figures of its own update), and the probe's tolerance (in that update's recipe).
 _VERSIONS: Final = select(
     policies,
     _of_own_update(MANIFEST_SHA256, updates.c.metrics[MANIFEST_SHA256].astext),
     _of_own_update(KL_TO_BASE, updates.c.metrics[KL_TO_BASE].as_float()),
+    _of_own_update(
+        "throughput",
+        func.jsonb_strip_nulls(
+            func.jsonb_build_object(*(v for n in THROUGHPUT for v in (n, updates.c.metrics[n]))),
+            type_=updates.c.metrics.type,
+        ),
+    ),
     _of_own_update(PROBE_TOLERANCE, updates.c.recipe["publish"]["tolerance"].as_float()),
 ).order_by(policies.c.name, policies.c.version)
 _SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")

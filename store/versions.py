@@ -40,7 +40,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     is the `tenant`'s. `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None
     if it was not recorded.
     `kl_to_base` is how far it is from the base model, in nats a token on what it was trained on;
-    None if that was not measured.
+    None if that was not measured. `throughput` is how fast its update trained, as far as measured:
+    `tokens_per_second`, `mfu` and `idle_share`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     tenant: str = DEFAULT
     manifest_sha256: str | None = None
     kl_to_base: float | None = None
+    throughput: Mapping[str, float] = {}
     # How far what is served of it may be from what was trained, by the recipe that made it.
     probe_tolerance: float | None = None
     # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
@@ -98,6 +100,7 @@ def version_of(row: Any) -> PolicyVersion:
         files_deleted=row.files_deleted_at is not None,
         manifest_sha256=getattr(row, "manifest_sha256", None),
         kl_to_base=getattr(row, "kl_to_base", None),
+        throughput=getattr(row, "throughput", None) or {},
         probe_tolerance=getattr(row, "probe_tolerance", None),
         tenant=row.tenant,
         share=row.share,

@@ -47,6 +47,10 @@ UPDATE: Final = {
         "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
         " per token",
         "grad_norm": "Gradient norm",
+        "tokens_per_second": "Distinct tokens trained per second of training",
+        "mfu": "Share of the GPU's peak that the model's own operations came to (MFU)",
+        "idle_share": "Share of the time since the update before in which the model computed"
+        " nothing",
         "probe_difference": "Mean |served − trainer| log-probability",
     }.items()
 }

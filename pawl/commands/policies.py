@@ -35,6 +35,13 @@ from trainer.settings import TrainerSettings
 Kind = Literal["trained", "fixed", "unlisted"]
 # As many as are shown, the newest.
 MAX_EVENTS: Final = 100
+# The columns of figures that not every version has.
+MEASURED: Final = {
+    "kl_to_base": "KL to base",
+    "tokens_per_second": "tokens/s",
+    "mfu": "MFU",
+    "idle_share": "idle",
+}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,12 +78,14 @@ def show(
 ) -> None:
     """Show a policy's versions: their states, and the rewards of their evaluation.
 
-    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
-    in it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and
-    `high` are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. If
-    PAWL_POLICIES says that the policy explores, so does the line of the version that serves. That
-    of a version which is tried says what a gate would decide about it by now. If live rewards
-    cannot roll back the version that serves, its line says why, and what to set.
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed in
+    it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and `high`
+    are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. `tokens/s` are the
+    distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
+    of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
+    the policy explores, so does the line of the version that serves. That of a version which is
+    tried says what a gate would decide about it by now. If live rewards cannot roll back the
+    version that serves, its line says why, and what to set.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.
@@ -206,11 +215,13 @@ class VersionLine(Record, frozen=True, kw_only=True):
     as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
     are not those that were written, and `unread` that they cannot be read for now. `ended` says
     that the policy's line started again before it (`pawl policies retrain`); `kl_to_base` how far
-    it is from the base model, in nats a token on what it was trained on. `explore` is there
-    only on the version that serves, if the policy explores; `trial` only on the one that is tried:
-    what a gate would decide about it by now, and by what. `waits` is on a candidate whose replay
-    could ask nothing: why, and what to do. `unwatched` is on a trained version that
-    serves and that live rewards cannot roll back: why, and what to do.
+    it is from the base model, in nats a token on what it was trained on. How fast its update
+    trained are `tokens_per_second`, distinct ones, `mfu`, the share of the GPU's peak, and
+    `idle_share`, of the time since the update before in which the model computed nothing.
+    `explore` is there only on the version that serves, if the policy explores; `trial` only on the
+    one that is tried: what a gate would decide about it by now, and by what. `waits` is on a
+    candidate whose replay could ask nothing: why, and what to do. `unwatched` is on a trained
+    version that serves and that live rewards cannot roll back: why, and what to do.
     """
 
     version: str
@@ -225,6 +236,9 @@ class VersionLine(Record, frozen=True, kw_only=True):
     altered: bool = False
     unread: bool = False
     kl_to_base: float | UnsetType = UNSET
+    tokens_per_second: float | UnsetType = UNSET
+    mfu: float | UnsetType = UNSET
+    idle_share: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
     trial: Decision | UnsetType = UNSET
     waits: str | UnsetType = UNSET
@@ -260,6 +274,7 @@ async def versions_of(
             **_of_files(version),
             **notes.get(version.version, {}),
         )
+        line = msgspec.structs.replace(line, **version.throughput)
         if (point := curve.get(version.version)) is not None:
             evaluated = msgspec.structs.asdict(point)
             shown = {name: evaluated[name] for name in ("scored", "mean", "low", "high")}
@@ -304,8 +319,12 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
         if line.unwatched is not UNSET
     ]
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
-    if any(line.kl_to_base is not UNSET for line in lines):
-        numbers.append("KL to base")
+    measured = {
+        figure: column
+        for figure, column in MEASURED.items()
+        if any(getattr(line, figure) is not UNSET for line in lines)
+    }
+    numbers += measured.values()
     names = ["version", "state", *numbers]
     rows = []
     for line in lines:
@@ -317,8 +336,9 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
             "unread": line.unread,
         }
         state = (line.state, *(word for word, is_so in more.items() if is_so))
-        reward = (line.eval_episodes, line.scored, line.mean, interval, line.kl_to_base)
-        rows.append((line.version, state, *reward)[: len(names)])
+        reward = (line.eval_episodes, line.scored, line.mean, interval)
+        figures = (getattr(line, figure) for figure in measured)
+        rows.append((line.version, state, *reward, *figures))
     return grid(names, rows, right=numbers, whole=names, caption="\n".join(notes) or None)
 
 

@@ -545,6 +545,8 @@ MANIFEST_SHA256: Final = "manifest_sha256"
 KL_TO_BASE: Final = "kl_to_base"
 # In the evidence of a rejection: the bound that this was held against.
 MOST_KL_TO_BASE: Final = "most_kl_to_base"
+# Others of them: how fast it trained, the last two as shares of one.
+THROUGHPUT: Final = ("tokens_per_second", "mfu", "idle_share")
 # How far what is served of a version may be from what was trained: a key of its update's recipe.
 PROBE_TOLERANCE: Final = "probe_tolerance"
 # The condition for a version that is loaded, or that will be: of all that there ever were few are.

@@ -1,16 +1,20 @@
-"""Count the floating-point operations that an update must do, and say what a GPU could do.
+"""Measure how fast a learner trains: tokens a second, share of the GPU's peak, share of idle time.
 
-Their ratio is the model FLOPs utilisation, MFU (PaLM, arXiv:2204.02311, appendix B). What a trainer
-does beyond what the mathematics asks for, such as computing activations or shared prefixes a second
-time, takes seconds and earns nothing.
+The share of the peak is the model FLOPs utilisation, MFU (PaLM, arXiv:2204.02311, appendix B): what
+an update must compute over what the GPU could compute in that time. What a trainer does beyond what
+the mathematics asks for, such as computing activations or shared prefixes a second time, takes
+seconds and earns nothing.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, Final
 
 import torch
 
 from store.records import Record
-from trainer.learners.model import loader_of
+from trainer.batches import Row, tree_size
 from trainer.learners.scoring import decoder_of
 
 # Dense bfloat16 operations a second, by a part of the GPU's name as CUDA says it; the first that
@@ -68,11 +72,9 @@ class ModelFlops(Record, frozen=True, kw_only=True):
         return 4.0 * (self.matrices * tokens + self.head * scored) + 6.0 * self.attention * seen
 
 
-def model_flops(config: Any) -> ModelFlops:
-    """Return what the text model of a transformers `config` multiplies; no weights are needed."""
-    with torch.device("meta"):
-        base = loader_of(config).from_config(config)
-    text = config.get_text_config()
+def model_flops(base: Any) -> ModelFlops:
+    """Return what the text model of `base` multiplies, of which an outline is enough."""
+    text = base.config.get_text_config()
     decoder = decoder_of(base)
     embedding = decoder.get_input_embeddings().weight
     matrices = sum(
@@ -89,6 +91,46 @@ def model_flops(config: Any) -> ModelFlops:
         attention=heads * (of_keys + (getattr(text, "v_head_dim", None) or of_keys)),
         windows=tuple(_windows(text)),
     )
+
+
+class Throughput:
+    """Measure the updates of all learners of one base model."""
+
+    def __init__(self, flops: ModelFlops, device: torch.device, processes: int) -> None:
+        """Begin for a model, which so many processes compute, each on a device of this kind."""
+        self._flops = flops
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = peak_flops(name)
+        self._peak = None if peak is None else peak * processes
+        self._busy = 0.0
+        self._ended: float | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the seconds of a block that computes with the model: forward, backward or step."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._busy += perf_counter() - began
+
+    def figures(self, rows: Sequence[Row], epochs: int, seconds: float) -> dict[str, float]:
+        """Return the figures of an update that ends now, after it trained for so many seconds.
+
+        The share of the peak is missing where that is unknown, and the idle share, which is of the
+        time since the update before ended, after the first.
+        """
+        tokens, pairs = tree_size(rows)
+        figures: dict[str, float] = {"tokens_per_second": round(epochs * tokens / seconds)}
+        if self._peak is not None:
+            scored = sum(len(row.sampled_ids) for row in rows)
+            trained = epochs * self._flops.trained(tokens, pairs, scored)
+            figures["mfu"] = trained / (seconds * self._peak)
+        now = perf_counter()
+        if self._ended is not None:
+            figures["idle_share"] = 1.0 - self._busy / (now - self._ended)
+        self._busy, self._ended = 0.0, now
+        return figures
 
 
 def _share(name: str, text: Any) -> float:

@@ -247,10 +247,12 @@ class Learner:
         metrics = self._take_metrics()
         distance = self._meter(rows)
         give_freed_memory_back()
+        seconds = time.perf_counter() - started
         return {
             **update_figures(rows, trained, self._trainer),
             **off_policy,
-            "train_seconds": time.perf_counter() - started,
+            "train_seconds": seconds,
+            **self._base.throughput.figures(rows, self._trainer.epochs, seconds),
             **metrics,
             **distance,
         }
@@ -294,9 +296,14 @@ class Learner:
         return View.of(self._survey_in_parts(rows, self._trainer.view))
 
     def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
+        def run(cut: MicroBatches) -> tuple[float, float]:
+            with self._base.throughput.computing():
+                taken: tuple[float, float] = self._step.take(cut, check_drift)
+            return taken
+
         (loss, norm), micro_batches = self._budget.fit(
             rows,
-            lambda cut: self._step.take(cut, check_drift),
+            run,
             self._forget,
             partial(fits, self._trainer, self.processes),
         )
@@ -308,7 +315,8 @@ class Learner:
         """Apply `view` to micro-batches that fit into memory, without training on them."""
 
         def run(cut: MicroBatches) -> list[Result]:
-            seen: list[Result] = self._step.survey(cut, view)
+            with self._base.throughput.computing():
+                seen: list[Result] = self._step.survey(cut, view)
             return seen
 
         def can_be_seen(row: Row) -> bool:
@@ -386,7 +394,8 @@ class Learner:
     @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
-        return plain_logprobs(self._model, rows, way=self.way)
+        with self._base.throughput.computing():
+            return plain_logprobs(self._model, rows, way=self.way)
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:

@@ -29,6 +29,7 @@ from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter, detach
 from trainer.learners.budget import says_no_room
+from trainer.learners.flops import Throughput, model_flops
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.processes import Processes
@@ -54,9 +55,7 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the memory has room for the weights of `model` while nobody else has any."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(model)
-        base = loader_of(config).from_config(config)
+    base = outline(AutoConfig.from_pretrained(model))
     count = sum(parameter.numel() for parameter in base.parameters())
     device = _device()
     return bool(count * precision(recipe, device).itemsize <= _whole_memory(device))
@@ -81,6 +80,12 @@ def loader_of(config: Any) -> Any:
     """
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def outline(config: Any) -> Any:
+    """Return a model with this configuration that has shapes and no values."""
+    with torch.device("meta"):
+        return loader_of(config).from_config(config)
 
 
 def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
@@ -174,6 +179,7 @@ class Base:
         tokenizer: that of the model.
         hash: tells it from other models (`base_hash`).
         processes: those that compute together; the base is sharded over them.
+        throughput: how fast the learners train.
     """
 
     @says_no_room("while the base model was loaded")
@@ -193,6 +199,9 @@ class Base:
         # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
         self.processes = Processes()
+        self.throughput = Throughput(
+            model_flops(outline(self._model.config)), self._model.device, self.processes.count
+        )
         self.processes.shard(self._model)
         self._holder: Holder | None = None
 

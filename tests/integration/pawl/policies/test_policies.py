@@ -210,16 +210,16 @@ async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None
     head, base = printed(versions_table(await versions_of(evaluated, "m")))
     assert head.startswith("version")
     assert base.split() == base_line
-    await train(evaluated, "m", {"kl_to_base": 0.25})
+    await train(evaluated, "m", {"kl_to_base": 0.25, "tokens_per_second": 900, "mfu": 0.4})
     policies = parse_policies(
         '[[policy]]\nname = "m"\nbase = "m"\nexplore = { share = 0.1, temperature = 0.7 }', "p.toml"
     )
     head, base, trained, caption = printed(
         versions_table(await versions_of(evaluated, "m", policies))
     )
-    assert head.rstrip().endswith("KL to base")
+    assert head.split()[-5:] == ["KL", "to", "base", "tokens/s", "MFU"]
     assert base.split() == base_line
-    assert trained.split() == ["m@1", "written", "0", "0", "0.2500"]
+    assert trained.split() == ["m@1", "written", "0", "0", "0.2500", "900", "0.4000"]
     assert caption.strip() == "explores: share = 0.1, temperature = 0.7"
 
 

@@ -110,6 +110,8 @@ def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
         metrics = made.update(batch)
     after = made.logprobs(batch)
     assert metrics["computed_tokens"] < metrics["row_tokens"]
+    assert metrics["tokens_per_second"] > 0
+    assert 0.0 < metrics["idle_share"] < 1.0
     for row, old, new in zip(batch, before, after, strict=True):
         better = sum(new) > sum(old)
         assert better == (row.advantage > 0.5)

@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from tests.support.trainer.families import FAMILIES, TEXT
-from trainer.learners.flops import model_flops, peak_flops
-from trainer.learners.model import loader_of
+from trainer.batches import bare_row
+from trainer.learners.flops import ModelFlops, Throughput, model_flops, peak_flops
+from trainer.learners.model import loader_of, outline
 from trainer.learners.scoring import decoder_of
 
 TOKENS = 16
@@ -20,7 +21,7 @@ def test_operations_on_a_frozen_base_are_those_that_torch_counts(kind: str) -> N
     extra, _ = FAMILIES[kind]
     given = extra if "text_config" in extra else TEXT | extra
     config = AutoConfig.for_model(kind, **given)
-    flops = model_flops(config)
+    flops = model_flops(outline(config))
     base = loader_of(config).from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
@@ -35,11 +36,31 @@ def test_operations_on_a_frozen_base_are_those_that_torch_counts(kind: str) -> N
 
 
 def test_layers_with_a_window_attend_to_no_more_than_it_holds() -> None:
-    flops = model_flops(AutoConfig.for_model("gemma2", **TEXT | FAMILIES["gemma2"][0]))
+    flops = model_flops(outline(AutoConfig.for_model("gemma2", **TEXT | FAMILIES["gemma2"][0])))
     assert flops.windows == (6, None)
     alone = 4.0 * (flops.matrices * 100 + flops.head * 10)
     seen = flops.trained(100, 5050, 10) - alone
     assert seen == 6.0 * flops.attention * (600 + 5050)
+
+
+def test_figures_are_of_an_update_and_of_the_time_since_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flops = ModelFlops(matrices=100, head=10, attention=0, windows=())
+    now = iter([0.0, 2.0, 5.0, 12.0, 15.0, 15.0])
+    monkeypatch.setattr("trainer.learners.flops.perf_counter", now.__next__)
+    monkeypatch.setattr("trainer.learners.flops.peak_flops", lambda _: 1000.0)
+    measured = Throughput(flops, torch.device("cpu"), 2)
+    rows = [bare_row(0, [1, 2, 3], [4, 5]), bare_row(1, [1, 2, 3], [6])]
+    with measured.computing():
+        pass
+    first = measured.figures(rows, epochs=3, seconds=2.0)
+    # Four distinct inputs, three scored, three times.
+    operations = 3 * 4 * (100 * 4 + 10 * 3)
+    assert first == {"tokens_per_second": 6, "mfu": operations / (2.0 * 2 * 1000.0)}
+    with measured.computing():
+        pass
+    assert measured.figures(rows, epochs=3, seconds=2.0) == first | {"idle_share": 0.7}
 
 
 @pytest.mark.parametrize(
