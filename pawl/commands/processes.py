@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pawl.commands.common import fail, require_torch
-from pawl.processes import die_with_parent, large_imports, run_module, showing_gpus
+from pawl.processes import die_with_parent, large_imports, showing_gpus
 from pawl.settings import StackSettings, read_settings
 
 
@@ -55,18 +55,17 @@ def trainer(
     Each update claims finished episodes, assigns credit to their calls, trains the adapter,
     and loads it into the model server. Several policies (PAWL_POLICIES) share the base model in
     memory, and take turns; PAWL_POLICY picks some of them. Where PAWL_TRAIN_GPUS names several
-    GPUs, this process goes on as `accelerate launch`, with a process for each.
+    GPUs, this process starts one for each, as `accelerate launch` does.
 
     Needs the database that the proxy records to, and a model server that loads adapters at run
     time.
 
     SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
-    episodes are free again. Status 2: a recipe, the model, a policy or a GPU cannot be used. With
-    several GPUs the status is that of `accelerate launch`: 1 in both cases.
+    episodes are free again. Status 2: a recipe, the model, a policy or a GPU cannot be used.
     """
     from pawl.stack.preflight import NotReady
     from store.policy_table import open_policies
-    from trainer.errors import TrainerError
+    from trainer.errors import ShortOfMemory, TrainerError
     from trainer.policies import chosen_policies, load_recipes
     from trainer.settings import TrainerSettings
 
@@ -81,11 +80,14 @@ def trainer(
 
         asyncio.run(train(settings, once=once))
     except (NotReady, TrainerError) as error:
+        if isinstance(error, ShortOfMemory) and "RANK" in os.environ:
+            # No refusal: the others wait in the middle of loading, and all must begin anew.
+            raise
         fail(str(error))
 
 
 def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
-    """Have CUDA show these GPUs alone; for several, replace this process by `accelerate launch`.
+    """Have CUDA show these GPUs alone; for several, train in a process for each, and end.
 
     Each process that was launched is left as it is, but ends with the one that launched it.
 
@@ -102,13 +104,13 @@ def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
     os.environ.update(showing_gpus(gpus))
     if len(gpus) < 2:
         return
-    launch = [*run_module("accelerate.commands.accelerate_cli"), "launch", "--multi_gpu"]
-    launch += ["--num_processes", str(len(gpus)), "--num_machines", "1"]
-    # Port 0: any that is free.
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launch += ["-m", "pawl.cli", "trainer", *options]
     # Python's own `-P`, for the processes to come.
-    os.execve(launch[0], launch, os.environ | {"PYTHONSAFEPATH": "1"})
+    os.environ["PYTHONSAFEPATH"] = "1"
+    with large_imports():
+        require_torch()
+        from trainer.learners.distributed import launch
+
+    raise SystemExit(launch(len(gpus), "pawl.cli", ["trainer", *options]))
 
 
 def steward() -> None:

@@ -6,6 +6,7 @@ its processes, too: a command names its policy.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
+from accelerate.commands import accelerate_cli
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.batches import Row
 from trainer.errors import CompanionFailed, LearnerError, ShortOfMemory, TrainerError
@@ -25,6 +29,25 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+
+def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
+    """Run a module in several processes of this machine, and return their exit status.
+
+    That is 0 if a signal ended them, and 2 if one of them ended with that: it says why. Else those
+    that failed may be started again, with status 1.
+    """
+    command = ["launch", "--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
+    # Port 0: any that is free.
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    sys.argv = ["accelerate", *command, "-m", module, *arguments]
+    try:
+        accelerate_cli.main()
+    except SignalException:
+        return 0
+    except ChildFailedError as error:
+        return 2 if any(one.exitcode == 2 for one in error.failures.values()) else 1
+    return 0
 
 
 def is_follower() -> bool:

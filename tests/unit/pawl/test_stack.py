@@ -250,24 +250,26 @@ async def test_vllm_is_up_on_a_gpu_before_the_trainer_starts(
 
 LAUNCHER = """
 import json, os, sys
-names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
-print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))
+from accelerate.commands import accelerate_cli
+from pawl.cli import main
+
+def launch():
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
+    print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))
+
+accelerate_cli.main = launch
+sys.argv = ["pawl", "trainer", "--once"]
+main()
 """
 
 
-def test_trainer_of_several_gpus_goes_on_as_accelerate_launch(
+def test_trainer_of_several_gpus_starts_a_process_for_each_by_accelerate_launch(
     two_gpus: str, tmp_path: Path
 ) -> None:
-    launcher = tmp_path / "accelerate" / "commands" / "accelerate_cli.py"
-    launcher.parent.mkdir(parents=True)
-    (tmp_path / "accelerate" / "__init__.py").touch()
-    (launcher.parent / "__init__.py").touch()
-    launcher.write_text(LAUNCHER)
-    given = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PAWL_TRAIN_GPUS": "1,0"}
     done = subprocess.run(
-        [sys.executable, "-m", "pawl.cli", "trainer", "--once"],
+        [sys.executable, "-c", LAUNCHER],
         cwd=tmp_path,
-        env={"PATH": two_gpus} | given,
+        env={"PATH": two_gpus, "PYTHONPATH": str(ROOT), "PAWL_TRAIN_GPUS": "1,0"},
         capture_output=True,
         text=True,
         check=True,

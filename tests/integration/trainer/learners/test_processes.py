@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands import accelerate_cli
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from benchmarks.stack import free_port
+from pawl.commands.processes import trainer
+from pawl.processes import run_module
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
+from trainer.errors import ShortOfMemory
+from trainer.learners import distributed
 from trainer.learners.learner import Learner
 
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -53,6 +61,80 @@ def launch(processes: int, programs: list[tuple[str, int, list[str]]]) -> None:
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def failed(*statuses: int) -> ChildFailedError:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=status, error_file="")
+        for rank, status in enumerate(statuses)
+    }
+    return ChildFailedError("pawl.cli", failures)
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [
+        (SignalException("SIGTERM", signal.SIGTERM), 0),
+        (failed(2), 2),
+        # The other lost its connection to the one that refused.
+        (failed(1, 2), 2),
+        (failed(1), 1),
+        (failed(-signal.SIGKILL), 1),
+    ],
+)
+def test_processes_end_with_the_status_of_the_one_that_refused(
+    ended: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main() -> None:
+        raise ended
+
+    monkeypatch.setattr(accelerate_cli, "main", main)
+    monkeypatch.setattr(sys, "argv", [])
+    assert distributed.launch(2, "pawl.cli", []) == status
+
+
+@pytest.mark.timeout(120)
+def test_model_that_cannot_be_trained_ends_all_processes_with_its_reason(tmp_path: Path) -> None:
+    """`pawl up` starts nothing again that ends with status 2."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    driver.chmod(0o755)
+    given = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "ACCELERATE_USE_CPU": "true",
+        "PAWL_TRAIN_GPUS": "0-1",
+        "PAWL_MODEL": "/nowhere",
+        "PAWL_POLICY": "m",
+    }
+    command = [*run_module("pawl.cli"), "trainer"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pawl: the model '/nowhere' cannot be loaded" in done.stderr
+
+
+def test_process_that_is_short_of_memory_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may give some back: all processes begin anew."""
+
+    async def train(*_: object, **__: object) -> None:
+        raise ShortOfMemory("memory ran out")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pawl.commands.processes._use_gpus", lambda *_: None)
+    monkeypatch.setattr("trainer.run.train", train)
+    with pytest.raises(SystemExit, match="2"):
+        trainer()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ShortOfMemory):
+        trainer()
 
 
 @pytest.fixture
