@@ -31,8 +31,9 @@ COMPARED_TOKENS: Final = 256
 class Rehearsal(Record, frozen=True, kw_only=True):
     """Hold what an update came to that was really done, of two episodes of one task.
 
-    Of `unique_tokens` distinct ones `computed_tokens` were computed. `gradient_distance` is that of
-    a step from the step of rows computed one by one, as a share of its largest entry.
+    Of `unique_tokens` distinct ones `computed_tokens` were computed. `gradient_distance` is how far
+    the log-probabilities' gradient is from that of rows computed one by one, as a share of its
+    largest entry.
     """
 
     way: str
@@ -148,13 +149,17 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
     from transformers import AutoConfig
 
     from trainer.batches import computed_tokens
+    from trainer.learners.budget import says_no_room
     from trainer.learners.learner import Learner
+    from trainer.learners.model import Base
     from trainer.learners.self_test import growing_rows, with_logprobs
+    from trainer.learners.ways import compare
 
     words = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     ids = torch.randint(words, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
     with TemporaryDirectory() as scratch:
-        learner = Learner(model, recipe, seed=0, scratch=Path(scratch))
+        base = Base(model, recipe)
+        learner = Learner(base, recipe, seed=0, scratch=Path(scratch))
         rows = growing_rows(ids, turns, context)
         rows = with_logprobs(rows, learner.version_logprobs(None, rows))
         began = time.perf_counter()
@@ -164,16 +169,17 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         # Linux counts a process's largest memory in KiB.
         of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_gpu else of_process
-        learner.restore(None)
         few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
-        few = with_logprobs(few, learner.version_logprobs(None, few))
+        with says_no_room("while gradients were compared"):
+            adapted = base.attach(learner, recipe, None, seed=0)
+            difference = compare(adapted, few, learner.way)
         return Rehearsal(
             way=learner.way,
             unique_tokens=computed_tokens(rows),
             computed_tokens=metrics["computed_tokens"],
             seconds=round(seconds, 3),
             peak_gib=round(peak / GIB, 3),
-            gradient_distance=learner.distance_to_whole_rows(few),
+            gradient_distance=difference.largest,
         )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from store.claims import NON_FINITE
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, Way, plan_micro_batches, split_steps
+from trainer.batches import WAYS, Row, Way, split_steps
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -185,30 +185,6 @@ class Learner:
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
         self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
-
-    @says_no_room("while gradients were compared")
-    def distance_to_whole_rows(self, rows: Sequence[Row]) -> float:
-        """Return how far the gradient of `rows` is from that of rows computed one by one.
-
-        It is the largest difference, as a share of the largest entry.
-        """
-        rows = self._trainer.prepare(rows, self._view(rows))
-        self._model.train()
-        gradients = []
-        own = self.way
-        ways: tuple[Way, Way] = (own, "whole")
-        for way in ways:
-            attend(self._model, way)
-            self._trainer.way = way
-            for micro_batch in plan_micro_batches(rows, self._budget.tokens, way=way):
-                self._trainer.accelerator.backward(self._trainer.loss_of(micro_batch))
-            parts = [part.grad for part in self._trainer.trained_parameters()[0]]
-            gradients.append(torch.cat([part.flatten() for part in parts if part is not None]))
-            self._forget()
-        attend(self._model, own)
-        self._trainer.way = own
-        found, wanted = gradients
-        return float((found - wanted).abs().max() / wanted.abs().max())
 
     @says_no_room("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:

@@ -5,7 +5,7 @@ the reference (`trainer.learners.scoring`). Nothing that happens in a trial stop
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 import torch
@@ -22,6 +22,20 @@ log = structlog.get_logger()
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
+class Difference(NamedTuple):
+    """Hold how far a way is from the reference.
+
+    Attributes:
+        logprobs: the mean difference of log-probabilities, in nats a token.
+        norm: the norm of the difference of their sum's gradients, as a share of the norm.
+        largest: the largest entry of that difference, as a share of the largest entry.
+    """
+
+    logprobs: float
+    norm: float
+    largest: float
+
+
 def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> Way:
     """Prepare `model` (a PEFT model) for the first of `ways` that is right for it, and return that.
 
@@ -33,7 +47,6 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
         try:
             why = why_no_tree(model) if way == "tree" else None
             if why is None:
-                attend(model, way)
                 why = _mismatch_reason(model, way)
         except Exception as error:  # Whatever fails, the next way may not.
             why, failure = f"{type(error).__name__}: {error}"[:500], error
@@ -67,22 +80,33 @@ def why_no_tree(model: Any) -> str | None:
 
 
 def _mismatch_reason(model: Any, way: Way) -> str | None:
-    """Return how far log-probabilities or gradients are from the reference, or None if they agree.
+    """Return how far a way is from the reference, or None if they agree."""
+    found = compare(model, _trial_rows(model.config.get_text_config().vocab_size), way)
+    limit = TOLERANCE[model.dtype]
+    if not found.logprobs <= limit:
+        return f"it differs from whole rows by {found.logprobs:.2g} nats a token"
+    if not found.norm <= limit:
+        return f"its gradient differs from whole rows' by {found.norm:.2g}"
+    return None
 
-    Gradients of the model are left empty.
+
+def compare(model: Any, rows: Sequence[Row], way: Way) -> Difference:
+    """Return how far a way is from rows computed one by one; leave `model` prepared for the way.
+
+    Its gradients are left empty.
     """
-    rows = _trial_rows(model.config.get_text_config().vocab_size)
     model.eval()
+    attend(model, way)
     logprobs, gradient = _tried(model, rows, way)
     attend(model, "whole")
     wanted, wanted_gradient = _tried(model, rows, "whole")
     attend(model, way)
-    limit = TOLERANCE[model.dtype]
-    difference = float((logprobs - wanted).abs().mean())
-    if not difference <= limit:
-        return f"it differs from whole rows by {difference:.2g} nats a token"
-    share = float((gradient - wanted_gradient).norm() / wanted_gradient.norm())
-    return None if share <= limit else f"its gradient differs from whole rows' by {share:.2g}"
+    off = gradient - wanted_gradient
+    return Difference(
+        logprobs=float((logprobs - wanted).abs().mean()),
+        norm=float(off.norm() / wanted_gradient.norm()),
+        largest=float(off.abs().max() / wanted_gradient.abs().max()),
+    )
 
 
 @torch.enable_grad()
