@@ -1,12 +1,13 @@
 """Compare returns and normalise the differences (pure).
 
     advantage of a call = (final − baseline of finals) / max(s, SMALLEST_SPREAD)
-                        + (air − baseline of airs) / max(s, AIR_SPREAD)
+                        + f · (air − baseline of airs) / max(s, AIR_SPREAD)
 
 The recipe names the baseline, which final rewards and AIR each have of their own, and the
 normalisation that gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). AIR is
 not divided by its own spread: among episodes that all fail that spread is small, and the division
-would undo the limit on AIR.
+would undo the limit on AIR. `f` falls from 1 to 0 as the compared episodes succeed
+(`trainer.credit.air.air_weight`).
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Final
 
 from store.records import Record
 from store.tenants import task_family
+from trainer.credit.air import air_weight
 from trainer.credit.baselines import (
     BASELINES,
     NORMALISATIONS,
@@ -45,11 +47,12 @@ class Advantage(Record, frozen=True, kw_only=True):
     """Hold a call's advantage.
 
     `value` is None if nobody scored the call, and 0 if the comparison gives no signal; `reason`
-    says why it gives none.
+    says why it gives none. `air_weight` is what AIR counted for.
     """
 
     value: float | None
     reason: NoSignal | None
+    air_weight: float = 1.0
 
 
 UNSCORED: Final = Advantage(value=None, reason=None)
@@ -96,19 +99,21 @@ def advantages(
         after = before.updated(finals, airs)
     against = _compared(units, baseline, before, after)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, (final, air), values in zip(
+    for unit, (final, air, weight), values in zip(
         units, against, _scaled(units, against, rule), strict=True
     ):
         # No signal, unless final rewards or AIR give one.
-        reason = final.reason if final.reason == "alone" or air.reason is not None else None
+        air_tells = air.reason is None and weight > 0.0
+        reason = None if air_tells and final.reason != "alone" else final.reason
         for position, value in zip(unit.positions, values, strict=True):
-            advantage = Advantage(value=value if reason is None else 0.0, reason=reason)
-            result[unit.episode][position] = advantage
+            result[unit.episode][position] = Advantage(
+                value=value if reason is None else 0.0, reason=reason, air_weight=weight
+            )
     return result, after.pruned()
 
 
-# What the final rewards and the AIR of some calls are compared with.
-Against = tuple[BaselineValue, BaselineValue]
+# What the final rewards and the AIR of some calls are compared with, and AIR's weight.
+Against = tuple[BaselineValue, BaselineValue, float]
 
 
 def _scaled(
@@ -116,21 +121,23 @@ def _scaled(
 ) -> list[list[float]]:
     """Return the sum of both scaled differences of each call, in the order of `units`."""
     normalisation = NORMALISATIONS[rule.normalisation]
-    values = [final for final, _ in against]
+    values = [final for final, _, _ in against]
     pairs = list(zip(units, against, strict=True))
     finals = normalisation.centred(
-        [[value - final.value for value in unit.finals] for unit, (final, _) in pairs], values
+        [[value - final.value for value in unit.finals] for unit, (final, _, _) in pairs], values
     )
     airs = normalisation.centred(
-        [[value - air.value for value in unit.airs] for unit, (_, air) in pairs], values
+        [[value - air.value for value in unit.airs] for unit, (_, air, _) in pairs], values
     )
     spreads = normalisation.spreads(finals, values)
     return [
         [
-            final / _divisor(spread, SMALLEST_SPREAD) + air / _divisor(spread, AIR_SPREAD)
+            final / _divisor(spread, SMALLEST_SPREAD) + weight * air / _divisor(spread, AIR_SPREAD)
             for final, air in zip(own, own_airs, strict=True)
         ]
-        for own, own_airs, spread in zip(finals, airs, spreads, strict=True)
+        for own, own_airs, spread, (_, _, weight) in zip(
+            finals, airs, spreads, against, strict=True
+        )
     ]
 
 
@@ -197,5 +204,7 @@ def _compared(
                 after=after.of_airs(),
             )
         )
-        by_index |= zip(indices, zip(finals, airs, strict=True), strict=True)
+        weight = air_weight([mean_of(unit.finals) for unit in own])
+        both = zip(finals, airs, strict=True)
+        by_index |= {i: (*pair, weight) for i, pair in zip(indices, both, strict=True)}
     return [by_index[index] for index in range(len(units))]

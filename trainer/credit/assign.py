@@ -34,9 +34,9 @@ NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 class CallCredit(Record, frozen=True, kw_only=True):
     """Hold one call's rewards, advantage and share of the update's loss.
 
-    `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
-    the call is not trained; it is None for calls that are. `parts` are what each metric adds to
-    `r_final`, where that is a sum.
+    `r_final`, `r_total` and `advantage` are None if nobody scored the call. `r_total` is r_final
+    plus what AIR counts for. `reason` says why the call is not trained; it is None for calls that
+    are. `parts` are what each metric adds to `r_final`, where that is a sum.
     """
 
     r_final: float | None
@@ -211,7 +211,7 @@ def _call_credit(
     return CallCredit(
         r_final=call.r_final,
         r_air=call.r_air,
-        r_total=call.r_total,
+        r_total=None if call.r_final is None else call.r_final + advantage.air_weight * call.r_air,
         advantage=advantage.value,
         weight=weight,
         reason=reason,

@@ -85,11 +85,6 @@ class Return(Record, frozen=True, kw_only=True):
     r_final: float | None
     r_air: float
 
-    @property
-    def r_total(self) -> float | None:
-        """Return r_final + r_air, or None if nobody scored it."""
-        return None if self.r_final is None else self.r_final + self.r_air
-
 
 class CallReturn(Return, frozen=True, kw_only=True):
     """Hold the return of a call.

@@ -210,8 +210,8 @@ class CreditOptions(RecipeOptions):
         description="Factor of automatic intermediate rewards (`trainer.credit.air`); 0: none.",
     )
     air_scores: dict[str, Number] = Field(
-        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
-        description="Score of each tool status.",
+        default={"ok": 1.0, "error": 0.0, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
+        description="Score of each tool status; events with the score 0 are left out.",
     )
 
     @property

@@ -13,6 +13,7 @@ from store.records import Group, Record, TransitionRow
 from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, training_rows
 from trainer.credit.advantages import AIR_SPREAD
+from trainer.credit.air import air_weight
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
@@ -156,15 +157,19 @@ def _signal_groups(
     ]
     if recipe.kept is not None:
         return len(groups)
-    of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
-    return sum(1.0 if _finals_differ(group, credited) else of_air for group in groups)
+    return sum(_signal_of(group, credited, recipe.credit.air_lambda) for group in groups)
 
 
-def _finals_differ(group: Group, credited: Credited) -> bool:
-    """Return whether the group's final rewards differ, or are compared with earlier ones."""
+def _signal_of(group: Group, credited: Credited, air_lambda: float) -> float:
+    """Return 1 if the group's final rewards differ, or are compared with earlier ones.
+
+    Else return what AIR weighs without any spread, among episodes with this final reward.
+    """
     returns = [credited.returns.get(episode.id) for episode in group.episodes]
     finals = {mean.r_final for mean in returns if mean is not None and mean.r_final is not None}
-    return bool(group.earlier) or len(finals) > 1
+    if group.earlier or len(finals) > 1:
+        return 1.0
+    return min(1.0, air_lambda / AIR_SPREAD) * air_weight(list(finals))
 
 
 def _metrics(
@@ -186,7 +191,6 @@ def _metrics(
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
         "reward_mean": _mean([mean.r_final for mean in returns]),
-        "total_mean": _mean([mean.r_total for mean in returns]),
         "air_mean": _mean([mean.r_air for mean in returns]),
         "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),

@@ -55,7 +55,7 @@ async def fill(engine: AsyncEngine) -> None:
         engine,
         asking,
         singly,
-        call("a1", task="a", tool_events=(tool_event("ok", "t1"), tool_event("error", "t2"))),
+        call("a1", task="a", tool_events=(tool_event("ok", "t1"), tool_event("timeout", "t2"))),
         call("a2", task="a", trainable=False, reason="greedy"),
         call("a2", task="a", tool_events=(tool_event("ok", "nobody asked"),)),
         call("a3", task="a", http_status=400, trainable=False, reason="incomplete"),
@@ -132,8 +132,8 @@ async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
         found = await explain_update(engine, which, None)
         assert sorted(found.lines, key=lambda line: (line.episode, line.call)) == expected
         assert found.notes == []
-    # 0.7 less 0.1 (ok and error of the same call count once, as an error), against 0.
-    assert [line.advantage for line in expected[:3]] == pytest.approx([0.3] * 3, abs=1e-12)
+    # 0.7 less 0.65 · 0.1 (ok and timeout of the same call count once, as a timeout), against 0.
+    assert [line.advantage for line in expected[:3]] == pytest.approx([0.3175] * 3, abs=1e-12)
 
 
 async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine) -> None:

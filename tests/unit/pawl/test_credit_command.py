@@ -41,11 +41,11 @@ def test_each_transition_has_a_line(tmp_path: Path) -> None:
     assert (found.exit_code, found.stderr) == (0, "")
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert [list(line) for line in lines] == [KEYS] * 3
-    # 0.5 of the final rewards and 0.1 of AIR, by the spread √½ of the final rewards.
-    won = pytest.approx(0.6 * 2**0.5, abs=1e-12)
+    # 0.5 of the final rewards and half of 0.1 of AIR, by the spread √½ of the final rewards.
+    won = pytest.approx(0.55 * 2**0.5, abs=1e-12)
     assert lines[0] == {
         "episode": "won", "call": "1", "agent": "default", "r_final": 1.0, "r_air": 0.2,
-        "r_total": 1.2, "advantage": won, "weight": 0.5, "reason": None,
+        "r_total": 1.1, "advantage": won, "weight": 0.5, "reason": None,
     }  # fmt: skip
     assert [(line["agent"], line["reason"]) for line in lines] == [
         ("default", None),

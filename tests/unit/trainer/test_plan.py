@@ -74,7 +74,7 @@ def test_each_episode_is_accounted_for_once() -> None:
 
 def test_means_are_over_episodes() -> None:
     found = plan_update(claimed((episode(1.0, 5), episode(0.0, 1))), DEFAULT).metrics
-    assert (found["reward_mean"], found["total_mean"], found["air_mean"]) == (0.5, 0.5, 0.0)
+    assert (found["reward_mean"], found["air_mean"]) == (0.5, 0.0)
     assert found["trained_episodes"] == 2
 
 
@@ -123,10 +123,11 @@ OF_ONE = {"group_size": 1, "groups": 8}
             id="no more than a whole step",
         ),
         pytest.param(
-            # What is left once a policy has learned its tasks: λ 0.2 against a spread of 0.5.
-            [(with_tool(1.0, "ok"), with_tool(1.0, "error"))] * 8,
+            # λ 0.2 against a spread of 0.5, and by half of that where the reward is half a success.
+            [(with_tool(0.0, "ok"), with_tool(0.0, "error"))] * 4
+            + [(with_tool(0.5, "ok"), with_tool(0.5, "error"))] * 4,
             {"claim": {"groups": 8}},
-            0.4,
+            0.3,
             id="groups whose tools alone differ count for what AIR weighs",
         ),
         pytest.param(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from store.read.facts import MatchedEvent
 from store.records import TOOL_STATUSES
-from trainer.credit.air import air_reward, canonical
+from trainer.credit.air import air_reward, air_weight, canonical
 from trainer.recipes.recipe import CreditOptions
 
 RULE = CreditOptions()
@@ -26,10 +26,25 @@ def air(*calls: list[MatchedEvent]) -> float:
 
 
 def test_the_mean_of_the_scores_times_lambda() -> None:
-    assert air([ended("ok", "1"), ended("error", "2")], [ended("malformed", "3")]) == pytest.approx(
-        0.2 * (1 - 0.5 - 1) / 3, abs=1e-12
-    )
+    assert air(
+        [ended("ok", "1"), ended("timeout", "2")], [ended("malformed", "3")]
+    ) == pytest.approx(0.2 * (1 - 0.5 - 1) / 3, abs=1e-12)
     assert air([]) == 0.0
+
+
+def test_error_of_a_tool_that_ran_is_left_out_of_the_mean() -> None:
+    red = [ended("error", str(number)) for number in range(9)]
+    assert air(red) == air([]) == 0.0
+    assert air(red, [ended("ok", "edit")]) == air([ended("ok", "edit")]) == 0.2
+    assert air(red, [ended("malformed", "x")]) == air([ended("malformed", "x")]) == -0.2
+
+
+@pytest.mark.parametrize(
+    ("finals", "weight"),
+    [([0.0, 0.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.75), ([1.0] * 3, 0.0), ([-3.0, 7.0], 0.5)],
+)
+def test_weight_falls_to_nothing_as_episodes_succeed(finals: list[float], weight: float) -> None:
+    assert air_weight(finals) == weight
 
 
 def test_no_heap_of_easy_calls_is_worth_more_than_one() -> None:
@@ -51,12 +66,12 @@ def test_worst_outcome_of_a_repeated_call_counts_in_any_order() -> None:
 
 
 def test_another_tool_or_other_arguments_are_another_execution() -> None:
-    assert air([ended("ok"), ended("error", tool="search")]) == 0.05
-    assert air([ended("ok", "[1]"), ended("error", "[true]")]) == 0.05
+    assert air([ended("ok"), ended("timeout", tool="search")]) == 0.05
+    assert air([ended("ok", "[1]"), ended("timeout", "[true]")]) == 0.05
 
 
 def test_each_execution_counts_where_arguments_are_not_known() -> None:
-    unknown = [ended("ok", None), ended("ok", None), ended("error", None)]
+    unknown = [ended("ok", None), ended("ok", None), ended("timeout", None)]
     assert air(unknown) == 0.2 * 0.5
     same = [msgspec.structs.replace(one, id="t1") for one in unknown]
     assert air(same) == -0.1

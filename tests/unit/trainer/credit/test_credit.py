@@ -19,15 +19,20 @@ from trainer.credit import baselines
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES, NORMALISATIONS
 from trainer.errors import RecipeError
-from trainer.recipes.recipe import CreditOptions, parse_recipe
+from trainer.recipes.recipe import CreditOptions, load_recipe, parse_recipe
 
-STATUSES = st.sampled_from(["ok", "error", "timeout", "malformed", "denied"])
+STATUSES_OF_TOOLS = ["ok", "error", "timeout", "malformed", "denied"]
+STATUSES = st.sampled_from(STATUSES_OF_TOOLS)
 LATE_AND_CORRECTED = (reward(0.5, 40), reward(0.2, 10), reward(9.0, 50, "latency"))
 
 
 def table() -> list[dict[str, Any]]:
     """Episodes of 1, 3 and 20 calls; one failed, one that nobody scored."""
-    tried = [call("1", tool_events=[event("ok")]), call("2", tool_events=[event("error")]), call()]
+    tried = [
+        call("1", tool_events=[event("ok")]),
+        call("2", tool_events=[event("timeout")]),
+        call(),
+    ]
     tried[2]["call"] = "3"
     long = calls(20)
     long[19]["tool_events"] = [event("malformed")]
@@ -41,21 +46,22 @@ def table() -> list[dict[str, Any]]:
 
 
 # r_final, r_air, r_total, advantage of each call, and its weight. The mean of the final rewards 1,
-# 0.5 and 0 is 0.5, their sample standard deviation 0.5; the mean of AIR is -0.05.
+# 0.5 and 0 is 0.5, their sample standard deviation 0.5; the mean of AIR is -0.05, its weight 0.5.
 BY_HAND = {
-    "one": (1.0, 0.0, 1.0, 1.1, 1 / 3, None),
-    "three": (0.5, 0.05, 0.55, 0.2, 1 / 9, None),
-    "twenty": (0.0, -0.2, -0.2, -1.3, 1 / 60, None),
+    "one": (1.0, 0.0, 1.0, 1.05, 1 / 3, None),
+    "three": (0.5, 0.05, 0.525, 0.1, 1 / 9, None),
+    "twenty": (0.0, -0.2, -0.1, -1.15, 1 / 60, None),
     "failed": (None, 0.0, None, None, 0.0, "failed"),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
-# The same where the recipe gives a failed episode -1: the means are 0.125 and -0.0375, and the
-# standard deviation of the final rewards is sqrt((0.875² + 0.375² + 0.125² + 1.125²) / 3).
+# The same where the recipe gives a failed episode -1: the means are 0.125 and -0.0375, the standard
+# deviation of the final rewards is sqrt((0.875² + 0.375² + 0.125² + 1.125²) / 3), and AIR's weight
+# is 1 - (1 + 0.5) / 4.
 WITH_FAILED = {
-    "one": (1.0, 0.0, 1.0, 1.06861057987864383139, 1 / 4, None),
-    "three": (0.5, 0.05, 0.55, 0.541624540486435914542, 1 / 12, None),
-    "twenty": (0.0, -0.2, -0.2, -0.336685525167243946877, 1 / 80, None),
-    "failed": (-1.0, 0.0, -1.0, -1.27354959519783579906, 1 / 8, None),
+    "one": (1.0, 0.0, 1.0, 1.05214226614763733399, 1 / 4, None),
+    "three": (0.5, 0.05, 0.53125, 0.503198475114087420605, 1 / 12, None),
+    "twenty": (0.0, -0.2, -0.125, -0.265322832332882458137, 1 / 80, None),
+    "failed": (-1.0, 0.0, -1.0, -1.29001790892884229646, 1 / 8, None),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
 
@@ -86,10 +92,10 @@ def with_tools(*statuses: str) -> list[dict[str, Any]]:
 
 
 def test_eight_failures_whose_tools_differ_are_no_four_successes() -> None:
-    """The AIR of ok is 0.2 and of error -0.1, their mean 0.05: ±0.15 / 0.5."""
+    """The AIR of ok is 0.2 and of error 0, their mean 0.1: ±0.1 / 0.5."""
     found = credited(with_tools(*["ok"] * 4, *["error"] * 4))
     assert [line.advantage for line in found.values()] == pytest.approx(
-        [0.3] * 4 + [-0.3] * 4, abs=1e-12
+        [0.2] * 4 + [-0.2] * 4, abs=1e-12
     )
     assert {line.reason for line in found.values()} == {None}
 
@@ -106,7 +112,7 @@ def test_air_alone_never_weighs_more_than_its_bound(
     lines = [
         episode(
             f"e{number}",
-            1.0,
+            0.0,
             calls=[call(str(n), tool_events=[event(s, id=str(n))]) for n, s in enumerate(own)]
             or [call()],
         )
@@ -120,10 +126,56 @@ def test_air_alone_never_weighs_more_than_its_bound(
 
 def test_beside_a_success_air_is_divided_by_the_spread_of_the_final_rewards() -> None:
     lines = [*with_tools("ok", "error", "error"), episode("won", 4.0)]
-    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. AIR: mean 0.
+    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. AIR: 0.2 and three times 0, mean 0.05; one
+    # of four episodes succeeds, so its weight is 0.75.
     assert [line.advantage for line in credited(lines).values()] == pytest.approx(
-        [-0.5 + 0.1, -0.5 - 0.05, -0.5 - 0.05, 1.5], abs=1e-12
+        [-0.5 + 0.05625, -0.5 - 0.01875, -0.5 - 0.01875, 1.5 - 0.01875], abs=1e-12
     )
+
+
+def test_group_of_successes_teaches_nothing_by_its_tools() -> None:
+    lines = [
+        episode(f"e{number}", 1.0, calls=[call(tool_events=[event(status)])])
+        for number, status in enumerate(STATUSES_OF_TOOLS)
+    ]
+    found = credited(lines).values()
+    assert {(line.advantage, line.reason) for line in found} == {(0.0, "no_spread")}
+    assert {line.r_total for line in found} == {1.0}
+
+
+def test_success_of_ppo_is_a_whole_one_whatever_its_tools_said() -> None:
+    """An episode is its own group there, and its return is what the critic learns."""
+    lines = [
+        episode(f"e{number}", 1.0, task=None, calls=[call(tool_events=[event(status)])])
+        for number, status in enumerate(STATUSES_OF_TOOLS)
+    ]
+    found = credited(lines, **load_recipe("ppo").credit.model_dump())
+    assert {line.r_total for line in found.values()} == {1.0}
+
+
+# A test-driven agent: it edits, runs its tests, which may be red any number of times, and edits
+# again. A blind one edits once and hands in.
+def attempt(name: str, final: float, red_runs: int | None) -> dict[str, Any]:
+    blind = [call("edit", tool_events=[event("ok", "edit", arguments='"first"')])]
+    tested = [
+        call(f"{turn}", tool_events=[event("error", "test", arguments=f"{turn}")])
+        for turn in range(red_runs or 0)
+    ]
+    fixed = [call("again", tool_events=[event("ok", "edit", arguments='"second"')])]
+    return episode(name, final, calls=blind if red_runs is None else blind + tested + fixed)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.none() | st.integers(0, 9)), max_size=8)
+)
+def test_blind_edit_is_never_preferred_to_a_tested_one(others: list[tuple[float, Any]]) -> None:
+    members = [attempt(f"e{number}", *one) for number, one in enumerate(others)]
+    for final in (0.0, 0.5, 1.0):
+        for red_runs in range(10):
+            pair = [attempt("blind", final, None), attempt("tested", final, red_runs)]
+            found = credited([*members, *pair])
+            blind, tested = found["blind", "edit"].advantage, found["tested", "again"].advantage
+            assert tested >= blind
 
 
 def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
@@ -344,10 +396,11 @@ def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
 
 def test_per_agent() -> None:
     found = credited(two_agents(), assignment="per_agent")
-    # writer: 1 + 0.2 against -0.2, means 0.4 and 0.1, s = 1.2·√½; checker: 0 against 1.
+    # writer: 1 + 0.2 against -0.2, means 0.4 and 0.1, AIR's weight ½, s = 1.2·√½; checker: 0
+    # against 1.
     assert [found[key].r_final for key in (("a", "w"), ("b", "w"))] == [1.0, -0.2]
     assert [found[key].r_air for key in (("a", "w"), ("a", "c"))] == [0.2, 0.0]
-    assert advantages(found, ("a", "w"), ("b", "w")) == near(7 / 6 * HALF, -7 / 6 * HALF)
+    assert advantages(found, ("a", "w"), ("b", "w")) == near(6.5 / 6 * HALF, -6.5 / 6 * HALF)
     assert advantages(found, ("a", "c"), ("b", "c")) == near(-HALF, HALF)
     assert {line.weight for line in found.values()} == {0.25}
 
@@ -387,8 +440,8 @@ KEYS = (("a", "1"), ("b", "1"), ("c", "1"))
 
 
 def paid_and_tooled() -> list[dict[str, Any]]:
-    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1."""
-    tools = [("a", 1.0, "ok"), ("b", 0.0, "error"), ("c", 0.0, "error")]
+    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1, which has the weight ⅔."""
+    tools = [("a", 1.0, "ok"), ("b", 0.0, "timeout"), ("c", 0.0, "timeout")]
     return [
         episode(name, reward, calls=[call(tool_events=[event(status)])])
         for name, reward, status in tools
@@ -402,23 +455,23 @@ def paid_and_tooled() -> list[dict[str, Any]]:
         # GRPO: differences ⅔, -⅓, -⅓ and 0.2, -0.1, -0.1; s = √⅓ is above AIR_SPREAD.
         (
             *("group", "group", (2 / sqrt(3), -1 / sqrt(3))),
-            (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3)),
+            (2 / sqrt(3) + 0.4 / sqrt(3), -1 / sqrt(3) - 0.2 / sqrt(3)),
         ),
         # Dr. GRPO leaves the division out.
-        ("group", "none", (2 / 3, -1 / 3), (2 / 3 + 0.2, -1 / 3 - 0.1)),
+        ("group", "none", (2 / 3, -1 / 3), (2 / 3 + 0.4 / 3, -1 / 3 - 0.2 / 3)),
         # RLOO: against 0, ½ and ½; AIR against -0.1, 0.05 and 0.05.
-        ("leave_one_out", "none", (1.0, -0.5), (1.0 + 0.3, -0.5 - 0.15)),
+        ("leave_one_out", "none", (1.0, -0.5), (1.0 + 0.2, -0.5 - 0.1)),
         (
             *("leave_one_out", "group", (sqrt(3), -sqrt(3) / 2)),
-            (1.3 * sqrt(3), -0.65 * sqrt(3)),
+            (1.2 * sqrt(3), -0.6 * sqrt(3)),
         ),
         # A baseline that is 0 has no spread: the return as it is.
-        ("none", "group", (1.0, 0.0), (1.2, -0.1)),
-        ("none", "none", (1.0, 0.0), (1.2, -0.1)),
+        ("none", "group", (1.0, 0.0), (1 + 0.4 / 3, -0.2 / 3)),
+        ("none", "none", (1.0, 0.0), (1 + 0.4 / 3, -0.2 / 3)),
         # REINFORCE++: each part minus its mean over the update, by the spread of final rewards.
         (
             *("none", "batch", (2 / sqrt(3), -1 / sqrt(3))),
-            (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3)),
+            (2 / sqrt(3) + 0.4 / sqrt(3), -1 / sqrt(3) - 0.2 / sqrt(3)),
         ),
     ],
 )
@@ -491,7 +544,7 @@ def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
     found = credited(lines, normalisation="batch")
     s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 4)
     assert advantages(found, *KEYS) == near(
-        (2 / 3 + 0.2) / s, (-1 / 3 - 0.1) / s, (-1 / 3 - 0.1) / s
+        (2 / 3 + 0.4 / 3) / s, (-1 / 3 - 0.2 / 3) / s, (-1 / 3 - 0.2 / 3) / s
     )
 
 

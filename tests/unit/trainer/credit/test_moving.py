@@ -124,9 +124,9 @@ def test_air_has_an_average_of_its_own() -> None:
         KNOWN, airs={"t": {"default": MovingAverage(mean=0.1, variance=0.01, count=100)}}
     )
     found = credit(tooled(0.5, "ok", "t/1"), tooled(0.5, "malformed", "t/2"), before=before)
-    # The final rewards are what was expected; AIR is 0.1 more and 0.3 less, and the spread of the
-    # final rewards is below AIR_SPREAD: 0.9025 · 0.25 of what was, and nothing new.
-    assert [c.advantage for c in found.transitions] == pytest.approx([0.2, -0.6], abs=1e-12)
+    # The final rewards are what was expected; AIR is 0.1 more and 0.3 less, and has the weight ½.
+    # The spread of the final rewards is below AIR_SPREAD: 0.9025 · 0.25 of what was, nothing new.
+    assert [c.advantage for c in found.transitions] == pytest.approx([0.1, -0.3], abs=1e-12)
     assert found.baselines.of_airs().mean("t", "default") == pytest.approx(
         0.1 + 0.0975 * (0.0 - 0.1), abs=1e-12
     )
