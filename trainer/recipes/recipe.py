@@ -53,6 +53,10 @@ Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_fits)]
 AUTO: Final = "auto"
 # As long as a text may be that `/feedback` takes.
 LONGEST_TEXT: Final = 256
+# The learning rate where a recipe has none: that of a model of this hidden size, and how it falls.
+BASE_RATE: Final = 5e-5
+BASE_HIDDEN_SIZE: Final = 4096
+RATE_EXPONENT: Final = 0.78
 # A week: whoever waits for longer learns of a version when it is long past.
 LONGEST_DELAY_S: Final = 604_800.0
 
@@ -254,7 +258,21 @@ Epochs = Annotated[
 class OptimizerOptions(RecipeOptions):
     """Set `[optimizer]`: AdamW at a constant rate."""
 
-    learning_rate: Positive = Field(default=2e-4, description="Learning rate.")
+    learning_rate: Positive | None = Field(
+        default=None,
+        description="Learning rate. Unset: 5e-5 · (4096 / the model's hidden size)^0.78, for "
+        "adapters of any rank with lora.alpha 32 (docs/explanation/trainer.md).",
+    )
+
+    def rate_for(self, hidden_size: int) -> float:
+        """Return the learning rate for a model of this hidden size.
+
+        LoRA needs about ten times full fine-tuning's rate, and the less the wider the model is
+        ("LoRA Without Regret", Thinking Machines, 2025, whose exponent for Llama is 0.78).
+        """
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return BASE_RATE * (BASE_HIDDEN_SIZE / hidden_size) ** RATE_EXPONENT
 
 
 class BatchOptions(RecipeOptions):

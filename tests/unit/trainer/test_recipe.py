@@ -55,6 +55,18 @@ def test_recipe_for_thinking_weighs_each_token_the_same() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hidden_size", "rate"),
+    # SmolLM2-135M, for which the demo was measured at 2e-4; 8B and 70B models.
+    [(576, 2.3e-4), (4096, 5e-5), (8192, 2.9e-5)],
+)
+def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
+    hidden_size: int, rate: float
+) -> None:
+    assert Recipe().optimizer.rate_for(hidden_size) == pytest.approx(rate, rel=0.02)
+    assert parse_recipe("[optimizer]\nlearning_rate = 1e-3", "r").optimizer.rate_for(64) == 1e-3
+
+
+@pytest.mark.parametrize(
     ("text", "named"),
     [
         (

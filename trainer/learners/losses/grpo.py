@@ -176,7 +176,7 @@ def build_trainer(
 ) -> AnyTrainer:
     """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
-        **arguments(recipe, folder),
+        **arguments(model, recipe, folder),
         **loss,
         # TRL calls `get_off_policy_mask` only if this is set; the rule is in `off_policy`.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,

@@ -69,7 +69,7 @@ def make_sft_trainer(
     trainer = StoredSftTrainer(
         model=model,
         args=SFTConfig(
-            **arguments(recipe, folder),
+            **arguments(model, recipe, folder),
             # Weights sum to one over all processes, whose gradients are added up.
             average_tokens_across_devices=False,
             dataset_kwargs={"skip_prepare_dataset": True},

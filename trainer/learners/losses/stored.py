@@ -114,11 +114,11 @@ def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
-def arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
+def arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return the arguments of any of TRL's trainers, which may write into `folder` (none does)."""
     return {
         "output_dir": str(folder),
-        "learning_rate": recipe.optimizer.learning_rate,
+        "learning_rate": recipe.optimizer.rate_for(model.config.get_text_config().hidden_size),
         "weight_decay": 0.0,
         "lr_scheduler_type": "constant",
         "gradient_accumulation_steps": 1,
