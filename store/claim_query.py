@@ -419,6 +419,31 @@ async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float
     return int(groups or 0) / rule.groups
 
 
+_ALONE: Final = f"""
+    SELECT coalesce(sum(members), 0) AS waiting, coalesce(sum(members) FILTER (
+        WHERE (task IS NULL OR members < :smallest_group)
+            AND first < now() - make_interval(secs => :max_age_s)), 0) AS alone
+    FROM (
+        SELECT task, count(*) AS members, min(scored_at) AS first FROM episode_policies
+        WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} {{but}}
+        GROUP BY task) counted
+"""
+
+
+async def waiting_alone(connection: AsyncConnection, rule: ClaimRule) -> tuple[int, int]:
+    """Return how many scored episodes wait, and how many of them wait for a group in vain."""
+    if rule.group_size == 1:
+        return 0, 0
+    values = {
+        "policy": rule.policy,
+        "smallest_group": rule.smallest_group,
+        "max_age_s": rule.max_age_s,
+    }
+    but = await _not_left(connection, rule.policy)
+    row = (await connection.execute(text(_ALONE.format(but=but)), values)).one()
+    return int(row.waiting), int(row.alone)
+
+
 # A count for each of two partial indexes, which hold little more than what is counted.
 _WAITING = text(
     f"""

@@ -564,6 +564,22 @@ async def set_aside(
 # Reading, and whose turn it is
 
 
+async def last_updates(
+    connection: AsyncConnection, policy: str, most: int
+) -> list[tuple[bool, Mapping[str, Any]]]:
+    """Return the last updates that consumed episodes, newest first.
+
+    Each is whether it only consumed what cannot be trained, and its metrics.
+    """
+    query = (
+        select(updates.c.state, updates.c.metrics)
+        .where(updates.c.policy == policy, updates.c.state.in_(("done", "expired")))
+        .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
+        .limit(most)
+    )
+    return [(row.state == "expired", row.metrics) for row in await connection.execute(query)]
+
+
 async def next_version(connection: AsyncConnection, policy: str) -> int:
     """Return the number for the policy's next version: one above all that were recorded."""
     highest = await connection.scalar(

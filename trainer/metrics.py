@@ -28,6 +28,13 @@ LACKING = Gauge(
     "Episodes of which something was stated, and which have no reward all the same, by reason.",
     ["policy", "reason"],
 )
+WARNING = Gauge(
+    "pawl_training_warning",
+    "1 while a policy's traffic and recipe do not fit, by reason: `alone` (no task comes twice"
+    " under a recipe of groups), `untrained` (over 20 % of the last episodes), `no_signal` (three"
+    " updates in a row). `pawl policies show` says what to change.",
+    ["policy", "reason"],
+)
 PAUSED = Gauge(
     "pawl_trainer_paused",
     "1 for the reason why the trainer of a policy claims nothing, else 0: its last updates failed,"

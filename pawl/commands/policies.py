@@ -29,7 +29,10 @@ from store.version_queries import list_events, list_versions, why_stays
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread
 from trainer.publishing.adapters import reading, why_altered
+from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
+from trainer.updates.claiming import claim_rule
+from trainer.updates.training_warnings import training_warnings
 
 # `unlisted`: it has versions, and the file of policies does not name it.
 Kind = Literal["trained", "fixed", "unlisted"]
@@ -85,19 +88,23 @@ def show(
     of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
     the policy explores, so does the line of the version that serves. That of a version which is
     tried says what a gate would decide about it by now. If live rewards cannot roll back the
-    version that serves, its line says why, and what to set.
+    version that serves, its line says why, and what to set. Its `warnings` say where traffic and
+    recipe do not fit, so that episodes are not trained, and what to change.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.
 
     Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
     """
-    policies = open_policies(read_settings(TrainerSettings).policies)
+    settings = read_settings(TrainerSettings)
+    policies = open_policies(settings.policies)
     if events:
         changes = with_engine(lambda engine: events_of(engine, name, tenant))
         write_lines(changes, events_table, as_json=as_json)
     else:
-        lines = with_engine(lambda engine: versions_of(engine, name, policies, tenant))
+        lines = with_engine(
+            lambda engine: versions_of(engine, name, policies, tenant, settings.recipe)
+        )
         write_lines(lines, versions_table, as_json=as_json)
 
 
@@ -221,7 +228,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     `explore` is there only on the version that serves, if the policy explores; `trial` only on the
     one that is tried: what a gate would decide about it by now, and by what. `waits` is on a
     candidate whose replay could ask nothing: why, and what to do. `unwatched` is on a trained
-    version that serves and that live rewards cannot roll back: why, and what to do.
+    version that serves and that live rewards cannot roll back: why, and what to do. `warnings`
+    are on the one that serves: why episodes are not trained, and what to change.
     """
 
     version: str
@@ -243,6 +251,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     trial: Decision | UnsetType = UNSET
     waits: str | UnsetType = UNSET
     unwatched: str | UnsetType = UNSET
+    warnings: tuple[str, ...] | UnsetType = UNSET
 
 
 async def versions_of(
@@ -250,17 +259,24 @@ async def versions_of(
     name: str,
     policies: PolicyTable | None = None,
     tenant: str | None = None,
+    recipe: str | None = None,
 ) -> list[VersionLine]:
     """Return the versions of a policy, oldest first; `policies` may say that it explores.
 
+    `recipe` is that of policies for which the file names none; None: nothing is warned of.
+
     Raises:
+        RecipeError: the policy's recipe cannot be used.
         UnknownPolicy: there is no policy of that name, of the tenant.
     """
+    spec = None if policies is None else policies.named(name)
+    recipe = (spec and spec.recipe) or recipe
+    rule = None if recipe is None else claim_rule(load_recipe(recipe), name)
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         notes = await _notes(connection, name)
-    spec = None if policies is None else policies.named(name)
+        warnings = {} if rule is None else await training_warnings(connection, rule)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     lines = []
     for version in versions:
@@ -268,6 +284,7 @@ async def versions_of(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
+            warnings=tuple(warnings.values()) or UNSET if version.state == "serving" else UNSET,
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
@@ -318,6 +335,7 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
         for line in lines
         if line.unwatched is not UNSET
     ]
+    notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
     measured = {
         figure: column

@@ -272,7 +272,7 @@ class OptimizerOptions(RecipeOptions):
         """
         if self.learning_rate is not None:
             return self.learning_rate
-        return BASE_RATE * (BASE_HIDDEN_SIZE / hidden_size) ** RATE_EXPONENT
+        return BASE_RATE * float((BASE_HIDDEN_SIZE / hidden_size) ** RATE_EXPONENT)
 
 
 class BatchOptions(RecipeOptions):

@@ -17,9 +17,10 @@ from store.link.claimable import lacking
 from store.values.rewards import Lack
 from trainer.credit.baselines import BASELINES
 from trainer.errors import LearnerError, Unusable
-from trainer.metrics import EPISODES, LACKING, UPDATES
+from trainer.metrics import EPISODES, LACKING, UPDATES, WARNING
 from trainer.publishing.pacing import Pacing
 from trainer.recipes.recipe import Recipe
+from trainer.updates.training_warnings import TrainingWarning, training_warnings
 
 log = structlog.get_logger()
 
@@ -72,6 +73,7 @@ class Claiming:
         self._recipe = recipe
         # For which version expired episodes were looked for last, and when.
         self._last_look: tuple[int, float] | None = None
+        self._warned: set[TrainingWarning] = set()
 
     async def take(self, parent: int) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
@@ -138,8 +140,9 @@ class Claiming:
     async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
-        Those that wait for what their reward lacks are counted. Nothing is done within `EXPIRE_S`
-        seconds of the last time, unless `parent` has changed.
+        Those that wait for what their reward lacks are counted, and each training warning is logged
+        as it begins. Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent`
+        has changed.
         """
         if self._last_look is not None:
             version, at = self._last_look
@@ -156,6 +159,12 @@ class Claiming:
             spent = sum(by_reason.values())
         async with self._engine.connect() as connection:
             lacks = await lacking(connection, policy)
+            warnings = await training_warnings(connection, self._rule)
         for lack in get_args(Lack):
             LACKING.labels(policy, lack).set(lacks.get(lack, 0))
+        for kind in get_args(TrainingWarning):
+            WARNING.labels(policy, kind).set(kind in warnings)
+            if kind in warnings and kind not in self._warned:
+                log.warning("training_warning", policy=policy, kind=kind, why=warnings[kind])
+        self._warned = set(warnings)
         self._last_look = parent, perf_counter()
