@@ -21,7 +21,7 @@ import msgspec
 from proxy.formats.conversation import ToolResult, Turns
 from proxy.formats.raw_json import Object
 from store.ids import new_id
-from store.records import TOOL_STATUSES, Record, ToolEvent, ToolSource, ToolStatus
+from store.records import TOOL_STATUSES, Record, ToolCall, ToolEvent, ToolSource, ToolStatus
 
 # A text that is one fenced block and nothing else: agents execute what is in it.
 _FENCED: Final = re.compile(r"```[^\n`]*\n((?:(?!```).)*)```", re.DOTALL)
@@ -247,6 +247,38 @@ def result_events(
                 )
             )
     return tuple(events)
+
+
+def not_offered_events(
+    call_id: UUID, tools: Any, tool_calls: Iterable[ToolCall]
+) -> tuple[ToolEvent, ...]:
+    """Return a `malformed` event for each tool call of a reply that its request does not offer.
+
+    `tools` is the request's field. Where any of it has no name, or is a set of others, the names
+    are not all known, and nothing is judged.
+    """
+    names = [_tool_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if not names or None in names:
+        return ()
+    return tuple(
+        ToolEvent(
+            id=uuid5(call_id, f"not_offered {call.id}"),
+            tool_id=call.id,
+            name=call.name,
+            status="malformed",
+            source="not_offered",
+        )
+        for call in tool_calls
+        if call.name not in names
+    )
+
+
+def _tool_name(tool: Any) -> str | None:
+    if not isinstance(tool, dict) or "tools" in tool:
+        return None
+    inner = tool.get(tool["type"]) if tool.get("type") in ("function", "custom") else None
+    name = (inner if isinstance(inner, dict) else tool).get("name")
+    return name if isinstance(name, str) else None
 
 
 def _judged(

@@ -16,9 +16,9 @@ import msgspec
 CallStatus = Literal["complete", "client_gone", "upstream_error", "truncated"]
 ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 # Where the status of a tool comes from: the agent's header, /feedback, Anthropic's `is_error`, or a
-# rule that read the result (`reader`). `assumed`: `is_error` was left out, which that API defines
-# as success.
-ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
+# rule that read the result (`reader`). `not_offered`: the reply called a tool that its request does
+# not offer. `assumed`: `is_error` was left out, which that API defines as success.
+ToolSource = Literal["header", "feedback", "not_offered", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
 # The version that a new episode was given: the base model, as a control; the one that serves; or
 # the one that is tried on a share of the episodes.
@@ -29,7 +29,7 @@ Split = Literal["train", "eval"]
 
 CALL_STATUSES: Final = ("complete", "client_gone", "upstream_error", "truncated")
 TOOL_STATUSES: Final = ("ok", "error", "timeout", "malformed", "denied")
-TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
+TOOL_SOURCES: Final = ("header", "feedback", "not_offered", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 SPLITS: Final = ("train", "eval")
 TARGET_KINDS: Final = ("episode", "call", "response")

@@ -560,7 +560,7 @@ def upgrade() -> None:
         sa.Column("quotes", sa.ARRAY(sa.Uuid())),
         sa.Column("at", TIME, nullable=False),
         sa.CheckConstraint(
-            "source IN ('header', 'feedback', 'is_error', 'reader', 'assumed')",
+            "source IN ('header', 'feedback', 'not_offered', 'is_error', 'reader', 'assumed')",
             name=op.f("ck_tool_events_source_known"),
         ),
         sa.CheckConstraint(

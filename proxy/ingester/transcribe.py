@@ -28,7 +28,7 @@ from proxy.formats.base import (
 from proxy.formats.raw_json import UNREADABLE, Object, parse_object
 from proxy.formats.registry import FORMATS
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Gap, Piece, decode_payload, inflate
-from proxy.tool_events import ResultReaders, result_events, text_digest
+from proxy.tool_events import ResultReaders, not_offered_events, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
@@ -181,6 +181,11 @@ def transcribe(
             only_text=shown is None or turns.only_text(shown),
         )
     events, quotable = captured.tool_events, None
+    if facts.tool_calls:
+        asked = not_offered_events(
+            UUID(bytes=captured.id), request.fields.get("tools"), facts.tool_calls
+        )
+        events = (*events, *asked)
     # The API states how a tool ended, or there is a reader.
     if turns.states_errors or readers.give_verdicts:
         events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))

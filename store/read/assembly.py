@@ -109,8 +109,9 @@ def _owner(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
 
 # An explicit status of a tool beats one that was inferred from its result.
 _SURENESS: Final[Mapping[str, int]] = {
-    "header": 3,
-    "feedback": 3,
+    "header": 4,
+    "feedback": 4,
+    "not_offered": 3,
     "is_error": 2,
     "reader": 1,
     "assumed": 0,

@@ -205,10 +205,10 @@ def air(episode: Episode) -> float:
 @pytest.mark.parametrize(
     ("first", "statuses", "credit"),
     [
-        (WRONG, [["error"], [], ["ok"], []], 0.2 * (1 - 0.5) / 2),
+        (WRONG, [["error"], [], ["ok"], []], 0.2),
         (SQL, [["ok"], []], 0.2),
     ],
-    ids=["a query that fails costs", "a first query that runs pays all"],
+    ids=["a query that failed and was corrected costs nothing", "a first query that runs pays all"],
 )
 async def test_queries_of_the_sql_agent_count_in_the_credit(
     database_url: str,

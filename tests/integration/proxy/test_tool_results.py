@@ -151,3 +151,11 @@ async def test_is_error_beats_the_reader_and_the_reader_the_default(engine: Asyn
     statements = (("error", "is_error"), ("timeout", "reader"), ("ok", "assumed"))
     found = await standing_in(engine, [ASKED, *map(read, statements)])
     assert found == [("error", "is_error")]
+
+
+async def test_tool_that_was_not_offered_is_malformed_whatever_its_result_said(
+    engine: AsyncEngine,
+) -> None:
+    statements = (("malformed", "not_offered"), ("ok", "is_error"), ("ok", "assumed"))
+    found = await standing_in(engine, [ASKED, *map(read, statements)])
+    assert found == [("malformed", "not_offered")]

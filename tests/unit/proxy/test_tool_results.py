@@ -256,6 +256,48 @@ def test_a_call_that_came_to_no_reply_still_brought_its_results() -> None:
     assert sources(found) == [("c", "error", "is_error")]
 
 
+REPLY = {
+    "id": "r",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "message": {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
+                    for i, name in (("a", "search"), ("b", "serach"))
+                ],
+            },
+        }
+    ],
+}
+FUNCTION = {"type": "function", "function": {"name": "search"}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "malformed"),
+    [
+        ([FUNCTION], ["b"]),
+        ([FUNCTION, {"type": "custom", "custom": {"name": "serach"}}], []),
+        ([{"name": "shell", "input_schema": {}}], ["a", "b"]),
+        # Not all names are known.
+        ([FUNCTION, {"type": "web_search"}], []),
+        ([FUNCTION, {"type": "namespace", "name": "crm", "tools": []}], []),
+        ([FUNCTION, 3], []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_call_of_a_tool_that_its_request_does_not_offer_is_malformed(
+    tools: Any, malformed: list[str]
+) -> None:
+    request = {"model": "m", "messages": [{"role": "user", "content": "q"}], "tools": tools}
+    found = recorded("chat", request, reply=json.dumps(REPLY).encode(), streamed=False)
+    assert sources(found) == [(i, "malformed", "not_offered") for i in malformed]
+
+
 # Any request at all
 
 TURNS = st.lists(
