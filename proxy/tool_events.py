@@ -255,21 +255,23 @@ def not_offered_events(
     """Return a `malformed` event for each tool call of a reply that its request does not offer.
 
     `tools` is the request's field. Where any of it has no name, or is a set of others, the names
-    are not all known, and nothing is judged.
+    are not all known, and nothing is judged. Of tool calls that share an id the last one counts.
     """
-    names = [_tool_name(tool) for tool in tools] if isinstance(tools, list) else []
+    names = {_tool_name(tool) for tool in tools} if isinstance(tools, list) else set()
     if not names or None in names:
         return ()
+    # A result of the same tool call in this call's request has an id in `call_id` itself.
+    namespace = uuid5(call_id, "not_offered")
+    unknown = {call.id: call.name for call in tool_calls if call.name not in names}
     return tuple(
         ToolEvent(
-            id=uuid5(call_id, f"not_offered {call.id}"),
-            tool_id=call.id,
-            name=call.name,
+            id=uuid5(namespace, tool_id),
+            tool_id=tool_id,
+            name=name,
             status="malformed",
             source="not_offered",
         )
-        for call in tool_calls
-        if call.name not in names
+        for tool_id, name in unknown.items()
     )
 
 

@@ -27,7 +27,7 @@ from store.records import Record
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions, why_stays
 from store.versions import Actor, PolicyState, PolicyVersion
-from trainer.errors import FileMissing, FilesUnread
+from trainer.errors import FileMissing, FilesUnread, RecipeError
 from trainer.publishing.adapters import reading, why_altered
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
@@ -266,17 +266,19 @@ async def versions_of(
     `recipe` is that of policies for which the file names none; None: nothing is warned of.
 
     Raises:
-        RecipeError: the policy's recipe cannot be used.
         UnknownPolicy: there is no policy of that name, of the tenant.
     """
     spec = None if policies is None else policies.named(name)
-    recipe = (spec and spec.recipe) or recipe
-    rule = None if recipe is None else claim_rule(load_recipe(recipe), name)
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         notes = await _notes(connection, name)
-        warnings = {} if rule is None else await training_warnings(connection, rule)
+        # Without a file, each policy is trained.
+        is_trained = policies is None or (spec is not None and spec.trained)
+        own_recipe = (spec and spec.recipe) or recipe
+        warnings: tuple[str, ...] = ()
+        if own_recipe is not None and is_trained:
+            warnings = await _warnings(connection, name, own_recipe)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     lines = []
     for version in versions:
@@ -284,7 +286,7 @@ async def versions_of(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
-            warnings=tuple(warnings.values()) or UNSET if version.state == "serving" else UNSET,
+            warnings=(version.state == "serving" and warnings) or UNSET,
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
@@ -298,6 +300,15 @@ async def versions_of(
             line = msgspec.structs.replace(line, eval_episodes=point.episodes, **shown)
         lines.append(line)
     return lines
+
+
+async def _warnings(connection: AsyncConnection, policy: str, recipe: str) -> tuple[str, ...]:
+    """Return why episodes of a policy are not trained under a recipe, or why nobody can tell."""
+    try:
+        rule = claim_rule(load_recipe(recipe), policy)
+    except RecipeError as error:
+        return (f"whether episodes fit the recipe is not known: {error}",)
+    return tuple((await training_warnings(connection, rule)).values())
 
 
 def _on_trial(trial: Decision) -> str:

@@ -181,11 +181,11 @@ def transcribe(
             only_text=shown is None or turns.only_text(shown),
         )
     events, quotable = captured.tool_events, None
-    if facts.tool_calls:
-        asked = not_offered_events(
-            UUID(bytes=captured.id), request.fields.get("tools"), facts.tool_calls
-        )
-        events = (*events, *asked)
+    # The last tool call of a reply that was cut off may lack a part of its name.
+    if facts.tool_calls and captured.status == "complete":
+        tools = request.fields.get("tools")
+        unknown = not_offered_events(UUID(bytes=captured.id), tools, facts.tool_calls)
+        events = (*events, *unknown)
     # The API states how a tool ended, or there is a reader.
     if turns.states_errors or readers.give_verdicts:
         events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))

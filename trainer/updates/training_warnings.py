@@ -19,10 +19,11 @@ TrainingWarning = Literal["alone", "untrained", "no_signal"]
 # Updates that are looked at, and the share of their episodes that may be spent untrained.
 LATEST: Final = 20
 MOST_UNTRAINED: Final = 0.2
-# Updates without a signal in a row.
+# Updates without a signal in a row, and the reasons of episodes that gave none.
 WITHOUT_SIGNAL: Final = 3
+NO_SIGNAL: Final = frozenset({LOW_REWARD, "no_spread"})
 # Reasons that a recipe asks for, that an operator chose, or that `no_signal` is about.
-EXPECTED: Final = frozenset({LOW_REWARD, NOT_BEST, "no_spread", "rolled_back", "left_out"})
+EXPECTED: Final = NO_SIGNAL | {NOT_BEST, "rolled_back", "left_out"}
 REMEDIES: Final[Mapping[str, str]] = {
     "alone": "name tasks that come again, or use the recipe `single`",
     "off_policy": "lower optimizer.learning_rate, or off_policy.min_effective_sample",
@@ -64,9 +65,19 @@ def _of_updates(latest: Sequence[tuple[bool, Mapping[str, Any]]]) -> dict[Traini
             f" `{reason}`: {remedy}"
         )
     ends = [metrics for is_expiry, metrics in latest if not is_expiry][:WITHOUT_SIGNAL]
-    if len(ends) == WITHOUT_SIGNAL and not any(one.get("trained_episodes") for one in ends):
+    if len(ends) == WITHOUT_SIGNAL and all(map(_had_no_signal, ends)):
         found["no_signal"] = (
             f"the last {WITHOUT_SIGNAL} updates had no signal: if nearly all episodes fail, begin"
             " with the recipe `sft`, or easier tasks; if nearly all succeed, give harder ones"
         )
     return found
+
+
+def _had_no_signal(metrics: Mapping[str, Any]) -> bool:
+    """Return whether an update trained nothing, for the rewards of episodes that it could train.
+
+    An imported version's update has no episodes, and others are about what cannot be trained.
+    """
+    return not metrics.get("trained_episodes") and not NO_SIGNAL.isdisjoint(
+        metrics.get("dropped", {})
+    )

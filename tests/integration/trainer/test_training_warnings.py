@@ -5,10 +5,12 @@ from typing import Any, get_args
 
 import pytest
 from prometheus_client import REGISTRY
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.commands.policies import versions_of, versions_table
+from store.policy_table import parse_policies
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.updates import claimed, record_update
@@ -71,6 +73,17 @@ async def test_three_updates_without_signal_are_warned_of(engine: AsyncEngine) -
     assert await warnings(engine, recipe) == {}
 
 
+async def test_three_updates_that_could_train_nothing_are_not_without_signal(
+    engine: AsyncEngine,
+) -> None:
+    recipe = Recipe.model_validate(RECIPE)
+    for number in range(3):
+        rewards = [(f"{task}{number}", reward) for task in "ab" for reward in (0.0, 1.0)]
+        await store(engine, rewards, trainable=False, reason="greedy")
+        await update(engine, recipe, None)
+    assert list(await warnings(engine, recipe)) == ["untrained"]
+
+
 @pytest.mark.parametrize(("untrainable", "warned"), [(1, []), (2, ["untrained"])])
 async def test_more_than_a_fifth_spent_untrained_is_warned_of(
     engine: AsyncEngine, untrainable: int, warned: list[str]
@@ -105,3 +118,26 @@ async def test_a_warning_is_logged_as_it_begins_counted_and_shown(
     assert shown == {"alone": 1.0, "untrained": 0.0, "no_signal": 0.0}
     lines = await versions_of(engine, "m", recipe=str(file))
     assert "use the recipe `single`" in str(versions_table(lines).caption)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        ('name = "m"', "use the recipe `single`"),
+        ('name = "m"\ntrained = false', "None"),
+        ('name = "other"', "None"),
+        ('name = "m"\nrecipe = "gone.toml"', "is not known: recipe gone.toml"),
+    ],
+    ids=["trained", "fixed", "not in the file", "no recipe"],
+)
+async def test_show_warns_of_policies_that_are_trained(
+    engine: AsyncEngine, policy: str, shown: str
+) -> None:
+    await store(engine, [(f"t{number}", 1.0) for number in range(16)])
+    async with engine.begin() as connection:
+        await connection.execute(
+            text("UPDATE episode_policies SET scored_at = scored_at - interval '1 day'")
+        )
+    policies = parse_policies(f'[[policy]]\nbase = "q"\n{policy}', "policies.toml")
+    lines = await versions_of(engine, "m", policies, recipe="default")
+    assert shown in str(versions_table(lines).caption)

@@ -256,23 +256,19 @@ def test_a_call_that_came_to_no_reply_still_brought_its_results() -> None:
     assert sources(found) == [("c", "error", "is_error")]
 
 
-REPLY = {
-    "id": "r",
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "tool_calls",
-            "message": {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [
-                    {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
-                    for i, name in (("a", "search"), ("b", "serach"))
-                ],
-            },
-        }
-    ],
-}
+def calling(*wanted: tuple[str, str], tools: Any) -> CallRecord:
+    """A chat whose request offers `tools` and whose reply calls tools by id and name."""
+    calls = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for i, name in wanted
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    choice = {"index": 0, "finish_reason": "tool_calls", "message": message}
+    reply = json.dumps({"id": "r", "choices": [choice]}).encode()
+    request = {"model": "m", "messages": [{"role": "user", "content": "q"}], "tools": tools}
+    return recorded("chat", request, reply=reply)
+
+
 FUNCTION = {"type": "function", "function": {"name": "search"}}
 
 
@@ -286,16 +282,33 @@ FUNCTION = {"type": "function", "function": {"name": "search"}}
         ([FUNCTION, {"type": "web_search"}], []),
         ([FUNCTION, {"type": "namespace", "name": "crm", "tools": []}], []),
         ([FUNCTION, 3], []),
+        ([{"type": "function", "function": {"name": ["search"]}}], []),
+        ([{"type": ["function"]}], []),
         ([], []),
+        ({"search": FUNCTION}, []),
         (None, []),
     ],
 )
 def test_call_of_a_tool_that_its_request_does_not_offer_is_malformed(
     tools: Any, malformed: list[str]
 ) -> None:
-    request = {"model": "m", "messages": [{"role": "user", "content": "q"}], "tools": tools}
-    found = recorded("chat", request, reply=json.dumps(REPLY).encode(), streamed=False)
+    found = calling(("a", "search"), ("b", "serach"), tools=tools)
     assert sources(found) == [(i, "malformed", "not_offered") for i in malformed]
+
+
+def test_tool_calls_with_one_id_have_one_event() -> None:
+    """The id of an event is the primary key of its row."""
+    found = calling(("a", "serach"), ("a", "find"), tools=[FUNCTION])
+    assert sources(found) == [("a", "malformed", "not_offered")]
+
+
+def test_tool_call_of_a_reply_that_was_cut_off_is_not_judged() -> None:
+    call = {"index": 0, "id": "a", "function": {"name": "sear", "arguments": ""}}
+    event = {"id": "r", "choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
+    cut_off = {"reply": f"data: {json.dumps(event)}\n\n".encode(), "streamed": True}
+    found = recorded("chat", {"tools": [FUNCTION]}, **cut_off, status="client_gone")
+    assert [call.name for call in found.tool_calls] == ["sear"]
+    assert sources(found) == []
 
 
 # Any request at all

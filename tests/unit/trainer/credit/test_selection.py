@@ -73,9 +73,7 @@ def final(one: EpisodeReturns) -> float:
 
 
 def total(one: EpisodeReturns) -> float:
-    found = mean_return(one.returns).r_total
-    assert found is not None
-    return found
+    return final(one) + mean_return(one.returns).r_air
 
 
 @given(some_groups, rules)
