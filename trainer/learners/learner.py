@@ -23,18 +23,31 @@ from trainer.learners.adapter import (
     save_adapter,
     save_state,
 )
-from trainer.learners.budget import REMEDY, Budget, MicroBatches, NoRoom, says_no_room
+from trainer.learners.budget import (
+    REMEDY,
+    SMALLEST_BUDGET,
+    Budget,
+    MicroBatches,
+    NoRoom,
+    says_no_room,
+)
 from trainer.learners.kernels.process import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
-from trainer.learners.memory import checkpointed_token, free_memory, kept_by_token
+from trainer.learners.memory import Footprint, footprint, free_memory, peak_of
 from trainer.learners.model import Base, checkpoint
 from trainer.learners.off_policy import checked_metrics
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
-from trainer.learners.self_test import nudge, probe_rows, rehearsal_rows, with_logprobs
+from trainer.learners.self_test import (
+    growing_rows,
+    nudge,
+    probe_rows,
+    rehearsal_rows,
+    with_logprobs,
+)
 from trainer.learners.steps import (
     Step,
     TrainedStep,
@@ -98,7 +111,9 @@ class Learner:
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
         self._way: Way | None = None
+        self._takes = self._footprint()
         self._start(None)
+        self._plan_memory()
 
     @property
     def way(self) -> Way:
@@ -127,8 +142,6 @@ class Learner:
                 processes=self.processes,
                 checkpoint=self._checkpoint if is_open else None,
             )
-            self._token_bytes = kept_by_token(self._model, self._way)
-            self._warn_of_long_calls()
         attend(self._model, self._way)
         wanted = self._recipe.batch.gradient_checkpointing
         self._checkpoint(wanted is True or self._budget.checkpoints)
@@ -138,24 +151,75 @@ class Learner:
         )
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
-    def _warn_of_long_calls(self) -> None:
-        """Say from which length on calls would be too long for the memory, if any may be."""
-        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        token = self._token_bytes
-        if self._recipe.batch.gradient_checkpointing is not False:
-            token = checkpointed_token(self._model, token)
-        longest = int(free_memory(self._model.device) // token)
+    def _footprint(self) -> Footprint | None:
+        """Return what training takes, or None if that cannot be told from the configuration."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            return footprint(self._base.name, self._recipe, device)
+        except Exception as error:  # Whatever fails, training may not.
+            log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
+            return None
+
+    def _plan_memory(self) -> None:
+        """Say from which length on calls would be too long for the memory, if any may be.
+
+        On a GPU a row of that length is trained on first, and the plan corrected by what it took.
+        """
+        if self._takes is None:
+            return
+        if self._model.device.type == "cuda":
+            self._rehearse_longest(self._takes)
+        longest = self._longest(self._takes)
+        context = self._takes.context
         if context is not None and longest < context:
             log.warning("calls_too_long", past_tokens=longest, context=context, remedy=REMEDY)
+
+    def _rehearse_longest(self, takes: Footprint) -> None:
+        """Train on a row as long as the memory should allow, or as the model; correct the plan."""
+        most = takes.context or self._recipe.batch.micro_batch_tokens
+        peak = None
+        while peak is None and (tokens := min(most, self._longest(takes))) >= SMALLEST_BUDGET:
+            [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)
+            self._takes = takes
+            self._budget.begin(is_tight=self._is_tight([row]))
+            peak = peak_of(self._model.device, partial(self._trains, row))
+            saves = self._model.is_gradient_checkpointing
+            takes = takes.corrected(tokens, peak, checkpointing=saves)
+        self._takes = takes
+        give_freed_memory_back()
+
+    def _trains(self, row: Row) -> bool:
+        """Return whether there is memory to train on a row; the weights stay as they are."""
+        self._model.train()
+        try:
+            seen = (
+                self._step.survey([[row]], self._trainer.view) if self._trainer.needs_view else []
+            )
+        except NoRoom:
+            return False
+        [row] = self._trainer.prepare([row], View.of(seen))
+        has_room = fits(self._trainer, self.processes, row)
+        self._forget()
+        return has_room
+
+    def _longest(self, takes: Footprint, *, checkpointing: bool | None = None) -> int:
+        """Return the tokens of the longest row that fits into every process now.
+
+        That is without or with checkpointing; None: as the recipe allows.
+        """
+        if checkpointing is None:
+            checkpointing = self._recipe.batch.gradient_checkpointing is not False
+        room = free_memory(self._model.device) + takes.loaded
+        return min(self.processes.gather(takes.longest(room, checkpointing=checkpointing)))
 
     def _checkpoint(self, on: bool) -> None:
         checkpoint(self._model.get_base_model(), on=on)
 
     def _is_tight(self, rows: Sequence[Row]) -> bool:
         """Return whether the longest row would not fit into some process without checkpointing."""
-        longest = max(row.size for row in rows)
-        free = free_memory(self._model.device)
-        return any(self.processes.gather(longest * self._token_bytes > free))
+        if self._takes is None:
+            return False
+        return max(row.size for row in rows) > self._longest(self._takes, checkpointing=False)
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:

@@ -8,10 +8,11 @@ are counted.
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -20,13 +21,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig
 
 from store.records import Record
-from trainer.batches import Way, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.model import loader_of, precision
-from trainer.learners.scoring import decoder_of, states_of
+from trainer.learners.scoring import decoder_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
@@ -36,8 +36,6 @@ MEMINFO: Final = Path("/proc/meminfo")
 PLANNED: Final = "pawl_planned"
 # Tokens that a layer is run with: enough for what does not grow with them to count little.
 TOKENS: Final = 4096
-# And those that a loaded model is tried with.
-FEW_TOKENS: Final = 256
 # Bytes of each trained number: itself, its gradient, and AdamW's two moments, in float32.
 TRAINED: Final = 16
 # CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
@@ -76,6 +74,11 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Return the bytes that do not grow with the tokens that are computed at once."""
         return self.weights + self.optimizer + self.head + OVERHEAD
 
+    @property
+    def loaded(self) -> int:
+        """Return how many of these are taken once the model is loaded."""
+        return self.weights + OVERHEAD
+
     def needed(self, tokens: int, *, checkpointing: bool) -> int:
         """Return the bytes that it takes to train on `tokens` tokens at once."""
         return self.fixed + tokens * (self.checkpointed if checkpointing else self.plain)
@@ -84,6 +87,13 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Return how many tokens `room` bytes suffice for at once; 0: the model does not fit."""
         a_token = self.checkpointed if checkpointing else self.plain
         return max(0, room - self.fixed) // a_token
+
+    def corrected(self, tokens: int, peak: int | None, *, checkpointing: bool) -> "Footprint":
+        """Return what it takes if training on `tokens` tokens took `peak` bytes; None: too many."""
+        kind = "checkpointed" if checkpointing else "plain"
+        own: int = getattr(self, kind)
+        a_token = 2 * own if peak is None else max(1, (peak - self.head) // tokens)
+        return msgspec.structs.replace(self, **{kind: a_token})
 
 
 def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
@@ -181,30 +191,12 @@ def _of_layer(
     return kept // TOKENS, max(0, living.most - kept) // TOKENS
 
 
-def kept_by_token(model: Any, way: Way) -> float:
-    """Return the bytes that a loaded `model` keeps of a token until the backward pass."""
-    row = bare_row(0, [0] * FEW_TOKENS, [0])
-    model.train()
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        states, _ = states_of(model, [row], way)
-        kept = torch.cuda.memory_allocated(device) - before
-    else:
-        with LivingBytes([*model.parameters(), *model.buffers()]) as living:
-            states, _ = states_of(model, [row], way)
-            kept = living.now
-    return float(kept / len(states))
-
-
-def checkpointed_token(model: Any, token: float) -> float:
-    """Return what a token takes of `model` with checkpointing, if it takes `token` without.
-
-    That is each layer's input, and all of the one layer that is computed again.
-    """
-    text = model.config.get_text_config()
-    inputs: int = text.num_hidden_layers * text.hidden_size * model.dtype.itemsize
-    return float(inputs + token / text.num_hidden_layers)
+def peak_of(device: torch.device, run: Callable[[], bool]) -> int | None:
+    """Return the most bytes of a GPU that `run` took, or None if it says that they ran out."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) - before if run() else None
 
 
 def free_memory(device: torch.device) -> int:

@@ -176,6 +176,7 @@ class Base:
     """Hold one frozen base model in memory, for the policies whose adapters it carries in turn.
 
     Attributes:
+        name: the folder or name that it was loaded from.
         tokenizer: that of the model.
         hash: tells it from other models (`base_hash`).
         processes: those that compute together; the base is sharded over them.
@@ -193,6 +194,7 @@ class Base:
         # TRL writes to the logging module; Pawl has one log, structlog's.
         logging.getLogger("trl").setLevel(logging.ERROR)
         be_deterministic()
+        self.name = model
         self._model, self.tokenizer = load_base(model, recipe)
         self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
         self.hash = base_hash(self._model)

@@ -1,5 +1,6 @@
 """Memory is planned from a configuration: what a hand calculation gives, and what torch keeps."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from tests.support.training import recipe
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
+from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.learner import Learner
-from trainer.learners.memory import GIB, LivingBytes, footprint
+from trainer.learners.memory import GIB, Footprint, LivingBytes, footprint
+from trainer.recipes.recipe import Recipe
 
 MIB = 2**20
 
@@ -118,11 +121,90 @@ def test_model_without_a_configuration_is_named(tmp_path: Path) -> None:
         footprint(str(tmp_path), recipe())
 
 
+def has_room(monkeypatch: pytest.MonkeyPatch, takes: Footprint, a_token: int, tokens: int) -> None:
+    """Let there be memory for so many tokens of so many bytes, once the model is loaded."""
+    free = takes.optimizer + takes.head + a_token * tokens
+    monkeypatch.setattr("trainer.learners.learner.free_memory", lambda _: free)
+
+
 def test_trainer_says_at_its_start_which_calls_will_be_too_long(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.learners.learner.free_memory", lambda _: 2**18)
+    """By the figures of `pawl plan`."""
+    takes = footprint(tiny_model, recipe(), "cpu")
+    has_room(monkeypatch, takes, takes.checkpointed, 100)
     with capture_logs() as logs:
         Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     [said] = [line for line in logs if line["event"] == "calls_too_long"]
-    assert 0 < said["past_tokens"] < said["context"] == 256
+    assert (said["past_tokens"], said["context"]) == (100, 256)
+
+
+def test_model_that_cannot_be_planned_is_trained(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("its kernels want a GPU")
+
+    monkeypatch.setattr("trainer.learners.learner.footprint", fail)
+    with capture_logs() as logs:
+        Learner(tiny_model, recipe(), seed=0, scratch=tmp_path).update(rows())
+    [said] = [line for line in logs if line["event"] == "memory_not_planned"]
+    assert said["reason"] == "ValueError: its kernels want a GPU"
+
+
+@pytest.mark.parametrize(
+    ("make", "planned", "holds", "tried", "longest"),
+    [
+        # What is planned for with checkpointing is tried with it, and takes three times as much.
+        (recipe, ("checkpointed", 240), (0, 240), [(240, True)], 80),
+        # It does not fit: half of it does.
+        (sft_recipe, ("checkpointed", 240), (0, 130), [(240, True), (120, True)], 80),
+        # It fits without.
+        (recipe, ("plain", 800), (256, 256), [(256, False)], None),
+        # It should fit without, and only does with.
+        (ppo_recipe, ("plain", 400), (130, 256), [(256, False), (256, True)], None),
+        # Nothing worth having fits.
+        (recipe, ("checkpointed", 240), (0, 0), [(240, True), (120, True)], 60),
+    ],
+)
+def test_rehearsal_of_the_longest_row_corrects_the_plan(
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., Recipe],
+    planned: tuple[str, int],
+    holds: tuple[int, int],
+    tried: list[tuple[int, bool]],
+    longest: int | None,
+) -> None:
+    """A GPU that `holds` so many tokens without and with checkpointing, of thrice the bytes."""
+    takes = footprint(tiny_model, make(), "cpu")
+    has_room(monkeypatch, takes, getattr(takes, planned[0]), planned[1])
+    made = Learner(tiny_model, make(), seed=0, scratch=tmp_path)
+    seen = []
+    loss_of = made._trainer.loss_of
+
+    def with_little_room(batch: Sequence[Row]) -> torch.Tensor:
+        seen.append((batch[0].size, made._model.is_gradient_checkpointing))
+        if batch[0].size > holds[made._model.is_gradient_checkpointing]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss_of(batch)
+
+    def peak_of(_: torch.device, run: Callable[[], bool]) -> int | None:
+        if not run():
+            return None
+        tokens, saves = seen[-1]
+        return takes.head + 3 * (takes.checkpointed if saves else takes.plain) * tokens
+
+    monkeypatch.setattr(made._trainer, "loss_of", with_little_room)
+    monkeypatch.setattr("trainer.learners.learner.peak_of", peak_of)
+    made._rehearse_longest(takes)
+    assert seen == tried
+    with capture_logs() as logs:
+        made._plan_memory()
+    said = [line["past_tokens"] for line in logs if line["event"] == "calls_too_long"]
+    assert said == ([] if longest is None else [longest])
+    # Nothing was learned from it.
+    monkeypatch.setattr(made._trainer, "loss_of", loss_of)
+    new = Learner(tiny_model, make(), seed=0, scratch=tmp_path)
+    assert made.update(rows())["loss"] == new.update(rows())["loss"]
