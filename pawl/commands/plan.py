@@ -162,10 +162,13 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         learner = Learner(base, recipe, seed=0, scratch=Path(scratch))
         rows = growing_rows(ids, turns, context)
         rows = with_logprobs(rows, learner.version_logprobs(None, rows))
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            # The learner has tried the model's whole context.
+            torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         metrics = learner.update(rows)
         seconds = time.perf_counter() - began
-        on_gpu = torch.cuda.is_available()
         # Linux counts a process's largest memory in KiB.
         of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_gpu else of_process
