@@ -30,9 +30,9 @@ LACKING = Gauge(
 )
 WARNING = Gauge(
     "pawl_training_warning",
-    "1 while a policy's traffic and recipe do not fit, by reason: `alone` (no task comes twice"
-    " under a recipe of groups), `untrained` (over 20 % of the last episodes), `no_signal` (three"
-    " updates in a row). `pawl policies show` says what to change.",
+    "1 while a policy's traffic and recipe do not fit, by reason: `alone` (tasks come too"
+    " rarely for a recipe of groups), `untrained` (over 20 % of the last episodes), `no_signal`"
+    " (three updates in a row). `pawl policies show` says what to change.",
     ["policy", "reason"],
 )
 PAUSED = Gauge(

@@ -13,7 +13,7 @@ from store.claim_query import ClaimRule, waiting_alone
 from store.claims import last_updates
 from trainer.credit.assign import LOW_REWARD, NOT_BEST
 
-# `alone`: no task comes twice under a recipe of groups. `untrained`: many episodes are spent, and
+# `alone`: tasks come too rarely for a recipe of groups. `untrained`: many episodes are spent, and
 # not trained. `no_signal`: one update after the other compares equal rewards.
 TrainingWarning = Literal["alone", "untrained", "no_signal"]
 # Updates that are looked at, and the share of their episodes that may be spent untrained.
@@ -41,10 +41,11 @@ async def training_warnings(
     """Return what is wrong by kind, each with the recipe or setting to change."""
     found = _of_updates(await last_updates(connection, rule.policy, LATEST))
     waiting, alone = await waiting_alone(connection, rule)
-    if alone >= rule.groups and 2 * alone > waiting:
+    # As many as an update takes: those of a slow wave may wait for the others of their group.
+    if alone >= rule.groups * rule.group_size and 2 * alone > waiting:
         found["alone"] = (
-            f"{alone} of {waiting} episodes with a reward are the only ones of their task, and wait"
-            f" for others in vain: {REMEDIES['alone']}"
+            f"{alone} of {waiting} episodes with a reward wait in vain for"
+            f" {rule.smallest_group} of their task: {REMEDIES['alone']}"
         )
     return found
 

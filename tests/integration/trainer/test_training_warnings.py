@@ -49,15 +49,17 @@ async def test_tasks_that_come_once_are_warned_of_under_a_recipe_of_groups(
     engine: AsyncEngine,
 ) -> None:
     recipe = Recipe.model_validate(RECIPE)
-    await store(engine, [("a", 1.0), ("b", 0.0)])
+    await store(engine, [("a", 1.0), ("b", 0.0), ("c", 0.0)])
+    assert await warnings(engine, recipe) == {}
+    await store(engine, [("d", 1.0)])
     found = await warnings(engine, recipe)
     assert list(found) == ["alone"]
-    assert "2 of 2 episodes" in found["alone"]
+    assert "4 of 4 episodes with a reward wait in vain for 2 of their task" in found["alone"]
     assert "recipe `single`" in found["alone"]
     single = Recipe.model_validate({"claim": {"group_size": 1}, "credit": {"baseline": "moving"}})
     assert await warnings(engine, single) == {}
     # Where tasks come again.
-    await store(engine, [(task, 1.0) for task in "cccdddd"])
+    await store(engine, [(task, 1.0) for task in "eeefffff"])
     assert await warnings(engine, recipe) == {}
 
 
@@ -105,7 +107,7 @@ async def test_a_warning_is_logged_as_it_begins_counted_and_shown(
 ) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text("[claim]\ngroup_size = 2\ngroups = 2\nmax_age_s = 0.001")
-    await store(engine, [("a", 1.0), ("b", 0.0)])
+    await store(engine, [(task, 1.0) for task in "abcd"])
     claiming = Claiming(engine, claim_rule(load_recipe(str(file)), "m"), {})
     with capture_logs() as logs:
         await claiming.expire(0)
@@ -133,7 +135,7 @@ async def test_a_warning_is_logged_as_it_begins_counted_and_shown(
 async def test_show_warns_of_policies_that_are_trained(
     engine: AsyncEngine, policy: str, shown: str
 ) -> None:
-    await store(engine, [(f"t{number}", 1.0) for number in range(16)])
+    await store(engine, [(f"t{number}", 1.0) for number in range(128)])
     async with engine.begin() as connection:
         await connection.execute(
             text("UPDATE episode_policies SET scored_at = scored_at - interval '1 day'")
