@@ -100,7 +100,7 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
                 raise
             raise RecipeError(f"policy {policy.policy!r}: {error}") from error
     for policy, recipe in zip(chosen[1:], recipes[1:], strict=True):
-        for key in ("dtype", "batch.gradient_checkpointing"):
+        for key in ("dtype", "base_bits", "batch.gradient_checkpointing"):
             first, other = attrgetter(key)(recipes[0]), attrgetter(key)(recipe)
             if first != other:
                 raise TrainerError(

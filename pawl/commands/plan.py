@@ -231,14 +231,18 @@ def _advice(
     """Return what to change so that calls of `context` tokens can be trained and served."""
     longest = takes.longest(room, checkpointing=True)
     advice = []
-    if server and server < takes.weights:
+    if server and server < takes.served:
         advice.append(
-            "vLLM's share does not hold the weights: give it more (PAWL_SERVE_GPU_SHARE), another"
-            " GPU (PAWL_SERVE_GPUS), or serve a smaller model"
+            "vLLM's share does not hold the weights in 16 bits: give it more"
+            ' (PAWL_SERVE_GPU_SHARE), serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8"), give it'
+            " another GPU (PAWL_SERVE_GPUS), or serve a smaller model"
         )
     if not longest:
+        packing = (
+            "" if recipe.base_bits == 4 else "pack the weights (base_bits = 4 in the recipe), "
+        )
         advice.append(
-            "the weights do not fit beside vLLM: give the trainer a GPU of its own"
+            f"the weights do not fit beside vLLM: {packing}give the trainer a GPU of its own"
             " (PAWL_TRAIN_GPUS), several of them, which share the weights, or train a smaller model"
         )
     elif longest < context:

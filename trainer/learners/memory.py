@@ -25,7 +25,7 @@ from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.model import loader_of, precision
+from trainer.learners.model import loader_of, precision, weight_bytes
 from trainer.learners.scoring import decoder_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
@@ -51,7 +51,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         context: the most tokens that the model has positions for; None if it does not say.
         parameters: how many numbers the frozen base has.
         trained: how many the adapter has.
-        weights: of the frozen base.
+        weights: of the frozen base; where they are packed, with the largest layer unpacked.
         optimizer: of the adapter, its gradient, and the optimiser's moments.
         head: of the LM head's logits, which are computed in chunks.
         plain: a token, at the end of the forward pass.
@@ -68,6 +68,11 @@ class Footprint(Record, frozen=True, kw_only=True):
     head: int
     plain: int
     checkpointed: int
+
+    @property
+    def served(self) -> int:
+        """Return the bytes that the weights have in a model server, in 16 bits."""
+        return 2 * self.parameters
 
     @property
     def fixed(self) -> int:
@@ -102,7 +107,8 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     `model` is a folder, a `config.json`, or a hub name; nothing but the configuration is read.
 
     Raises:
-        LearnerError: there is no such configuration, or no layer of it can be run.
+        LearnerError: there is no such configuration, no layer of it can be run, or the recipe asks
+            to pack a base that cannot be.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -117,6 +123,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         ) from error
     make_base_lean(base)
     parameters = sum(parameter.numel() for parameter in base.parameters())
+    weights = weight_bytes(base, recipe, device)
     adapted = attach_adapter(base, recipe.lora, None, 0)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     text = config.get_text_config()
@@ -131,7 +138,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         context=getattr(text, "max_position_embeddings", None),
         parameters=parameters,
         trained=trained,
-        weights=parameters * width,
+        weights=weights,
         optimizer=TRAINED * trained,
         # A chunk's logits and their logarithms in float32, and the probabilities as the head is.
         head=CHUNK[device] * (4 + 4 + width),

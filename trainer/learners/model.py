@@ -7,7 +7,8 @@ adapter of the policy whose turn it is takes the place of the one before.
 import gc
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -16,13 +17,16 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    BitsAndBytesConfig,
 )
+from transformers.utils import is_bitsandbytes_available
 
 from store.values.sampling import Distribution
 from trainer.batches import Row
@@ -44,6 +48,9 @@ from trainer.recipes.recipe import LoraOptions, Recipe
 # nearly all.
 HASHED_VALUES: Final = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Bytes of a packed weight. Beside 4 bits: a scale of 8 bits for 64 weights, and one of 32 for 256
+# of these scales.
+PACKED_BYTES: Final = {4: (4 + 8 / 64 + 32 / (64 * 256)) / 8, 8: 1.0}
 
 
 def precision(recipe: Recipe, device: str) -> torch.dtype:
@@ -55,10 +62,45 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the memory has room for the weights of `model` while nobody else has any."""
-    base = outline(AutoConfig.from_pretrained(model))
-    count = sum(parameter.numel() for parameter in base.parameters())
-    device = _device()
-    return bool(count * precision(recipe, device).itemsize <= _whole_memory(device))
+    base, device = outline(AutoConfig.from_pretrained(model)), _device()
+    return weight_bytes(base, recipe, device) <= _whole_memory(device)
+
+
+def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
+    """Return the bytes of the weights of `base`, not loaded, as they would be on `device`.
+
+    Packed layers are unpacked one at a time, so that the largest counts whole as well.
+
+    Raises:
+        LearnerError: they cannot be packed as the recipe asks.
+    """
+    width = precision(recipe, device).itemsize
+    whole: int = sum(parameter.numel() for parameter in base.parameters()) * width
+    if recipe.base_bits is None:
+        return whole
+    sizes = _packable(base)
+    saved = int(sum(sizes) * (width - PACKED_BYTES[recipe.base_bits]))
+    return whole - saved + max(sizes) * width
+
+
+def _packable(base: Any) -> list[int]:
+    """Return how many weights each layer has that bitsandbytes packs: linear, and not the LM head.
+
+    Raises:
+        LearnerError: most of the weights are in none of them.
+    """
+    head = base.get_output_embeddings()
+    layers = (module for module in base.modules() if type(module) is torch.nn.Linear)
+    sizes = [layer.weight.numel() for layer in layers if layer is not head]
+    # The experts of a mixture are one parameter of three dimensions.
+    stacked = sum(parameter.numel() for parameter in base.parameters() if parameter.ndim > 2)
+    if stacked >= sum(sizes):
+        raise LearnerError(
+            f"base_bits would pack {sum(sizes) / 1e9:.2g} billion weights, and leave"
+            f" {stacked / 1e9:.2g} billion of experts as they are, which bitsandbytes cannot pack:"
+            " leave it out of the recipe"
+        )
+    return sizes
 
 
 def _whole_memory(device: str) -> int:
@@ -95,25 +137,97 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
         LearnerError: the model cannot be loaded.
     """
     device = _device()
-    base, tokenizer = _pretrained(model, precision(recipe, device))
+    dtype = precision(recipe, device)
+    if recipe.base_bits is None:
+        base, tokenizer = _pretrained(model, dtype)
+        base.to(device)
+    else:
+        base, tokenizer = _packed(model, recipe.base_bits, dtype, device)
     base.set_attn_implementation(own_attention(base))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    base.to(device)
-    make_base_lean(base)
+    make_base_lean(base, outline(base.config))
     checkpoint(base, on=recipe.batch.gradient_checkpointing is True)
     return base, tokenizer
 
 
-def _pretrained(model: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
+def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """Return the causal LM, its linear layers packed as they are read, and its tokenizer.
+
+    Raises:
+        LearnerError: bitsandbytes is not installed, or the model cannot be loaded or packed.
+    """
+    if not is_bitsandbytes_available():
+        raise LearnerError(
+            f"base_bits = {bits} needs bitsandbytes: install it with `pip install"
+            " 'pawl[trainer]'`, or leave base_bits out of the recipe"
+        )
+    with _loading(model):
+        _packable(outline(AutoConfig.from_pretrained(model)))
+    how = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    with _stored_weights(bits) as stored:
+        base, tokenizer = _pretrained(
+            model, dtype, quantization_config=how, device_map={"": device}
+        )
+    if not stored:
+        raise LearnerError(
+            f"the model {model!r} is stored with packed weights: leave base_bits out of the recipe"
+        )
+    base.stored_weights = stored
+    # Where TRL reads this it rounds the adapter to bfloat16.
+    base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
+    return base, tokenizer
+
+
+@contextmanager
+def _stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
+    """Note what each weight has before it is packed, while a model is loaded within the context.
+
+    That is its shape and its first values, by its name: what it is told by (`base_hash`).
+    """
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+
+    stored = {}
+    operation = Bnb4bitQuantize if bits == 4 else Bnb8bitQuantize
+    own = operation.convert
+
+    def convert(self: Any, weights: dict[str, Any], *more: Any, **named: Any) -> Any:
+        for name, value in weights.items():
+            weight = value[0] if isinstance(value, list) else value
+            stored[name] = (weight.shape, weight.flatten()[:HASHED_VALUES].clone())
+        return own(self, weights, *more, **named)
+
+    operation.convert = convert
+    try:
+        yield stored
+    finally:
+        operation.convert = own
+
+
+def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) -> tuple[Any, Any]:
     """Return the causal LM and its tokenizer as they are stored; "auto" keeps their precision.
+
+    `how` is what else transformers is told of loading.
 
     Raises:
         LearnerError: the model cannot be loaded.
     """
-    try:
+    with _loading(model):
         loader = loader_of(AutoConfig.from_pretrained(model))
-        return loader.from_pretrained(model, dtype=dtype), AutoTokenizer.from_pretrained(model)
+        base = loader.from_pretrained(model, dtype=dtype, **how)
+        return base, AutoTokenizer.from_pretrained(model)
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise LearnerError(
             f"the model {model!r} cannot be loaded: {error}; set PAWL_MODEL to the folder or name"
@@ -155,12 +269,14 @@ def checkpoint(base: Any, *, on: bool) -> None:
 def base_hash(base: Any) -> str:
     """Return a hash of the parameters of `base`: of their names, shapes, and some of their values.
 
-    It is the same in every precision that the weights are loaded in.
+    It is the same in every precision that the weights are loaded in, packed or not.
     """
     digest = sha256()
+    stored = getattr(base, "stored_weights", {})
     for name, parameter in base.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
-        some = parameter.detach().flatten()[:HASHED_VALUES].to(torch.bfloat16).cpu()
+        shape, values = stored.get(name, (parameter.shape, parameter.detach().flatten()))
+        digest.update(f"{name} {tuple(shape)} ".encode())
+        some = values[:HASHED_VALUES].to(torch.bfloat16).cpu()
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -179,7 +295,7 @@ class Base:
         name: the folder or name that it was loaded from.
         tokenizer: that of the model.
         hash: tells it from other models (`base_hash`).
-        processes: those that compute together; the base is sharded over them.
+        processes: those that compute together; the base is sharded over them, unless it is packed.
         throughput: how fast the learners train.
     """
 
@@ -191,8 +307,9 @@ class Base:
             LearnerError: the model does not exist, or cannot be trained.
             ShortOfMemory: memory ran out.
         """
-        # TRL writes to the logging module; Pawl has one log, structlog's.
-        logging.getLogger("trl").setLevel(logging.ERROR)
+        # They write to the logging module; Pawl has one log, structlog's.
+        for library in ("trl", "bitsandbytes"):
+            logging.getLogger(library).setLevel(logging.ERROR)
         be_deterministic()
         self.name = model
         self._model, self.tokenizer = load_base(model, recipe)
@@ -204,7 +321,8 @@ class Base:
         self.throughput = Throughput(
             model_flops(outline(self._model.config)), self._model.device, self.processes.count
         )
-        self.processes.shard(self._model)
+        if recipe.base_bits is None:
+            self.processes.shard(self._model)
         self._holder: Holder | None = None
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:

@@ -549,6 +549,12 @@ class Recipe(RecipeOptions):
         description='Precision that the trainer computes in. "auto" is bfloat16 on a GPU and '
         "float32 on a CPU.",
     )
+    base_bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="Bits of a weight of the frozen base's linear layers, which bitsandbytes packs "
+        "(QLoRA, arXiv:2305.14314). The model server serves the base as it is, so that its "
+        "log-probabilities are further from the trainer's. Unset: all weights are in `dtype`.",
+    )
     reward: dict[str, RewardOptions] = Field(default={})
     claim: ClaimOptions = ClaimOptions()
     credit: CreditOptions = CreditOptions()

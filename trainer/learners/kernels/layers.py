@@ -10,33 +10,45 @@ Installed are those that compute the same: PEFT's linear layers with one plain a
 root-mean-square norms, and gated units. A module that is not as expected keeps its own forward
 pass, and one whose state changes (an adapter switched off or merged, a trained base) falls back
 to it.
+
+The weights of a layer that bitsandbytes packed are unpacked for each product, and never kept.
+bitsandbytes' own products of 8 bits would round the inputs as well, by what else is computed with
+them, and keep them in spite of gradient checkpointing.
 """
 
 from copy import deepcopy
 from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from peft.tuners.lora import Linear
+from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 # torch's setting of how float32 products are computed on a CPU; None if it has no such setting.
 _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
+# Linear layers whose weights bitsandbytes packed into 4 or 8 bits.
+PACKED: Final = frozenset({"Linear4bit", "Linear8bitLt"})
 
 
-def make_base_lean(base: nn.Module) -> None:
-    """Replace the forward passes of norms and gated units of `base`, in place."""
-    same: dict[type, bool] = {}
+def make_base_lean(base: nn.Module, like: nn.Module | None = None) -> None:
+    """Replace the forward passes of norms, gated units and packed layers of `base`, in place.
+
+    They are tried on those of `like`, a model of the same classes; without it on those of `base`,
+    whose weights must then be neither packed nor sharded.
+    """
+    same: dict[type, Any] = {}
+    for module in (like or base).modules():
+        if type(module) not in same and (_is_norm(module) or _is_gated(module)):
+            forward = _norm_forward if _is_norm(module) else _gated_forward
+            same[type(module)] = forward if _outputs_agree(module, forward) else None
     for module in base.modules():
-        forward = _norm_forward if _is_norm(module) else _gated_forward
-        if _is_norm(module) or _is_gated(module):
-            if type(module) not in same:
-                same[type(module)] = _outputs_agree(module, forward)
-            if same[type(module)]:
-                module.forward = MethodType(forward, module)
+        lean = _packed_forward if is_packed(module) else same.get(type(module))
+        if lean is not None:
+            module.forward = MethodType(lean, module)
 
 
 def make_adapter_lean(model: nn.Module) -> None:
@@ -44,6 +56,19 @@ def make_adapter_lean(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Return whether bitsandbytes packed the weights of a linear layer."""
+    return isinstance(layer, nn.Linear) and type(layer).__name__ in PACKED
+
+
+def _weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weights of a linear layer, (M, K), packed ones unpacked into `dtype`."""
+    weight: Tensor = layer.weight
+    if is_packed(layer):
+        weight = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).to(dtype)
+    return weight
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -60,15 +85,15 @@ def _is_gated(module: Any) -> bool:
 
 @torch.no_grad()
 def _outputs_agree(module: Any, forward: Any) -> bool:
-    """Return True if `forward` computes what the module does; some norms and units differ."""
+    """Return True if `forward` computes what the module does; some norms and units differ.
+
+    Its class is tried, with numbers of our own.
+    """
+    module = deepcopy(module).to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.normal_(std=0.02)
     weight = module.weight if _is_norm(module) else module.gate_proj.weight
-    if weight.is_meta:
-        # A model that is planned, not loaded: its class is tried with numbers of our own.
-        module = deepcopy(module).to_empty(device="cpu")
-        for parameter in module.parameters():
-            parameter.normal_(std=0.02)
-        weight = module.weight if _is_norm(module) else module.gate_proj.weight
-    x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)[None]
+    x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype)[None]
     own, ours = module(x), forward(module, x)
     if own.shape != ours.shape:
         return False
@@ -98,7 +123,7 @@ def _is_plain(module: Any) -> bool:
         and not module.lora_bias[name]
         and not module.fan_in_fan_out
         and isinstance(module.lora_dropout[name], nn.Identity)
-        and type(module.get_base_layer()) is nn.Linear
+        and (type(module.get_base_layer()) is nn.Linear or is_packed(module.get_base_layer()))
     )
 
 
@@ -110,12 +135,17 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     (name,) = self.lora_A
     flat = LoraProduct.apply(
         x.flatten(0, -2),
-        base.weight,
-        base.bias,
+        base,
         self.lora_A[name].weight,
         self.lora_B[name].weight,
         self.scaling[name],
     )
+    shaped: Tensor = flat.unflatten(0, x.shape[:-1])
+    return shaped
+
+
+def _packed_forward(self: Any, x: Tensor) -> Tensor:
+    flat = PackedProduct.apply(x.flatten(0, -2), self)
     shaped: Tensor = flat.unflatten(0, x.shape[:-1])
     return shaped
 
@@ -172,36 +202,54 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class LoraProduct(Function):
     """Compute a layer with LoRA (arXiv:2106.09685 §4.1): x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ.
 
-    Shapes: x (N, K), W (M, K), b (M,), A (r, K), B (M, r). W and b are frozen.
+    Shapes: x (N, K), W (M, K), b (M,), A (r, K), B (M, r). `layer` has W and b, which are frozen.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return the layer's output, (N, M)."""
         down = product(x, a.to(x.dtype).T)
-        y = product(x, weight.T)
+        y = product(x, _weight_of(layer, x.dtype).T)
         add_product(y, down, b.to(x.dtype).T * scale)
-        if bias is not None:
-            y += bias
-        ctx.save_for_backward(x, down, weight, a, b)
-        ctx.scale = scale
+        if layer.bias is not None:
+            y += layer.bias
+        ctx.save_for_backward(x, down, a, b)
+        ctx.layer, ctx.scale = layer, scale
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, A and B."""
-        x, down, weight, a, b = ctx.saved_tensors
+        x, down, a, b = ctx.saved_tensors
         d_down = product(dy, b.to(dy.dtype) * ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy, weight)
+            dx = product(dy, _weight_of(ctx.layer, dy.dtype))
             add_product(dx, d_down, a.to(dy.dtype))
         da = product(d_down.T, x).to(a.dtype)
         db = product(down.T, dy).T.mul(ctx.scale).to(b.dtype)
-        return dx, None, None, da, db, None
+        return dx, None, da, db, None
+
+
+class PackedProduct(Function):
+    """Compute x·Wᵀ + b with the packed, frozen weights W and the bias b of a `layer`.
+
+    Shapes: x (N, K), W (M, K), b (M,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        """Return the layer's output, (N, M)."""
+        ctx.layer = layer
+        y = product(x, _weight_of(layer, x.dtype).T)
+        return y if layer.bias is None else y + layer.bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        return product(dy, _weight_of(ctx.layer, dy.dtype)), None
 
 
 class RmsNorm(Function):

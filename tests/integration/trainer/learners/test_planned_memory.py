@@ -67,6 +67,33 @@ def test_plan_of_a_model_of_8b_agrees_with_the_hand_calculation(qwen3_8b: Path) 
     assert (made["unique_tokens"], made["row_tokens"]) == (32768, 32768 * 21 // 2)
 
 
+def test_packed_model_of_32b_trains_beside_its_server_of_8_bits(tmp_path: Path) -> None:
+    """The figures of docs/howto/plan-memory.md."""
+    Qwen3Config(
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+    ).save_pretrained(tmp_path)
+    for bits, weights, longest in (
+        ("", 61.0, 0),
+        ("base_bits = 8", 32.2, 3_700),
+        ("base_bits = 4", 18.1, 18_500),
+    ):
+        (tmp_path / "recipe.toml").write_text(f'dtype = "auto"\n{bits}')
+        asked = ["plan", str(tmp_path), "--recipe", str(tmp_path / "recipe.toml"), "--json"]
+        done = CliRunner().invoke(app, asked)
+        made: dict[str, Any] = msgspec.json.decode(done.output)
+        assert made["weights_gib"] == pytest.approx(weights, rel=0.02)
+        assert made["longest"] == pytest.approx(longest, rel=0.1)
+        assert '(PAWL_VLLM_ARGS="--quantization fp8")' in made["advice"][0]
+        assert ("base_bits = 4" in made["advice"][1]) is (not bits)
+
+
 def test_planned_activations_are_those_of_a_real_forward_pass(tiny_model: str) -> None:
     planned = footprint(tiny_model, recipe(), "cpu").plain
     base = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa")

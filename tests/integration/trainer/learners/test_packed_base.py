@@ -1,0 +1,99 @@
+"""On a base of 4 or 8 bits the adapter is trained, and the packed weights stay as they are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+from tests.support.training import recipe, rows
+from trainer.errors import LearnerError
+from trainer.learners.learner import Learner
+from trainer.learners.memory import footprint
+from trainer.learners.model import Base, load_base
+from trainer.learners.ways import compare
+from trainer.recipes.recipe import Recipe
+
+
+def packed(bits: int, **batch: Any) -> Recipe:
+    return recipe(**batch).model_copy(update={"base_bits": bits})
+
+
+def weights(made: Learner, *, trained: bool) -> dict[str, torch.Tensor]:
+    return {
+        name: weight.detach().clone()
+        for name, weight in made._model.named_parameters()
+        if weight.requires_grad is trained
+    }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_update_on_a_packed_base_moves_the_adapter_alone(
+    tiny_model: str, tmp_path: Path, bits: int, checkpointing: bool
+) -> None:
+    chosen = packed(bits, gradient_checkpointing=checkpointing)
+    made = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    assert made.way == "tree"
+    base, adapter = weights(made, trained=False), weights(made, trained=True)
+    found = made.update(rows(0))
+    assert 0 < found["grad_norm"] < float("inf")
+    assert compare(made._model, rows(0), made.way).largest < 1e-5
+    after = weights(made, trained=True)
+    assert {weight.dtype for weight in after.values()} == {torch.float32}
+    assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_B" in name)
+    assert {weight.dtype for weight in base.values()} > {torch.float32}
+    assert all(torch.equal(now, base[name]) for name, now in weights(made, trained=False).items())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_layer_computes_nearly_what_the_whole_one_does(tiny_model: str, bits: int) -> None:
+    ids = torch.tensor([rows()[0].ids])
+    with torch.no_grad():
+        whole, found = (
+            load_base(tiny_model, chosen)[0](input_ids=ids).logits
+            for chosen in (recipe(), packed(bits))
+        )
+    assert 0 < float((found - whole).norm() / whole.norm()) < {4: 0.2, 8: 0.02}[bits]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_versions_of_a_packed_base_are_versions_of_the_whole_one(
+    tiny_model: str, bits: int
+) -> None:
+    assert Base(tiny_model, packed(bits)).hash == Base(tiny_model, recipe()).hash
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_planned_weights_are_those_of_the_packed_base(tiny_model: str, bits: int) -> None:
+    base = load_base(tiny_model, packed(bits))[0]
+    kept = [*base.parameters()]
+    for weight in base.parameters():
+        state = getattr(weight, "quant_state", None)
+        kept += [] if state is None else [state.absmax, state.state2.absmax]
+    loaded = sum(tensor.nbytes for tensor in kept)
+    unpacked = 4 * 64 * 32
+    planned = footprint(tiny_model, packed(bits), "cpu").weights
+    assert planned - unpacked == pytest.approx(loaded, rel=0.01)
+
+
+def test_packing_that_cannot_be_done_is_refused_with_the_reason(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+    ).save_pretrained(tmp_path)
+    for refuses in (load_base, footprint):
+        with pytest.raises(LearnerError, match=r"experts .*, which bitsandbytes cannot pack"):
+            refuses(str(tmp_path), packed(4))
+    monkeypatch.setattr("trainer.learners.model.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(LearnerError, match=r"base_bits = 4 needs bitsandbytes: install it"):
+        load_base(tiny_model, packed(4))
