@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -18,6 +18,7 @@ from accelerate import PartialState
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -130,8 +131,10 @@ def outline(config: Any) -> Any:
         return loader_of(config).from_config(config)
 
 
-def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
+def load_base(model: str, recipe: Recipe, processes: Processes | None = None) -> tuple[Any, Any]:
     """Load the causal LM and its tokenizer, onto the GPU if there is one.
+
+    Its decoder layers are sharded over `processes`, unless they are packed.
 
     Raises:
         LearnerError: the model cannot be loaded.
@@ -139,7 +142,8 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     device = _device()
     dtype = precision(recipe, device)
     if recipe.base_bits is None:
-        base, tokenizer = _pretrained(model, dtype)
+        with processes.sharding() if processes is not None else nullcontext():
+            base, tokenizer = _pretrained(model, dtype)
         base.to(device)
     else:
         base, tokenizer = _packed(model, recipe.base_bits, dtype, device)
@@ -274,11 +278,17 @@ def base_hash(base: Any) -> str:
     digest = sha256()
     stored = getattr(base, "stored_weights", {})
     for name, parameter in base.named_parameters():
-        shape, values = stored.get(name, (parameter.shape, parameter.detach().flatten()))
+        shape, values = stored.get(name) or (parameter.shape, _values(parameter))
         digest.update(f"{name} {tuple(shape)} ".encode())
         some = values[:HASHED_VALUES].to(torch.bfloat16).cpu()
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _values(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter in a row, which all processes gather if it is sharded."""
+    values = parameter.detach()
+    return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
 
 class Holder(Protocol):
@@ -312,17 +322,15 @@ class Base:
             logging.getLogger(library).setLevel(logging.ERROR)
         be_deterministic()
         self.name = model
-        self._model, self.tokenizer = load_base(model, recipe)
-        self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
-        self.hash = base_hash(self._model)
         # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
         self.processes = Processes()
+        self._model, self.tokenizer = load_base(model, recipe, self.processes)
+        self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
+        self.hash = base_hash(self._model)
         self.throughput = Throughput(
             model_flops(outline(self._model.config)), self._model.device, self.processes.count
         )
-        if recipe.base_bits is None:
-            self.processes.shard(self._model)
         self._holder: Holder | None = None
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:

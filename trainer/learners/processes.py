@@ -1,7 +1,8 @@
 """Compute in several processes, each on its GPU, as if in one.
 
 The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
-version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
+version of PyTorch FSDP, arXiv:2304.11277), while it is read: no process ever has all of it. The
+adapter, which is small, is whole in each.
 Each process computes its share of a step's micro-batches, and the adapter's gradients are
 summed, so that all take the same step.
 
@@ -11,16 +12,18 @@ what they were doing, and come together again where micro-batches are cut anew (
 at the command's end (`distributed.agree`).
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from transformers import core_model_loading as loading
 
 from trainer.errors import CompanionFailed
 from trainer.learners.scoring import decoder_of
@@ -31,6 +34,8 @@ T = TypeVar("T")
 FINE, NO_MEMORY, FAILED = range(3)
 # A follower waits for its leader for as long as there is nothing to train on.
 COMMAND_TIMEOUT = timedelta(days=3650)
+# What makes transformers read a model's weights one by one.
+READS_ALONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Processes:
@@ -117,16 +122,49 @@ class Processes:
             grad.copy_(flat[start : start + grad.numel()].view_as(grad))
             start += grad.numel()
 
-    def shard(self, base: Any) -> None:
-        """Shard the decoder layers of `base`, which is frozen, over the processes, in place."""
+    @contextmanager
+    def sharding(self) -> Iterator[None]:
+        """Shard the decoder layers of a frozen model that transformers reads within the context.
+
+        Each is sharded over the processes as soon as its last weight has been read.
+        """
         if self.count == 1:
+            yield
             return
-        device = next(base.parameters()).device.type
-        mesh = init_device_mesh(device, (self.count,))
-        for layer in decoder_of(base).layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            layer.set_custom_all_gather(_MeetFirst(self))
-            self._sharded.append(layer)
+        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.count,))
+        set_parameter, own_threads = loading.set_param_for_module, os.environ.get(READS_ALONE)
+        waiting: list[tuple[str, Any]] | None = None
+
+        def set_and_shard(model: Any, name: str, *more: Any) -> None:
+            nonlocal waiting
+            set_parameter(model, name, *more)
+            if waiting is None:
+                layers = set(decoder_of(model).layers)
+                waiting = [(f"{path}.", m) for path, m in model.named_modules() if m in layers]
+            for path, layer in waiting:
+                if name.startswith(path) and not any(p.is_meta for p in layer.parameters()):
+                    self._shard(layer, mesh)
+                    waiting.remove((path, layer))
+                    break
+
+        loading.set_param_for_module = set_and_shard
+        # Other threads would read the whole model before the first layer is sharded.
+        os.environ[READS_ALONE] = "1"
+        try:
+            yield
+        finally:
+            loading.set_param_for_module = set_parameter
+            os.environ.pop(READS_ALONE)
+            if own_threads is not None:
+                os.environ[READS_ALONE] = own_threads
+
+    def _shard(self, layer: Any, mesh: DeviceMesh) -> None:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for parameter in layer.parameters():
+            # transformers gives new values to what it has not read.
+            parameter._is_hf_initialized = True
+        layer.set_custom_all_gather(_MeetFirst(self))
+        self._sharded.append(layer)
 
 
 class _MeetFirst(DefaultAllGather):

@@ -14,20 +14,23 @@ from accelerate.commands import accelerate_cli
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.stack import free_port
 from pawl.commands.processes import trainer
 from pawl.processes import run_module
-from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe, write_words
 from trainer.errors import ShortOfMemory
 from trainer.learners import distributed
 from trainer.learners.learner import Learner
+from trainer.learners.model import base_hash, load_base
 
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}
 POLICIES = "two policies"
+LOADING = "loading"
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,19 @@ def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two_processes", free_port(), [tiny_model, str(folder / name), name]) for name in LEARNERS
     ]
     programs.append(("two_policies", free_port(), [tiny_model, str(folder / POLICIES)]))
+    large = write_large_model(tmp_path_factory.mktemp("large"))
+    programs.append(("loading", free_port(), [large, str(folder / LOADING)]))
     launch(2, [*programs, *failing(tiny_model, folder)])
     return folder
+
+
+def write_large_model(folder: Path) -> str:
+    """Write a model of twelve layers and 50 million parameters."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    config = LlamaConfig(vocab_size=97, num_attention_heads=8, **sizes)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    write_words(folder)
+    return str(folder)
 
 
 def failing(model: str, folder: Path) -> list[tuple[str, int, list[str]]]:
@@ -59,6 +73,8 @@ def launch(processes: int, programs: list[tuple[str, int, list[str]]]) -> None:
     command += ["--main_process_port", str(free_port())]
     command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    # Freed tensors go back at once, so that a process's memory is what it holds.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -169,6 +185,17 @@ def test_two_processes_make_the_update_of_one(
     ):
         for here, there in zip(alone, together, strict=True):
             assert here == pytest.approx(there, abs=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_no_process_ever_has_the_whole_base_in_memory(launched: Path) -> None:
+    found = [json.loads((launched / LOADING / f"{rank}.json").read_text()) for rank in (0, 1)]
+    alone, _ = load_base(found[0]["model"], recipe())
+    whole = sum(parameter.nbytes for parameter in alone.parameters())
+    for process in found:
+        # Half of it, one layer of twelve, and what else a process needs meanwhile.
+        assert whole / 2 < process["most"] < 0.7 * whole
+        assert process["hash"] == base_hash(alone)
 
 
 @pytest.mark.usefixtures("one_thread")
