@@ -184,6 +184,7 @@ class Learner:
             self._budget.begin(is_tight=self._is_tight([row]))
             peak = peak_of(self._model.device, partial(self._trains, row))
             saves = self._model.is_gradient_checkpointing
+            log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
             takes = takes.corrected(tokens, peak, checkpointing=saves)
         self._takes = takes
         give_freed_memory_back()
