@@ -10,6 +10,7 @@ version, bit by bit, however often it is begun.
 """
 
 import asyncio
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Final
 
@@ -28,6 +29,7 @@ from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import NewVersion, version_folder
 from trainer.publishing.pacing import Pacing
+from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
@@ -37,7 +39,7 @@ from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
 from trainer.updates.recording import Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
-from trainer.updates.training import Training
+from trainer.updates.training import Doubt, Training
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
@@ -82,6 +84,8 @@ class Loop:
         # The evaluation that was tracked last, and when it was looked for.
         self._evaluated: Evaluation | None = None
         self._looked_at = -EXPIRE_S
+        # The next update, if it was claimed and planned while its parent was published.
+        self._ahead: tuple[Claim, Plan] | None = None
         own_folder = version_folder(folder, policy, 0).parent
         self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe)
 
@@ -160,19 +164,26 @@ class Loop:
         await self._publisher.go_live()
         await self._publisher.retire_idle()
 
+    async def stop(self) -> None:
+        """Record or free, if possible, what an update holds that does not go on."""
+        await self._recovery.finish_if_possible("the trainer was stopped")
+
     async def waiting_updates(self) -> float:
         """Return how many updates could be made of the signal that waits for the policy."""
         async with self._engine.connect() as connection:
             return await claim_query.waiting_updates(connection, self._rule)
 
-    async def update_once(self) -> bool:
+    async def update_once(self, *, looks_ahead: bool = False) -> bool:
         """Run one update if enough episodes are ready; return whether there was one.
 
         If it is cancelled, a version that exists already is recorded; else the episodes are free.
+        With `looks_ahead` the next update is claimed and planned while the version is published;
+        the next call goes on with it, or frees its episodes.
         """
         started = perf_counter()
         if await self._versions.waits_to_go_live():
             # An update made now would not build on that version.
+            await self._free_ahead()
             return False
         # Only after the look above: another trainer may let this policy's version go live, and this
         # one alone makes any wait.
@@ -180,10 +191,10 @@ class Loop:
         await self._claiming.expire(parent.version)
         await self._track_evaluation()
         try:
-            if not await self._update_from(parent):
+            if not await self._update_from(parent, looks_ahead=looks_ahead):
                 return False
         except asyncio.CancelledError:
-            await self._recovery.finish_if_possible("the trainer was stopped")
+            await self.stop()
             raise
         UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
@@ -206,43 +217,69 @@ class Loop:
             return await self._versions.head()
         return await self._versions.serving()
 
-    async def _update_from(self, parent: PolicyVersion) -> bool:
+    async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
         """Claim until an update of `parent` comes to its end; return False if too few are ready."""
         while not self._breaker.is_open:
-            claim = await self._claiming.take(parent.version)
+            claim, plan = await self._next(parent)
             if claim is None:
                 return False
             try:
-                await self._run(claim, parent)
+                plan = plan or await self._plan(claim, self._test_servers)
+                await self._run(claim, plan, parent, looks_ahead=looks_ahead)
             except LearnerError as error:
-                await self._claiming.undo(claim.update_id, error)
-                await self._note_error(error, claim)
+                await self._undo(claim, error)
             except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
                 parent = await self._parent()
             else:
                 return True
+        await self._free_ahead()
         return False
 
-    async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
+    async def _next(self, parent: PolicyVersion) -> tuple[Claim | None, Plan | None]:
+        """Return the claim of the next update of `parent`, if any, and its plan, if made ahead."""
+        if self._ahead is not None and self._ahead[0].parent_version == parent.version:
+            (claim, plan), self._ahead = self._ahead, None
+            return claim, plan
+        await self._free_ahead()
+        return await self._claiming.take(parent.version), None
+
+    async def _plan(self, claim: Claim, doubt: Doubt) -> Plan:
+        return await self._training.plan(claim, claim.parent_version, self._recipe, doubt)
+
+    async def _undo(self, claim: Claim, why: LearnerError) -> None:
+        await self._claiming.undo(claim.update_id, why)
+        await self._note_error(why, claim)
+
+    async def _run(
+        self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
+    ) -> None:
         """Bring a claim to its end: a version, or none if there is no signal.
 
         Raises:
             LearnerError: it cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
-        plan = await self._training.plan(claim, parent.version, self._recipe, self._test_servers)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.update(claim, plan, plan.metrics)
             self._trackers.log(self._policy, plan.metrics, number)
             return
-        await self._make_version(claim, plan, parent, number)
+        version, probe = await self._make_version(claim, plan, parent, number)
+        publishing = asyncio.create_task(self._publish(version, probe))
+        try:
+            if looks_ahead:
+                await self._look_ahead(version, publishing)
+            await publishing
+        finally:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+        await self._publisher.clean(self._folder)
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
-    ) -> None:
-        """Train, write, record and publish version `number`."""
+    ) -> tuple[PolicyVersion, Sequence[ProbeRow]]:
+        """Train, write and record version `number`; return it, and what to probe it with."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         probe = await self._training.probe()
         metrics = plan.metrics | trained
@@ -259,16 +296,45 @@ class Loop:
         folder = await self._training.write(new)
         await self._recording.update(claim, plan, metrics, (number, folder))
         self._trackers.log(self._policy, metrics, number)
-        version = await self._versions.numbered(number)
+        return await self._versions.numbered(number), probe
+
+    async def _look_ahead(self, parent: PolicyVersion, publishing: asyncio.Task[None]) -> None:
+        """Claim and plan the next update of `parent`, while that is being published.
+
+        Nothing else of a policy computes meanwhile, and what an update depends on is known: the one
+        before is recorded. So it is the same update that would be begun afterwards.
+        """
+
+        async def test_servers(far: int, measured: int) -> None:
+            await asyncio.wait([publishing])
+            await self._test_servers(far, measured)
+
+        claim = await self._claiming.take(parent.version)
+        if claim is None:
+            return
+        try:
+            self._ahead = claim, await self._plan(claim, test_servers)
+        except LearnerError as error:
+            await asyncio.wait([publishing])
+            await self._undo(claim, error)
+
+    async def _free_ahead(self) -> None:
+        """Free the episodes of the update that was begun ahead, if there is one."""
+        if self._ahead is not None:
+            (claim, _), self._ahead = self._ahead, None
+            why = "it was planned for a version that does not serve, or training is paused"
+            await self._recovery.give_up(claim.update_id, why)
+
+    async def _publish(self, version: PolicyVersion, probe: Sequence[ProbeRow]) -> None:
+        """Publish a version that was made, and note what came of it."""
         why = await self._recovery.publish(self._publisher, version, probe)
         if why is not None:
             self._breaker.note_failure(why, "rejected")
             self._log_pause()
-        elif (await self._versions.numbered(number)).state == "written":
+        elif (await self._versions.numbered(version.version)).state == "written":
             self._breaker.note_written()
         else:
             self._breaker.note_success()
-        await self._publisher.clean(self._folder)
 
     async def _test_servers(self, far: int, measured: int) -> None:
         """Test the model servers before so many episodes are spent as too far off the policy.

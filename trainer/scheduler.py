@@ -88,12 +88,20 @@ class PolicyWorker:
 
         return await self._of_loop(guard, work)
 
-    async def update_once(self, guard: AsyncConnection) -> bool:
-        """Run one update if enough episodes are ready; return whether there was one."""
-        done = await self._of_loop(guard, lambda loop: loop.update_once())
+    async def update_once(self, guard: AsyncConnection, *, looks_ahead: bool) -> bool:
+        """Run one update if enough episodes are ready; return whether there was one.
+
+        With `looks_ahead` the policy's next update may be begun already (`Loop.update_once`).
+        """
+        done = await self._of_loop(guard, lambda loop: loop.update_once(looks_ahead=looks_ahead))
         if done:
             self._failures = 0
         return bool(done)
+
+    async def stop(self) -> None:
+        """Free the episodes of an update that was begun ahead."""
+        if self._loop is not None:
+            await self._loop.stop()
 
     async def _of_loop(
         self, guard: AsyncConnection, work: Callable[[Loop], Awaitable[T]]
@@ -163,24 +171,29 @@ class PolicyScheduler:
             Exception: the failure of the last of the policies that could still be worked on; not
                 where files of one could not be read, which may pass.
         """
-        while True:
-            await claims.still_connected(self._guard)
-            held = await self._take_up()
-            # Beginning with a policy takes long, and is no check of the store.
-            started = perf_counter()
-            updated = await self._turn(held)
-            if updated and once:
-                return
-            if not updated:
-                check_s = perf_counter() - started
-                await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
+        try:
+            while True:
+                await claims.still_connected(self._guard)
+                held = await self._take_up()
+                # Beginning with a policy takes long, and is no check of the store.
+                started = perf_counter()
+                updated = await self._turn(held, once=once)
+                if updated and once:
+                    return
+                if not updated:
+                    check_s = perf_counter() - started
+                    await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
+        except asyncio.CancelledError:
+            for worker in self._workers.values():
+                await worker.stop()
+            raise
 
     async def _take_up(self) -> list[PolicyWorker]:
         """Hold the policies that can be worked on, and return them."""
         workers = self._workers.values()
         return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
 
-    async def _turn(self, held: Sequence[PolicyWorker]) -> bool:
+    async def _turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
         """Run one update, of the first in turn that has enough for one; return if any had.
 
         Raises:
@@ -192,7 +205,9 @@ class PolicyScheduler:
             if signal is not None:
                 waiting.append(Waiting(policy=worker.policy, updates=signal, turns=worker.turns))
         for name in in_turn(waiting):
-            if await self._workers[name].update_once(self._guard):
+            # Among several it is not known whose update is the next.
+            looks_ahead = alone and not once
+            if await self._workers[name].update_once(self._guard, looks_ahead=looks_ahead):
                 for worker in self._workers.values():
                     worker.turns = 0 if worker.policy == name else worker.turns + 1
                 return True

@@ -1,0 +1,165 @@
+"""While a version is published its trainer claims and plans the next update, and never twice."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tests.support.faults.killing import Killed
+from tests.support.trainer.bench import Bench
+from tests.support.trainer.policies import Policies
+from tests.support.waiting import eventually
+from trainer.errors import LearnerError
+from trainer.loop import Loop
+from trainer.publishing.publisher import Publisher
+from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
+
+
+@pytest.fixture
+async def bench(bench: Bench) -> Bench:
+    """Episodes for two updates, the latter ones for the first."""
+    await bench.fill("u")
+    return bench
+
+
+def published_once_claimed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None
+) -> None:
+    """Let nothing be published before the next update holds its episodes."""
+    publish = Publisher.publish
+
+    async def late(self: Publisher, *arguments: Any) -> Any:
+        await eventually(lambda: held(bench.engine))
+        then()
+        return await publish(self, *arguments)
+
+    monkeypatch.setattr(Publisher, "publish", late)
+
+
+async def held(engine: AsyncEngine) -> int:
+    """Return how many episodes are held by an update that has not ended."""
+    query = (
+        "SELECT count(*) FROM episode_policies p JOIN updates u ON u.id = p.claimed_by"
+        " WHERE u.state = 'running'"
+    )
+    async with engine.connect() as connection:
+        return int(await connection.scalar(text(query)) or 0)
+
+
+async def states(bench: Bench) -> list[tuple[str, int]]:
+    return [(update.state, update.parent_version) for update in await bench.updates()]
+
+
+async def test_next_update_is_planned_while_the_version_is_published(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published_once_claimed(bench, monkeypatch)
+    async with bench.working() as loop:
+        assert await loop.update_once(looks_ahead=True)
+        assert await held(bench.engine) == 4
+        monkeypatch.undo()
+        assert await loop.update_once()
+    assert await states(bench) == [("done", 0), ("done", 1)]
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    await bench.assert_spent_once(8)
+
+
+async def test_update_planned_on_a_version_that_is_rejected_is_begun_again_on_another(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published_once_claimed(bench, monkeypatch)
+    async with bench.working() as loop:
+        bench.learner.served_off = -5.0
+        assert await loop.update_once(looks_ahead=True)
+        monkeypatch.undo()
+        bench.learner.served_off = 0.0
+        assert await loop.update_once()
+    assert await states(bench) == [("done", 0), ("abandoned", 1), ("done", 0)]
+    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+    await bench.assert_spent_once(8)
+
+
+async def test_update_that_cannot_be_planned_ahead_frees_its_episodes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench.working() as loop:
+        plan = loop._training.plan
+
+        async def fail(*arguments: Any) -> Any:
+            if (await bench.updates())[0].state == "done":
+                raise LearnerError("the memory is full")
+            return await plan(*arguments)
+
+        monkeypatch.setattr(loop._training, "plan", fail)
+        assert await loop.update_once(looks_ahead=True)
+        assert await held(bench.engine) == 0
+    assert await states(bench) == [("done", 0), ("abandoned", 1)]
+    assert await bench.states() == {0: "published", 1: "serving"}
+
+
+async def test_paused_trainer_holds_no_episodes(bench: Bench) -> None:
+    async with bench.working() as loop:
+        assert await loop.update_once(looks_ahead=True)
+        loop._breaker.doubt("a model server was away, and may be another one now")
+        assert not await loop.update_once()
+    assert await held(bench.engine) == 0
+
+
+async def test_killed_trainer_spends_what_it_had_planned_ahead_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill() -> None:
+        raise Killed
+
+    published_once_claimed(bench, monkeypatch, kill)
+    async with bench.working() as loop:
+        with pytest.raises(Killed):
+            await loop.update_once(looks_ahead=True)
+    monkeypatch.undo()
+    bench.restart()
+    assert await bench.run_once()
+    assert await states(bench) == [("done", 0), ("abandoned", 1), ("done", 1)]
+    await bench.assert_spent_once(8)
+
+
+async def test_moving_baselines_go_on_in_an_update_that_was_planned_ahead(bare: Bench) -> None:
+    bare.recipe = Recipe(
+        claim=ClaimOptions(group_size=1, groups=4, max_age_s=1e9),
+        credit=CreditOptions(baseline="moving", normalisation="batch", air_lambda=0.0),
+    )
+    await bare.fill("t/a")
+    await bare.fill("t/b")
+    async with bare.working() as loop:
+        assert await loop.update_once(looks_ahead=True)
+        assert await loop.update_once()
+    async with bare.engine.connect() as connection:
+        query = text("SELECT baselines FROM updates ORDER BY claimed_at")
+        left = list((await connection.execute(query)).scalars())
+    families = [next(iter(baselines["families"].values())) for baselines in left]
+    assert [agents["default"]["count"] for agents in families] == [4, 8]
+
+
+@pytest.mark.parametrize(("names", "ahead"), [(["writer"], 8), (["writer", "checker"], 0)])
+async def test_trainer_of_one_policy_looks_ahead_and_holds_nothing_once_it_is_stopped(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch, names: list[str], ahead: int
+) -> None:
+    await policies.fill({"writer": 16})
+    sync, waits = Loop.sync_adapters, asyncio.Event()
+
+    async def wait_at_the_second_turn(self: Loop) -> None:
+        if await policies.updates():
+            waits.set()
+            await asyncio.Event().wait()
+        await sync(self)
+
+    monkeypatch.setattr(Loop, "sync_adapters", wait_at_the_second_turn)
+    async with policies.scheduler(names) as scheduler:
+        work = asyncio.create_task(scheduler.run(0.01, once=False))
+        await asyncio.wait_for(waits.wait(), 30.0)
+        assert await held(policies.engine) == ahead
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert await held(policies.engine) == 0
