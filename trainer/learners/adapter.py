@@ -49,6 +49,7 @@ ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 FOLDED: Final = frozenset({"kv_b_proj"})
 # Kernels of Mamba 2 multiply by it themselves, past any adapter; PEFT refuses to adapt it.
 FUSED: Final = frozenset({"out_proj", "conv1d"})
+MIXER: Final = "Mamba2Mixer"
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
@@ -80,7 +81,7 @@ def choose(parts: Sequence[ModelModule]) -> list[str] | None:
     """
     holders = _expert_holders(parts)
     routers = _routers(parts, holders)
-    mixers = {part.name for part in parts if part.kind.endswith("Mamba2Mixer")}
+    mixers = {part.name for part in parts if part.kind.endswith(MIXER)}
     linear = [part.name for part in parts if part.linear and not part.head]
     layers = [
         name

@@ -32,7 +32,7 @@ from transformers.utils import is_bitsandbytes_available
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
-from trainer.learners.adapter import attach_adapter, detach
+from trainer.learners.adapter import FUSED, MIXER, attach_adapter, detach
 from trainer.learners.budget import says_no_room
 from trainer.learners.flops import Throughput, model_flops
 from trainer.learners.kernels.layers import make_base_lean
@@ -79,25 +79,34 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
     whole: int = sum(parameter.numel() for parameter in base.parameters()) * width
     if recipe.base_bits is None:
         return whole
-    sizes = _packable(base)
+    sizes = _packable(base).values()
     saved = int(sum(sizes) * (width - PACKED_BYTES[recipe.base_bits]))
     return whole - saved + max(sizes) * width
 
 
-def _packable(base: Any) -> list[int]:
-    """Return how many weights each layer has that bitsandbytes packs: linear, and not the LM head.
+def _packable(base: Any) -> dict[str, int]:
+    """Return how many weights each layer has that bitsandbytes packs, by its name.
+
+    They are the linear layers without the LM head, and without those that kernels of Mamba 2
+    multiply by themselves.
 
     Raises:
         LearnerError: most of the weights are in none of them.
     """
-    head = base.get_output_embeddings()
-    layers = (module for module in base.modules() if type(module) is torch.nn.Linear)
-    sizes = [layer.weight.numel() for layer in layers if layer is not head]
+    modules, head = dict(base.named_modules()), base.get_output_embeddings()
+    mixers = {name for name, module in modules.items() if type(module).__name__.endswith(MIXER)}
+    sizes = {
+        name: layer.weight.numel()
+        for name, layer in modules.items()
+        if type(layer) is torch.nn.Linear
+        and layer is not head
+        and not (name.rpartition(".")[0] in mixers and name.rpartition(".")[2] in FUSED)
+    }
     # The experts of a mixture are one parameter of three dimensions.
     stacked = sum(parameter.numel() for parameter in base.parameters() if parameter.ndim > 2)
-    if stacked >= sum(sizes):
+    if stacked >= sum(sizes.values()):
         raise LearnerError(
-            f"base_bits would pack {sum(sizes) / 1e9:.2g} billion weights, and leave"
+            f"base_bits would pack {sum(sizes.values()) / 1e9:.2g} billion weights, and leave"
             f" {stacked / 1e9:.2g} billion of experts as they are, which bitsandbytes cannot pack:"
             " leave it out of the recipe"
         )
@@ -167,13 +176,16 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
             " 'pawl[trainer]'`, or leave base_bits out of the recipe"
         )
     with _loading(model):
-        _packable(outline(AutoConfig.from_pretrained(model)))
+        shapes = outline(AutoConfig.from_pretrained(model))
+    packed = _packable(shapes)
+    linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
     how = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[name for name in linear if name not in packed],
     )
     with _stored_weights(bits) as stored:
         base, tokenizer = _pretrained(
