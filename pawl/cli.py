@@ -2,13 +2,14 @@
 
 from importlib import import_module
 from inspect import getdoc
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
+from store import __version__
 from store.errors import StoreError
 
 # In the order of the help: a function, or an app with commands of its own, and its module.
@@ -78,8 +79,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pawl {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     pass
 
 

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings
 
 import pawl.steward.metrics
 import proxy.metrics
+import store.metrics
 import trainer.metrics
 from pawl.cli import app
 from pawl.settings import ClientSettings, StackSettings, StewardSettings
@@ -39,6 +40,7 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Clients": ClientSettings,
 }
 METRICS: Final[dict[str, ModuleType]] = {
+    "Every process": store.metrics,
     "Proxy": proxy.metrics,
     "Trainer": trainer.metrics,
     "Steward": pawl.steward.metrics,

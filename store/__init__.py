@@ -4,3 +4,5 @@ Proxy and trainer both depend on it, and it depends on neither. The ingester's d
 calls and feedback; the trainer claims episodes, records updates and moves policies. Callers
 exchange only the frozen records of `store.records` with it.
 """
+
+__version__ = "0.1.0"

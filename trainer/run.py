@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.database import is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
+from store.metrics import count_build
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
@@ -88,6 +89,7 @@ async def _work(
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)
         host, port = address(settings.trainer_listen)
+        count_build()
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
         breakers = {policy: CircuitBreaker() for policy in policies}

@@ -13,6 +13,7 @@ from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
 from proxy.admin_port import listen_on
+from store.metrics import count_build
 from trainer.publishing.model_server import Replicas
 
 log = structlog.get_logger()
@@ -32,6 +33,7 @@ async def steward(settings: StewardSettings) -> None:
         )
         servable = ServableVersions(settings, poll_s)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
+        count_build()
         port = await listen_on(app_of(servable, controllers), settings.steward_listen)
         exits.push_async_callback(port.cleanup)
         work = [servable.follow(), Gating(settings, poll_s, replicas).follow()]

@@ -28,6 +28,7 @@ from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.database import is_no_records_fault, is_unavailable
+from store.metrics import count_build
 from store.read.evaluations import evaluations
 from store.write.feedback_keys import forget_keys
 
@@ -108,6 +109,7 @@ async def _working(
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
+    count_build()
     admin = await listen_on(app, settings.admin_listen)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")

@@ -206,7 +206,7 @@ class LitellmUpstream:
         if importlib.util.find_spec(LIBRARY) is None:
             raise BadUpstreams(
                 f'upstream {spec.name!r}: kind = "litellm", and litellm is not installed here: '
-                "pip install 'pawl[litellm]'"
+                "pip install 'pawl-rl[litellm]'"
             )
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:

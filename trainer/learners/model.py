@@ -173,7 +173,7 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
     if not is_bitsandbytes_available():
         raise LearnerError(
             f"base_bits = {bits} needs bitsandbytes: install it with `pip install"
-            " 'pawl[trainer]'`, or leave base_bits out of the recipe"
+            " 'pawl-rl[trainer]'`, or leave base_bits out of the recipe"
         )
     with _loading(model):
         shapes = outline(AutoConfig.from_pretrained(model))

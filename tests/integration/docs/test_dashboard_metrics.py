@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from store import __version__
 from tests.integration.conftest import Proxy
 from tests.support.waiting import awaited
 from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selectors
@@ -70,3 +71,9 @@ async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> N
     async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     assert any(line.startswith('pawl_reward_count{policy="m",version="0"}') for line in lines)
+
+
+async def test_scrape_says_which_version_runs(proxy: Proxy) -> None:
+    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    assert f'pawl_build_info{{version="{__version__}"}} 1.0' in lines

@@ -150,7 +150,7 @@ def installed(image: Stage) -> dict[str, str]:
 def test_image_has_exactly_the_locked_packages(image: Stage) -> None:
     lines = (ROOT / "requirements" / "proxy.txt").read_text().splitlines()
     locked = dict(line.split()[0].split("==") for line in lines if "==" in line)
-    ours = {"pawl", "pip", "setuptools", "wheel"}
+    ours = {"pawl-rl", "pip", "setuptools", "wheel"}
     found = {name: version for name, version in installed(image).items() if name not in ours}
     assert found == {normalized(name): version for name, version in locked.items()}
 
@@ -166,7 +166,7 @@ def test_image_has_no_torch(image: Stage) -> None:
 
 def test_wheel_is_for_any_platform_and_has_every_module_and_data_file(image: Stage) -> None:
     site = site_packages(image)
-    [wheel] = site.glob("pawl-*.dist-info/WHEEL")
+    [wheel] = site.glob("pawl_rl-*.dist-info/WHEEL")
     assert "Tag: py3-none-any" in wheel.read_text().splitlines()
     sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     names = {*DATA, *(str(path.relative_to(ROOT)) for path in sources)}

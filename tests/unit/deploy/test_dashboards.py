@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import pawl.steward.metrics
 import proxy.metrics
+import store.metrics
 import trainer.metrics
 
 ROOT: Final = Path(__file__).parents[3] / "dashboards"
@@ -131,9 +132,9 @@ def labels_of_result(node: promql.Expr) -> set[str] | None:
 
 
 def registered() -> dict[str, frozenset[str]]:
-    """Every series that proxy, trainer and steward can export, with its labels."""
+    """Every series that a process can export, with its labels."""
     found: dict[str, frozenset[str]] = {}
-    for module in (proxy.metrics, trainer.metrics, pawl.steward.metrics):
+    for module in (store.metrics, proxy.metrics, trainer.metrics, pawl.steward.metrics):
         for value in vars(module).values():
             for metric in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(metric, MetricWrapperBase):

@@ -17,6 +17,7 @@ from pawl.cli import app
 from pawl.processes import large_imports
 from pawl.programs import Ended, TooMuchOutput, run_program
 from pawl.rollout.agents import CommandAgent, Request
+from store import __version__
 
 # Begins a session of its own, and holds on to what it inherited.
 DAEMON = """
@@ -133,6 +134,13 @@ def test_garbage_collector_leaves_nothing_out_when_the_process_ends() -> None:
         [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True
     )
     assert done.stdout == "0\n"
+
+
+def test_version_is_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"pawl {__version__}\n"
 
 
 def helps(group: TyperGroup, name: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
 from pawl.steward.rollback import RollbackTarget, load_again
+from store import __version__
 from store.version_queries import list_servable
 from tests.support.faults.unreadable import unreadable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
@@ -369,6 +370,7 @@ async def test_process_is_small_answers_and_ends_at_sigterm(
             f'pawl_steward_missing_adapters{{replica="{server.url}"}} 0.0',
             f'pawl_steward_loads_total{{outcome="loaded",replica="{server.url}"}} 1.0',
             "pawl_steward_database_up 1.0",
+            f'pawl_build_info{{version="{__version__}"}} 1.0',
         } <= set(lines)
 
     await eventually(counted)
