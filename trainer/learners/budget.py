@@ -182,26 +182,35 @@ class Budget:
             try:
                 result = run(micro_batches)
             except NoRoom as error:
-                undo()
-                self._answer(error, rows, fits, trains=trains)
+                failed, reason = error.rows, str(error.__cause__)
             else:
                 if trains:
                     self._longest = max([self._longest, *(row.size for row in rows)])
                 return result, micro_batches
+            # Only here is the error gone, and with it the tensors of the failed pass.
+            undo()
+            self._answer(failed, reason, rows, fits, trains=trains)
 
     def _answer(
-        self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool], *, trains: bool
+        self,
+        failed: Sequence[Row],
+        reason: str,
+        rows: Sequence[Row],
+        fits: Callable[[Row], bool],
+        *,
+        trains: bool,
     ) -> None:
+        """Make an attempt at `rows` take less memory: it ran out, for a `reason`, at some."""
         torch.cuda.empty_cache()
         if trains and self._checkpoint is not None and not self.checkpoints:
             self._set_checkpoints(on=True)
-            self._note(error, "checkpointing_switched_on")
+            self._note("checkpointing_switched_on", reason)
             return
-        uncut = self._processes.gather(self._uncut(error.rows))
+        uncut = self._processes.gather(self._uncut(failed))
         longest = max((row for row in rows if row.key in uncut), key=_size, default=None)
         if longest is not None:
             self._refuse_too_long(longest, rows, fits)
-        self._shrink(error)
+        self._shrink(reason)
 
     def _uncut(self, rows: Sequence[Row]) -> RowKey | None:
         """Return the longest of a micro-batch's rows if nothing of it is left to cut.
@@ -234,19 +243,18 @@ class Budget:
             reason=TOO_LONG,
         )
 
-    def _shrink(self, error: NoRoom) -> None:
+    def _shrink(self, reason: str) -> None:
         if self.tokens < 2 * SMALLEST_BUDGET:
             raise ShortOfMemory(
-                f"the memory has no room for {self.tokens} tokens at once: {REMEDY}:"
-                f" {error.__cause__}"
-            ) from error
+                f"the memory has no room for {self.tokens} tokens at once: {REMEDY}: {reason}"
+            )
         self.tokens //= 2
-        self._note(error, "micro_batches_made_smaller")
+        self._note("micro_batches_made_smaller", reason)
 
-    def _note(self, error: NoRoom, event: str) -> None:
+    def _note(self, event: str, reason: str) -> None:
         """Wait longer for the next attempt at what takes more memory, and log what was done."""
         if self._is_trying:
             self._wait = min(LONGEST_WAIT, 2 * self._wait)
             self._is_trying = False
         self._calm = 0
-        log.warning(event, tokens=self.tokens, reason=str(error.__cause__)[:200])
+        log.warning(event, tokens=self.tokens, reason=reason[:200])

@@ -378,8 +378,9 @@ class Learner:
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
-        """Undo half a step: clear its gradients and figures."""
+        """Undo half a step: clear its gradients and figures, and scores that hold its tensors."""
         self._trainer.optimizer.zero_grad()
+        self._trainer.scored = None
         self._trainer.take_compared()
         self._trainer._metrics["train"].clear()
 

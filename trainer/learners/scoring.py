@@ -77,8 +77,9 @@ def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[i
 
     Beside them is the place of the token before every sampled one, row after row, (M,).
     """
-    compute = _tree_states if way == "tree" else _chain_states
-    states, paths = compute(model, rows, way)
+    # One chain needs no tree: plain causal attention has the fastest kernels.
+    is_tree = way == "tree" and len(chains_of(rows, way)) > 1
+    states, paths = (_tree_states if is_tree else _chain_states)(model, rows, way)
     befores = [
         place
         for row, path in zip(rows, paths, strict=True)

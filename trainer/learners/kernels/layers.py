@@ -105,6 +105,10 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     if self.weight.requires_grad and torch.is_grad_enabled():
         own: Tensor = type(self).forward(self, hidden_states)
         return own
+    if hidden_states.is_cuda:
+        return nn.functional.rms_norm(
+            hidden_states, self.weight.shape, self.weight, self.variance_epsilon
+        )
     normed: Tensor = RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
     return normed
 

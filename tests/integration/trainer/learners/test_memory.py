@@ -1,5 +1,6 @@
 """A learner that runs out of memory takes no half step, and loses no episode but one too long."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trainer.batches import Row
 from trainer.errors import OUT_OF_MEMORY, ShortOfMemory, Unusable
 from trainer.learners import model, scoring
 from trainer.learners.budget import TOO_LONG
+from trainer.learners.kernels.layers import SwiGlu
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
@@ -84,6 +86,33 @@ def test_an_attempt_that_ran_out_of_memory_leaves_nothing(
     for made in (calm, short):
         made.update(rows(1))
     assert short._budget.tokens == calm._budget.tokens
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_a_failed_attempt_holds_no_memory_in_the_next(
+    tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learner(tiny_model, tmp_path, name)
+    kept: list[Any] = []
+    alive: list[int] = []
+    take, forward = made._step.take, SwiGlu.forward
+
+    def taken(*given: Any) -> Any:
+        alive.append(sum(storage() is not None for storage in kept))
+        if len(alive) == 1:
+            monkeypatch.setattr(SwiGlu, stage, staticmethod(once(getattr(SwiGlu, stage), 2)))
+        return take(*given)
+
+    def noted(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        kept.append(weakref.ref(gate.untyped_storage()))
+        return forward(ctx, gate, up)
+
+    monkeypatch.setattr(made._step, "take", taken)
+    monkeypatch.setattr(SwiGlu, "forward", staticmethod(noted))
+    made.update(rows())
+    assert len(alive) > 1
+    assert not any(alive)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,407 @@
+"""Measure updates of a large model on one GPU, beside TRL's asynchronous GRPO on the same rows.
+
+A model of random weights, of the shape of Qwen3-8B or of `--config`, trains on episodes whose calls
+only grow. One update is timed in each way that can compute it, and then as TRL 1.16 packs it
+(`trl.experimental.async_grpo`): prefix trees, its fused head and its loss, with PEFT's own layers.
+TRL takes FlashAttention 3 from a hub; where that cannot be reached it gets torch's FlashAttention.
+Last, half of the card is taken, as by a model server, and an episode whose longest call has 32,768
+tokens is trained beside it. Tokens are distinct ones; MFU counts what they need
+(`trainer.learners.flops`), not what is computed again.
+
+Needs a GPU; `--quick` takes a tiny model, and no GPU, to see that everything runs. Ends with status
+1 where a bar is missed.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.experimental.async_grpo import packing
+from trl.trainer.utils import add_fused_lm_head
+
+from benchmarks.report import Bar, Rows, bars_table, number
+from tests.support.training import write_words
+from trainer.batches import Row, Way, tree_size
+from trainer.errors import Unusable
+from trainer.learners.flops import model_flops, peak_flops
+from trainer.learners.learner import Learner
+from trainer.learners.model import Base
+from trainer.learners.self_test import growing_rows
+from trainer.recipes.recipe import Recipe, load_recipe
+
+GIB: Final = 2**30
+# Qwen3-8B's config.json, without what changes no size.
+QWEN3_8B: Final[dict[str, Any]] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+TINY: Final = QWEN3_8B | {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+# Tokens of the longest call beside a server, and the server's share of the card.
+LONG: Final = 32768
+SERVED: Final = 0.5
+LEAST_MFU: Final = 0.35
+TRL: Final = "TRL's packing"
+
+
+class Measured(NamedTuple):
+    """Hold what one update came to: `tokens` are distinct, `flops` what they need."""
+
+    name: str
+    seconds: float
+    tokens: int
+    computed: int
+    peak_gib: float
+    flops: float
+
+
+class Packing(NamedTuple):
+    """Hold the update of TRL's packing: what runs it, and the tokens that it computes."""
+
+    run: Callable[[], None]
+    computed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config", type=Path, help="a config.json; left out: Qwen3-8B's shape")
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--context", type=int, default=16384, help="tokens of the longest call")
+    parser.add_argument("--only", nargs="+", default=["tree", "chain", "trl", "long"])
+    parser.add_argument("--quick", action="store_true", help="tiny model, a few rows, no GPU")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not options.quick:
+        parser.error("there is no GPU: --quick runs all of it with a tiny model on the CPU")
+    shape = TINY if options.quick else QWEN3_8B
+    if options.config is not None:
+        shape = AutoConfig.from_pretrained(options.config).to_dict()
+    long, context, episodes = LONG, options.context, options.episodes
+    if options.quick:
+        long, context, episodes = 256, min(context, 128), min(episodes, 2)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="pawl-gpu-") as folder:
+        write_model(Path(folder), shape)
+        rows = made_rows(shape, options.turns, context, episodes)
+        measured = measure(Path(folder), rows, options.only, console)
+        spent = None
+        if "long" in options.only:
+            spent = too_long(Path(folder), made_rows(shape, options.turns, long, 2))
+    promises = bars(measured, spent, on_gpu=on_gpu)
+    for table in (updates_table(measured, options, context), bars_table(promises)):
+        console.print(table.rich())
+    sys.exit(0 if all(bar.holds is not False for bar in promises) else 1)
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a model of random weights, made where that is fast, and a tokenizer."""
+    config = AutoConfig.for_model(**shape)
+    torch.manual_seed(0)
+    with torch.device(_device()):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_words(folder)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made_rows(shape: dict[str, Any], turns: int, context: int, episodes: int) -> list[Row]:
+    """Return episodes of one task; their tokens are random, as are the log-probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(shape["vocab_size"], (context,), generator=generator).tolist()
+    return [
+        msgspec.structs.replace(row, sampled_logprobs=(-10.0,) * len(row.sampled_ids))
+        for row in growing_rows(ids, turns, context, episodes)
+    ]
+
+
+def training_recipe() -> Recipe:
+    """Return the default recipe, with room for log-probabilities that nobody sampled."""
+    recipe = load_recipe("default")
+    anything = recipe.off_policy.model_copy(update={"sequence_min": 0.0, "sequence_max": 1e9})
+    return recipe.model_copy(update={"off_policy": anything})
+
+
+def measure(
+    folder: Path, rows: Sequence[Row], names: Sequence[str], console: Console
+) -> list[Measured]:
+    """Measure an update of `rows` in each of the ways, and as TRL packs it."""
+    recipe = training_recipe()
+    flops = needed_flops(folder, rows)
+    distinct, _ = tree_size(rows)
+    few = [row for row in rows if row.episode_id.int < 2]
+    measured = []
+    base = Base(str(folder), recipe)
+    ways: tuple[Way, ...] = ("tree", "chain")
+    for way in ways:
+        if way in names:
+            learner = Learner(base, recipe, seed=0, scratch=folder / way, ways=(way,))
+            learner.update(few)
+            seconds, peak, figures = timed(partial(learner.update, rows))
+            computed = figures["computed_tokens"]
+            measured.append(Measured(way, seconds, distinct, computed, peak, flops))
+            learner.let_go()
+    del base
+    free()
+    if "trl" in names:
+        model = trl_model(folder, recipe)
+        trl_packing(model, few, recipe).run()
+        packed = trl_packing(model, rows, recipe)
+        seconds, peak, _ = timed(packed.run)
+        measured.append(Measured(TRL, seconds, distinct, packed.computed, peak, flops))
+        del model, packed
+        free()
+    return measured
+
+
+def timed(update: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Return an update's seconds, its peak memory in GiB (0 without a GPU), and its result."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = update()
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0, result
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def needed_flops(folder: Path, rows: Sequence[Row]) -> float:
+    """Return what the rows' distinct tokens need, each computed once."""
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    scored = sum(len(row.sampled_ids) for row in rows)
+    return model_flops(outline).trained(*tree_size(rows), scored)
+
+
+def trl_model(folder: Path, recipe: Recipe) -> Any:
+    """Return the model as `AsyncGRPOTrainer` makes it, with the recipe's adapter."""
+    packing.register_tree_attention()
+    try:
+        packing._flash_attn()
+    except Exception as error:  # No hub, or no such kernel for this card.
+        print(f"TRL's FlashAttention 3 is not there, torch's own is taken: {error}"[:200])
+        packing._flash_attn = lambda: TorchFlashAttention
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=packing.TREE_ATTENTION
+    )
+    model.to(_device())
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    lora = LoraConfig(
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, lora)
+    adapted.enable_input_require_grads()
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    return adapted.train()
+
+
+class TorchFlashAttention:
+    """Offer torch's FlashAttention by the name of the kernel that TRL takes from the hub."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        """Attend within each of the sequences that lie one after the other."""
+        if q.device.type == "cuda":
+            # Older releases take grouped heads without being asked to.
+            known = "enable_gqa" in signature(varlen_attn).parameters
+            named: dict[str, Any] = {"enable_gqa": True} if known else {}
+            named |= {"scale": softmax_scale, "window_size": (-1, 0)}
+            out = varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, **named)
+            return cast("Tensor", out)
+        parts = []
+        for (a, b), (c, d) in zip(
+            pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True
+        ):
+            query, key, value = (x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+            out = scaled_dot_product_attention(
+                query, key, value, seen, scale=softmax_scale, enable_gqa=True
+            )
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
+
+
+def trl_packing(model: Any, rows: Sequence[Row], recipe: Recipe) -> Packing:
+    """Return TRL's update: trees that are filled sample by sample, up to the budget."""
+    # A row that ends within another takes one more token there.
+    longest = max(row.size for row in rows) + max(row.position for row in rows)
+    budget = max(recipe.batch.micro_batch_tokens, longest)
+    trees = [packing.TreeRow()]
+    for row in rows:
+        sample = trl_sample(row)
+        if trees[-1].samples and not trees[-1].fits(sample, budget):
+            trees.append(packing.TreeRow())
+        trees[-1].add(sample)
+    packed = [tree.pack() for tree in trees]
+    total = sum(len(one["token_index"]) for one in packed)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+    def run() -> None:
+        for one in packed:
+            there = {name: tensor.to(_device()) for name, tensor in one.items()}
+            torch.autograd.backward(trl_loss(model, there, total))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Packing(run, sum(len(one["input_ids"]) for one in packed))
+
+
+def trl_sample(row: Row) -> dict[str, Any]:
+    """Return a row as TRL's rollouts are."""
+    sampled = len(row.sampled_ids)
+    before = row.size - sampled
+    return {
+        "input_ids": torch.tensor(row.ids),
+        "completion_mask": torch.tensor([0] * before + [1] * sampled),
+        "old_log_probs": torch.tensor([0.0] * before + list(row.sampled_logprobs)),
+        "advantage": row.advantage,
+        "group_id": 0,
+    }
+
+
+def trl_loss(model: Any, packed: dict[str, Tensor], total: int) -> Tensor:
+    """Return the loss of `AsyncGRPOTrainer.compute_loss`, with its default clipping."""
+    starts_q, starts_k = packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"]
+    longest_q, longest_k = packed["tree_max_seqlens"].tolist()
+    out = model(
+        input_ids=packed["input_ids"][None],
+        position_ids=packed["position_ids"][None],
+        shift_labels=packed["shift_labels"][None],
+        fused_lm_head=True,
+        tree_kv_index=packed["tree_kv_index"],
+        tree_cu_seqlens_q=starts_q,
+        tree_cu_seqlens_k=starts_k,
+        tree_max_seqlen_q=longest_q,
+        tree_max_seqlen_k=longest_k,
+    )
+    ratio = (out.log_probs.flatten()[packed["token_index"]] - packed["old_log_probs"]).exp()
+    worth = packed["advantages"]
+    loss: Tensor = -torch.min(ratio * worth, ratio.clamp(0.8, 1.2) * worth).sum() / total
+    return loss
+
+
+def too_long(folder: Path, rows: Sequence[Row]) -> int:
+    """Return how many of two long episodes are too long to be trained beside a server."""
+    recipe = training_recipe()
+    with served():
+        learner = Learner(str(folder), recipe, seed=0, scratch=folder / "long")
+        try:
+            learner.update(rows)
+        except Unusable as error:
+            return len(error.episodes)
+    return 0
+
+
+@contextmanager
+def served() -> Iterator[None]:
+    """Hold as much of the card as a model server takes."""
+    if torch.cuda.is_available():
+        share = int(torch.cuda.mem_get_info()[1] * SERVED)
+        held = torch.empty(share, dtype=torch.uint8, device="cuda")
+        yield
+        del held
+    else:
+        yield
+
+
+def bars(measured: Sequence[Measured], spent: int | None, *, on_gpu: bool) -> list[Bar]:
+    found = {one.name: one for one in measured}
+    ours = found.get("tree") or found.get("chain")
+    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    reached = None if ours is None or peak is None else ours.flops / ours.seconds / peak
+    faster = None
+    if on_gpu and ours is not None and TRL in found:
+        faster = found[TRL].seconds / ours.seconds
+    return [
+        Bar("MFU", reached, LEAST_MFU, at_least=True),
+        Bar("times TRL's tokens/s", faster, 1.0, at_least=True),
+        Bar(f"episodes of {LONG} tokens too long beside a server", spent, 0),
+    ]
+
+
+def updates_table(measured: Sequence[Measured], options: Any, context: int) -> Rows:
+    heads = ["", "tokens/s", "MFU", "seconds", "tokens", "computed", "peak GiB"]
+    on_gpu = torch.cuda.is_available()
+    card = torch.cuda.get_device_name() if on_gpu else "a CPU"
+    peak = peak_flops(card)
+    lines = [
+        [
+            one.name,
+            number(one.tokens / one.seconds),
+            number(one.flops / one.seconds / peak, 3) if peak else "–",
+            number(one.seconds, 1),
+            number(one.tokens),
+            number(one.computed),
+            number(one.peak_gib, 1),
+        ]
+        for one in measured
+    ]
+    title = f"One update on {card}: episodes of {options.turns} calls up to {context} tokens"
+    return Rows(title, heads, lines)
+
+
+if __name__ == "__main__":
+    main()
