@@ -106,7 +106,7 @@ class Budget:
         *,
         way: Way,
         processes: Processes,
-        checkpoint: Callable[[bool], None] | None = None,
+        checkpoint: Callable[[float], None] | None = None,
     ) -> None:
         """Start with `tokens` tokens, and without gradient checkpointing if that is left open.
 
@@ -114,10 +114,10 @@ class Budget:
             tokens: the recipe's size of micro-batches.
             way: how rows are computed.
             processes: they compute in step, and have budgets alike.
-            checkpoint: switches checkpointing on or off; None where the recipe decides on it.
+            checkpoint: checkpoints a share of the layers; None where the recipe decides on it.
         """
         self.tokens = tokens
-        self.checkpoints = False
+        self.share = 0.0
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -129,27 +129,25 @@ class Budget:
         # The longest row that was ever trained on.
         self._longest = 0
 
-    def begin(self, *, is_tight: bool = False) -> None:
+    def begin(self, share: float = 0.0) -> None:
         """Try what takes more memory in the update that begins, unless that failed a moment ago.
 
-        After each failure the next attempt comes twice as many updates later. Where memory
-        `is_tight`, the longest row would not fit without checkpointing.
+        After each failure the next attempt comes twice as many updates later. At least a `share` of
+        the layers is checkpointed: without, the update would not fit.
         """
         self._calm += 1
-        is_reduced = self.tokens < self._full or self.checkpoints
+        is_reduced = self.tokens < self._full or self.share > 0
         self._is_trying = is_reduced and self._calm >= self._wait
         if not is_reduced:
             self._wait = 1
         elif self._is_trying:
             self.tokens, self._calm = self._full, 0
-            self._set_checkpoints(on=False)
-        if is_tight:
-            self._set_checkpoints(on=True)
+        self._set_share(share if self._is_trying else max(self.share, share))
 
-    def _set_checkpoints(self, *, on: bool) -> None:
-        if self._checkpoint is not None and on != self.checkpoints:
-            self._checkpoint(on)
-            self.checkpoints = on
+    def _set_share(self, share: float) -> None:
+        if self._checkpoint is not None and share != self.share:
+            self._checkpoint(share)
+            self.share = share
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
@@ -166,7 +164,7 @@ class Budget:
     ) -> tuple[Result, MicroBatches]:
         """Call `run` with `rows` cut into micro-batches; return its result, and the micro-batches.
 
-        When memory runs out, checkpointing is switched on, then micro-batches are halved, and `run`
+        When memory runs out, all layers are checkpointed, then micro-batches are halved, and `run`
         is called again.
 
         `undo` is called after each attempt that ran out of memory. `fits` says whether there is
@@ -202,8 +200,8 @@ class Budget:
     ) -> None:
         """Make an attempt at `rows` take less memory: it ran out, for a `reason`, at some."""
         torch.cuda.empty_cache()
-        if trains and self._checkpoint is not None and not self.checkpoints:
-            self._set_checkpoints(on=True)
+        if trains and self._checkpoint is not None and self.share < 1:
+            self._set_share(1.0)
             self._note("checkpointing_switched_on", reason)
             return
         uncut = self._processes.gather(self._uncut(failed))

@@ -1,5 +1,6 @@
 """Load a version of one policy, train it on an update's rows, and save it."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -144,7 +145,7 @@ class Learner:
             )
         attend(self._model, self._way)
         wanted = self._recipe.batch.gradient_checkpointing
-        self._checkpoint(wanted is True or self._budget.checkpoints)
+        self._checkpoint(1.0 if wanted is True else self._budget.share)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, way=self._way
@@ -181,7 +182,7 @@ class Learner:
         while peak is None and (tokens := min(most, self._longest(takes))) >= SMALLEST_BUDGET:
             [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)
             self._takes = takes
-            self._budget.begin(is_tight=self._is_tight([row]))
+            self._budget.begin(math.ceil(self._share([row])))
             peak = peak_of(self._model.device, partial(self._trains, row))
             saves = self._model.is_gradient_checkpointing
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
@@ -203,24 +204,28 @@ class Learner:
         self._forget()
         return has_room
 
-    def _longest(self, takes: Footprint, *, checkpointing: bool | None = None) -> int:
-        """Return the tokens of the longest row that fits into every process now.
+    def _longest(self, takes: Footprint) -> int:
+        """Return the tokens of the longest row that fits into every process now."""
+        checkpointing = self._recipe.batch.gradient_checkpointing is not False
+        longest = takes.longest(self._room(takes), checkpointing=checkpointing)
+        return min(self.processes.gather(longest))
 
-        That is without or with checkpointing; None: as the recipe allows.
+    def _room(self, takes: Footprint) -> int:
+        return free_memory(self._model.device) + takes.loaded
+
+    def _checkpoint(self, share: float) -> None:
+        checkpoint(self._model.get_base_model(), share)
+
+    def _share(self, rows: Sequence[Row]) -> float:
+        """Return the share of the layers to checkpoint, so that every process has room for `rows`.
+
+        They are computed in micro-batches, of which one is as long as the longest row.
         """
-        if checkpointing is None:
-            checkpointing = self._recipe.batch.gradient_checkpointing is not False
-        room = free_memory(self._model.device) + takes.loaded
-        return min(self.processes.gather(takes.longest(room, checkpointing=checkpointing)))
-
-    def _checkpoint(self, on: bool) -> None:
-        checkpoint(self._model.get_base_model(), on=on)
-
-    def _is_tight(self, rows: Sequence[Row]) -> bool:
-        """Return whether the longest row would not fit into some process without checkpointing."""
         if self._takes is None:
-            return False
-        return max(row.size for row in rows) > self._longest(self._takes, checkpointing=False)
+            return 0.0
+        sizes = [row.size for row in rows]
+        tokens = max(*sizes, min(self._recipe.batch.micro_batch_tokens, sum(sizes)))
+        return max(self.processes.gather(self._takes.share(tokens, self._room(self._takes))))
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
@@ -278,7 +283,7 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        self._budget.begin(is_tight=self._is_tight(rows))
+        self._budget.begin(self._share(rows))
         self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)

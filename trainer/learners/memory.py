@@ -93,6 +93,13 @@ class Footprint(Record, frozen=True, kw_only=True):
         a_token = self.checkpointed if checkpointing else self.plain
         return max(0, room - self.fixed) // a_token
 
+    def share(self, tokens: int, room: int) -> float:
+        """Return the share of the layers to checkpoint, for `tokens` tokens in `room` bytes."""
+        lacking = self.needed(tokens, checkpointing=False) - room
+        if lacking <= 0:
+            return 0.0
+        return min(1.0, lacking / max(1, tokens * (self.plain - self.checkpointed)))
+
     def corrected(self, tokens: int, peak: int | None, *, checkpointing: bool) -> "Footprint":
         """Return what it takes if training on `tokens` tokens took `peak` bytes; None: too many."""
         kind = "checkpointed" if checkpointing else "plain"

@@ -6,6 +6,7 @@ adapter of the policy whose turn it is takes the place of the one before.
 
 import gc
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,7 +41,7 @@ from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
-from trainer.learners.scoring import own_attention
+from trainer.learners.scoring import decoder_of, own_attention
 from trainer.learners.steps import check_ids
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import LoraOptions, Recipe
@@ -160,7 +161,7 @@ def load_base(model: str, recipe: Recipe, processes: Processes | None = None) ->
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     make_base_lean(base, outline(base.config))
-    checkpoint(base, on=recipe.batch.gradient_checkpointing is True)
+    checkpoint(base, float(recipe.batch.gradient_checkpointing is True))
     return base, tokenizer
 
 
@@ -274,11 +275,17 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def checkpoint(base: Any, *, on: bool) -> None:
-    """Compute activations a second time from now on, or keep them for the backward pass."""
-    if on and not base.is_gradient_checkpointing:
+def checkpoint(base: Any, share: float) -> None:
+    """Compute the activations of a share of the layers a second time from now on.
+
+    They are the first ones: when their turn comes, the others have freed what they kept.
+    """
+    if share > 0:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-    if not on and base.is_gradient_checkpointing:
+        layers = decoder_of(base).layers
+        for layer in layers[math.ceil(share * len(layers)) :]:
+            layer.gradient_checkpointing = False
+    elif base.is_gradient_checkpointing:
         base.gradient_checkpointing_disable()
 
 

@@ -166,6 +166,23 @@ def test_trainer_says_at_its_start_which_calls_will_be_too_long(
     assert (said["past_tokens"], said["context"]) == (100, 256)
 
 
+def test_only_as_many_layers_are_checkpointed_as_must_be(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = footprint(tiny_model, recipe(), "cpu")
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    saved = takes.plain - takes.checkpointed
+    for a_token, wanted in (
+        (takes.plain, 0),
+        (takes.plain - saved // 2, 2),
+        (takes.checkpointed, 3),
+    ):
+        has_room(monkeypatch, takes, a_token, made._budget.tokens)
+        made.update(rows())
+        layers = made._model.get_base_model().get_decoder().layers
+        assert [layer.gradient_checkpointing for layer in layers] == [i < wanted for i in range(3)]
+
+
 def test_model_that_cannot_be_planned_is_trained(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,46 +125,47 @@ def test_cudas_error_outside_the_allocator_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_tight", "most", "longest", "saves", "tokens"),
+    ("planned", "most", "longest", "share", "tokens"),
     [
-        (False, 2000, 100, False, FULL),
-        (True, 2000, 100, True, FULL),
-        (False, 600, 100, True, FULL),
-        (False, 300, 100, True, FULL // 2),
+        (0.0, 2000, 100, 0.0, FULL),
+        (0.4, 2000, 100, 0.4, FULL),
+        (0.0, 600, 100, 1.0, FULL),
+        (0.4, 600, 100, 1.0, FULL),
+        (0.0, 300, 100, 1.0, FULL // 2),
         # Before a row counts as too long, too.
-        (False, 1200, 2000, True, FULL),
+        (0.0, 1200, 2000, 1.0, FULL),
     ],
 )
 def test_checkpointing_comes_before_micro_batches_are_cut(
-    is_tight: bool, most: int, longest: int, saves: bool, tokens: int
+    planned: float, most: int, longest: int, share: float, tokens: int
 ) -> None:
     """Here `most` tokens have room at once, and twice as many with checkpointing."""
     room = most
 
-    def checkpoint(on: bool) -> None:
+    def checkpoint(share: float) -> None:
         nonlocal room
-        room = 2 * most if on else most
+        room = 2 * most if share == 1 else most
 
     def run(micro_batches: MicroBatches) -> int:
         return computing(room)(micro_batches)
 
     made = Budget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
     rows = [row(0, longest), *(row(number, 100) for number in range(1, 30))]
-    made.begin(is_tight=is_tight)
+    made.begin(planned)
     made.fit(
         rows,
         run,
         lambda: None,
         lambda one: len(one.ids) <= room,
     )
-    assert (made.checkpoints, made.tokens) == (saves, tokens)
+    assert (made.share, made.tokens) == (share, tokens)
     # The next update tries without.
     made.begin()
-    assert (made.checkpoints, made.tokens) == (False, FULL)
+    assert (made.share, made.tokens) == (0.0, FULL)
 
 
 def test_what_has_no_backward_pass_is_cut_without_checkpointing() -> None:
-    switched: list[bool] = []
+    switched: list[float] = []
     made = Budget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
     rows = [row(number, 100) for number in range(30)]
     made.fit(rows, computing(600), lambda: None, lambda _: True, trains=False)
