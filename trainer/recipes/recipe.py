@@ -284,8 +284,8 @@ class BatchOptions(RecipeOptions):
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
-        description="Save memory by computing activations a second time; `auto`: as soon as the"
-        " longest row would not fit without.",
+        description="Save memory by computing activations a second time; `auto`: of as many layers"
+        " as must be, so that an update's longest row fits.",
     )
 
 
