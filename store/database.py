@@ -6,32 +6,22 @@ whatever the record contains, counts as unavailable too.
 """
 
 import asyncio
+import ssl
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import asyncpg
 import msgspec
 from sqlalchemy import text
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from store.settings import check_url
+from store.settings import read_url
 
+# For all hosts together.
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 60.0
-
-
-def async_url(database_url: str) -> str:
-    """Return `postgresql://…` in the form that SQLAlchemy's asyncpg dialect takes.
-
-    Raises:
-        StoreError: see `check_url`.
-    """
-    check_url(database_url)
-    url = make_url(database_url).set(drivername="postgresql+asyncpg")
-    return url.render_as_string(hide_password=False)
 
 
 def to_json(value: object) -> str:
@@ -39,22 +29,35 @@ def to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
+def make_engine(
+    database_url: str, *, pool_size: int = 5, limit_s: float | None = STATEMENT_TIMEOUT_S
+) -> AsyncEngine:
     """Make an engine for `database_url`; it connects on first use.
 
+    Its hosts are tried in their order, as libpq does. A statement may take `limit_s` seconds.
+
     Raises:
-        StoreError: see `check_url`.
+        StoreError: see `read_url`.
     """
+    dsns, timeout_s = read_url(database_url)
+    connect_s = timeout_s or CONNECT_TIMEOUT_S / len(dsns)
+
+    async def connect() -> "asyncpg.Connection[asyncpg.Record]":
+        # The driver itself would have one time limit for all hosts: the first one takes it all.
+        for dsn in dsns[:-1]:
+            try:
+                return await asyncpg.connect(dsn, timeout=connect_s, command_timeout=limit_s)
+            except Exception as error:
+                if not is_unavailable(error):
+                    raise
+        return await asyncpg.connect(dsns[-1], timeout=connect_s, command_timeout=limit_s)
+
     return create_async_engine(
-        async_url(database_url),
+        dsns[0].replace("postgresql:", "postgresql+asyncpg:", 1),
+        async_creator=connect,
         pool_size=pool_size,
         pool_pre_ping=True,
         json_serializer=to_json,
-        connect_args={
-            "timeout": CONNECT_TIMEOUT_S,
-            "command_timeout": STATEMENT_TIMEOUT_S,
-            "server_settings": {"application_name": "pawl"},
-        },
     )
 
 
@@ -95,6 +98,8 @@ _AWAY: Final = (
     asyncpg.InterfaceError,
     asyncpg.OperatorInterventionError,
     asyncpg.InvalidCatalogNameError,
+    # During a failover no host may be the primary.
+    asyncpg.TargetServerAttributeNotMatched,
     # No record is at fault: full disk, deadlock, read-only standby, schema being migrated.
     asyncpg.InsufficientResourcesError,
     asyncpg.TransactionRollbackError,
@@ -103,9 +108,13 @@ _AWAY: Final = (
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidCachedStatementError,
 )
-# PostgreSQL answers, and no outage ends in this: somebody has to do something. The latter is a
+# PostgreSQL answers, and no outage ends in this: somebody has to do something. The second is a
 # wrong password, or a role that may not connect.
-_REFUSES: Final = (asyncpg.SyntaxOrAccessError, asyncpg.InvalidAuthorizationSpecificationError)
+_REFUSES: Final = (
+    asyncpg.SyntaxOrAccessError,
+    asyncpg.InvalidAuthorizationSpecificationError,
+    ssl.SSLCertVerificationError,
+)
 
 
 def _was_ended(error: BaseException) -> bool:

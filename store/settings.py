@@ -1,10 +1,10 @@
 """Define the settings that proxy and trainer share: the database, and the format of addresses."""
 
+import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -48,31 +48,94 @@ def without_login(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-BACKENDS: Final = ("postgresql", "postgres")
-# As far as SQLAlchemy's own parser (`sqlalchemy.engine.url`) may refuse what it reads: its import
-# would delay the start of every command.
-_PARTS: Final = re.compile(
-    r"(?P<name>[\w+]+)://([^:/]*(:[^@]*)?@)?(\[[^/?]+\]|[^/:?]+)?(:(?P<port>[^/?]*))?"
+# A password may hold a slash, as base64 does, although libpq wants it quoted.
+_URL: Final = re.compile(
+    r"(?P<name>\w+)(\+\w+)?://"
+    r"((?P<user>[^:/?]*)(:(?P<password>(?![0-9]*[,/?])[^@]*))?@)?"
+    r"(?P<host>[^/?]*)(/(?P<dbname>[^?]*))?(\?(?P<query>.*))?",
+    re.DOTALL,
 )
+_HOST: Final = re.compile(
+    r"(?P<host>/.*|\[[0-9a-fA-F:.]+\]|[\w.-]+)(:(?P<port>[^:]*))?", re.ASCII | re.DOTALL
+)
+# Those of libpq's parameters that the driver understands, or sends to the server.
+_PARAMETERS: Final = {
+    *("host", "port", "dbname", "user", "password", "passfile", "application_name", "options"),
+    *("sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword", "sslcrl"),
+    *("target_session_attrs", "connect_timeout"),
+}
+_VALUES: Final = {
+    "sslmode": ("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
+    # Pawl writes, so a standby is of no use.
+    "target_session_attrs": ("any", "primary", "read-write"),
+}
 
 
-def check_url(database_url: str) -> None:
-    """Check that SQLAlchemy can read `database_url`, and that it names a PostgreSQL.
+def read_url(database_url: str) -> tuple[list[str], int | None]:
+    """Return a DSN for each host of `database_url`, and its `connect_timeout` (s), if it has one.
 
     Raises:
-        StoreError: it is not a `postgresql://` URL, or its port is not a number.
+        StoreError: it is not a `postgresql://` URL, or a part of it is wrong or not supported.
     """
-    parts = _PARTS.match(database_url)
-    if parts is None:
-        raise StoreError("DATABASE_URL must be a postgresql:// URL")
-    backend = parts["name"].partition("+")[0]
-    if backend not in BACKENDS:
-        raise StoreError(f"DATABASE_URL must be a postgresql:// URL, not {backend}://")
-    if parts["port"] is not None:
-        with suppress(ValueError):
-            int(parts["port"])
-            return
+    # The driver has a parser, too: its import would delay the start of every command.
+    parts = _URL.fullmatch(database_url)
+    if parts is None or parts["name"] not in ("postgresql", "postgres"):
+        other = f", not {parts['name']}://" if parts else ""
+        raise StoreError(f"DATABASE_URL must be a postgresql:// URL{other}")
+    try:
+        query = dict(parse_qsl(parts["query"] or "", strict_parsing=bool(parts["query"])))
+    except ValueError as error:
+        raise StoreError("DATABASE_URL must have NAME=VALUE after its question mark") from error
+    _check_parameters(query)
+    named = {
+        name: unquote(parts[name]) for name in ("user", "password", "dbname", "host") if parts[name]
+    }
+    parameters = {"application_name": "pawl", **named, **query}
+    hosts = parameters.pop("host", "").split(",")
+    ports = parameters.pop("port", "").split(",")
+    if len(ports) not in (1, len(hosts)):
+        raise StoreError("DATABASE_URL must have one port, or as many as hosts")
+    timeout = parameters.pop("connect_timeout", None)
+    # In its usual place a password is not printed with the engine.
+    login = ":".join(quote(parameters.pop(name, ""), safe="") for name in ("user", "password"))
+    dsns = [
+        f"postgresql://{login}@?{urlencode(_host(host, port) | parameters)}"
+        for host, port in zip(hosts, ports * len(hosts), strict=False)
+    ]
+    return dsns, None if timeout is None else int(timeout)
+
+
+def _check_parameters(query: dict[str, str]) -> None:
+    """Raise StoreError, which names the parameter, if one is not supported or has a wrong value."""
+    for name, value in query.items():
+        if name not in _PARAMETERS:
+            raise StoreError(
+                f"DATABASE_URL has the parameter {name:.40}, which Pawl does not support: remove it"
+            )
+        if value not in _VALUES.get(name, (value,)):
+            raise StoreError(f"DATABASE_URL must have as {name} one of: {', '.join(_VALUES[name])}")
+        if name in ("sslrootcert", "sslcert", "sslkey", "sslcrl") and not os.access(value, os.R_OK):
+            system = "; the system's are often in /etc/ssl/certs/ca-certificates.crt"
+            raise StoreError(
+                f"DATABASE_URL has a file as {name} that cannot be read: {value}"
+                f"{system if name == 'sslrootcert' else ''}"
+            )
+        if name == "connect_timeout" and not re.fullmatch("[1-9][0-9]{0,4}", value):
+            raise StoreError("DATABASE_URL must have a number of seconds as connect_timeout")
+    if query.get("sslmode", "").startswith("verify") and "sslrootcert" not in query:
+        raise StoreError(f"DATABASE_URL must have sslrootcert=FILE with sslmode={query['sslmode']}")
+
+
+def _host(host: str, port: str) -> dict[str, str]:
+    """Return the DSN's parameters for `HOST[:PORT]`; without a port of its own it has `port`."""
+    parts = _HOST.fullmatch(host)
+    # Without a host the driver looks for the server's socket.
+    if host and parts is None:
+        raise StoreError("DATABASE_URL must have HOST, HOST:PORT or several, with commas")
+    port = (parts and parts["port"]) or port
+    if port and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise StoreError("DATABASE_URL must have a number as its port")
+    return {**({"host": parts["host"]} if parts else {}), **({"port": port} if port else {})}
 
 
 class Settings(BaseSettings):
@@ -101,7 +164,8 @@ class StoreSettings(Settings):
     database_url: SecretStr | None = Field(
         default=None,
         validation_alias=AliasChoices("DATABASE_URL", "database_url"),
-        description="postgresql:// URL of the database; unset: use the embedded PostgreSQL",
+        description="postgresql:// URL of the database; it may have several hosts, and libpq's "
+        "parameters, such as `sslmode`; unset: use the embedded PostgreSQL",
     )
     data_dir: Path = Field(default=Path("var"), description="folder of the embedded PostgreSQL")
 
@@ -110,7 +174,7 @@ class StoreSettings(Settings):
     def _is_postgresql(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None:
             try:
-                check_url(value.get_secret_value())
+                read_url(value.get_secret_value())
             except StoreError as error:
                 raise ValueError(str(error)) from error
         return value

@@ -6,20 +6,11 @@ from importlib.resources import files
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import create_async_engine
 
-from store.database import async_url
+from store.database import make_engine
 
 # Any process may migrate when it starts; this advisory lock lets one at a time do so.
 MIGRATION_LOCK = 0x5041574C
-
-
-def alembic_config(database_url: str) -> Config:
-    """Make Alembic's configuration for `database_url`."""
-    config = Config()
-    config.set_main_option("script_location", str(files("migrations")))
-    config.attributes["database_url"] = async_url(database_url)
-    return config
 
 
 async def upgrade(database_url: str, revision: str = "head") -> None:
@@ -42,8 +33,9 @@ async def check(database_url: str) -> None:
 
 
 async def _run(database_url: str, action: Callable[[Config, str], object], revision: str) -> None:
-    config = alembic_config(database_url)
-    engine = create_async_engine(async_url(database_url))
+    config = Config()
+    config.set_main_option("script_location", str(files("migrations")))
+    engine = make_engine(database_url, limit_s=None)
 
     def migrate(connection: Connection) -> None:
         config.attributes["connection"] = connection

@@ -1,52 +1,75 @@
-"""A database's URL is read as SQLAlchemy reads it and told without its login; which errors pass."""
+"""A database's URL is read as libpq reads it and told without its login; which errors pass."""
 
+import inspect
 import subprocess
 import sys
+from contextlib import suppress
+from typing import Any
 
 import asyncpg
 import pytest
+from asyncpg import connect_utils
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sqlalchemy.engine import make_url
 
 from proxy.upstreams.server import Replica
 from store.database import is_no_records_fault, is_unavailable
 from store.errors import StoreError
-from store.settings import BACKENDS, check_url, without_login
+from store.settings import read_url, without_login
 from trainer.publishing.model_server import ModelServer
 
+DRIVER_ARGUMENTS = inspect.signature(
+    connect_utils._parse_connect_dsn_and_args
+).parameters.keys() - {"dsn"}
 PARTS = st.sampled_from(
     [
         *("postgresql", "postgres", "mysql", "asyncpg", "h", "[::1]", "5432", "x", "5_4", "٣"),
-        *("d=/r", "+", "://", ":", "/", "@", "?", " ", "%", "=", "&"),
+        *("d=/r", "+", "://", ":", "/", "@", "?", " ", "%", "=", "&", ",", "sslmode=", "require"),
     ]
 )
 
 
-def is_readable(url: str) -> bool:
-    """Whether SQLAlchemy reads it, as a PostgreSQL's."""
-    try:
-        return make_url(url).get_backend_name() in BACKENDS
-    except Exception:
-        return False
+def driver_reads(url: str) -> list[Any]:
+    """Return the address of each host, and the parameters, as the driver reads them."""
+    read = []
+    for dsn in read_url(url)[0]:
+        found, parameters = connect_utils._parse_connect_dsn_and_args(
+            dsn=dsn, **dict.fromkeys(DRIVER_ARGUMENTS)
+        )
+        read.append((found[0], parameters))
+    return read
 
 
 @given(
     st.text()
     | st.lists(PARTS).map("".join)
-    | st.lists(PARTS).map(lambda p: "".join(["postgresql://", *p]))
+    | st.lists(PARTS).map(lambda p: "".join(["postgresql://h", *p]))
 )
 @example("postgresql://u:p@h:5432/d?host=/run/pg")
-@example("postgresql://u:p:w@h:x@h:1/d")
 @example("postgresql+asyncpg://[::1]:5432/d")
 @example("postgresql++://")
-def test_what_sqlalchemy_reads_is_accepted_and_nothing_else(url: str) -> None:
-    try:
-        check_url(url)
-    except StoreError:
-        assert not is_readable(url)
-    else:
-        assert is_readable(url)
+def test_what_is_not_refused_is_read_by_the_driver(url: str) -> None:
+    with suppress(StoreError):
+        assert driver_reads(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "login", "database"),
+    [
+        ("postgresql://u:p@h:5432/d", [("h", 5432)], ("u", "p"), "d"),
+        ("postgres://u:a/b%40c@[::1]:1/d", [("::1", 1)], ("u", "a/b@c"), "d"),
+        ("postgresql+asyncpg://h/d?user=u@x&password=p", [("h", 5432)], ("u@x", "p"), "d"),
+        ("postgresql://u:p@h,h2:1/d", [("h", 5432), ("h2", 1)], ("u", "p"), "d"),
+        ("postgresql://u:p@/d?host=h,h2&port=1,2", [("h", 1), ("h2", 2)], ("u", "p"), "d"),
+        ("postgresql://u:p@/d?host=/run/pg", ["/run/pg/.s.PGSQL.5432"], ("u", "p"), "d"),
+    ],
+)
+def test_hosts_login_and_database_are_read_as_libpq_does(
+    url: str, hosts: list[Any], login: tuple[str, str], database: str
+) -> None:
+    read = driver_reads(url)
+    assert [found for found, _ in read] == hosts
+    assert {(p.user, p.password, p.database) for _, p in read} == {(*login, database)}
 
 
 @pytest.mark.parametrize(
@@ -55,11 +78,20 @@ def test_what_sqlalchemy_reads_is_accepted_and_nothing_else(url: str) -> None:
         ("/var/lib/pg", "must be a postgresql:// URL"),
         ("mysql+pymysql://h/d", "not mysql://"),
         ("postgresql://h:secret/d", "a number as its port"),
+        ("postgresql://u:secret@h/d?channel_binding=require", "the parameter channel_binding"),
+        ("postgresql://u:secret@h/d?ssl=require", "the parameter ssl,"),
+        ("postgresql://u:secret@h/d?sslmode=on", "as sslmode one of: disable, allow"),
+        ("postgresql://u:secret@h/d?sslmode=verify-full", "have sslrootcert=FILE"),
+        ("postgresql://u:secret@h/d?sslrootcert=/no.pem", "as sslrootcert that cannot be read"),
+        ("postgresql://u:secret@h/d?target_session_attrs=standby", "one of: any, primary"),
+        ("postgresql://u:secret@h,h2/d?port=1,2,3", "one port, or as many as hosts"),
+        ("postgresql://u:secret@h/d?connect_timeout=soon", "seconds as connect_timeout"),
+        ("postgresql://u:secret@h/d?sslmode", "NAME=VALUE"),
     ],
 )
-def test_what_is_wrong_is_named_without_the_url(url: str, message: str) -> None:
+def test_what_is_wrong_is_named_without_the_login(url: str, message: str) -> None:
     with pytest.raises(StoreError, match=message) as raised:
-        check_url(url)
+        read_url(url)
     assert "secret" not in str(raised.value)
 
 
