@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
 
 from tests.support.trainer.families import write_family
 from tests.support.training import recipe, rows
@@ -89,19 +88,10 @@ def test_layers_that_kernels_multiply_by_themselves_are_not_packed(tmp_path: Pat
 def test_packing_that_cannot_be_done_is_refused_with_the_reason(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-    ).save_pretrained(tmp_path)
+    model = write_family(tmp_path, "qwen3_moe")
     for refuses in (load_base, footprint):
         with pytest.raises(LearnerError, match=r"experts .*, which bitsandbytes cannot pack"):
-            refuses(str(tmp_path), packed(4))
+            refuses(model, packed(4))
     monkeypatch.setattr("trainer.learners.model.is_bitsandbytes_available", lambda: False)
     with pytest.raises(LearnerError, match=r"base_bits = 4 needs bitsandbytes: install it"):
         load_base(tiny_model, packed(4))
