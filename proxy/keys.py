@@ -4,8 +4,9 @@ Every check is in memory. A wrong, a revoked and a valid key cost the same: one 
 the public id, and a comparison in constant time.
 
 The ingester reads the keys from the database and writes them to a file of hashes, which the workers
-watch. The file's folder is made with the first key ever, and stays: where the folder is, and no
-readable file, keys exist but are unknown, and nobody is let in.
+watch. The file's folder is made when the database is first reached, and stays: where the folder is,
+and no readable file, keys may exist and are unknown, and nobody is let in. Where the folder is not,
+only this machine may call, if `PAWL_ACCESS` lets it.
 
 The tokens that a call took are counted from the bytes of its reply. Whatever the API, a server
 reports them in objects called `usage`: at the end of a reply, and in some streams at its beginning
@@ -221,6 +222,7 @@ FOLDER: Final = "access"
 NAME: Final = "keys.json"
 WATCH_S: Final = 0.1
 NO_KEYS: Final = KeyRing(made=False)
+UNSEEN: Final = KeyRing(made=False, seen=False)
 # Identifies one content of the file: time of change and inode, or a word where there is no file.
 Mark = tuple[int, int] | str
 
@@ -272,8 +274,10 @@ class Gate:
         """Replace the known keys. None: they cannot be read, and the old ones stay valid.
 
         The old ones also stay if the ring says that no key was ever made: then somebody removed
-        the file.
+        the file. For `anyone`, unseen keys are unknown ones.
         """
+        if ring is not None and not ring.seen and self._access == "anyone":
+            ring = None
         if (ring is None or not ring.made) and self._known is not None and self._known.made:
             return
         self._known = ring
@@ -331,7 +335,7 @@ class Gate:
             NoKey: the request has no key, or a wrong or revoked one.
             OutOfScope: the key lacks the scope.
             Forbidden: no key was made, and the request comes from another machine.
-            KeysUnknown: keys were made, and cannot be read.
+            KeysUnknown: keys may have been made, and cannot be read.
         """
         if not self._asks:
             if self._access == "loopback" and (shown.relayed or not local):
@@ -449,7 +453,7 @@ class KeyFile:
         self._seen: Mark | None = None
 
     def write(self, ring: KeyRing) -> None:
-        """Replace the file atomically and durably; there is no file until a key was made.
+        """Replace the file atomically and durably.
 
         Raises:
             OSError: the disk failed or is full; the file is as it was.
@@ -460,7 +464,7 @@ class KeyFile:
             write_private(partial, content)
             partial.replace(self._path)
             sync(folder)
-        elif ring.made:
+        else:
             # The folder must never exist without the file.
             partial = folder.with_suffix(".part")
             with whole_folder(folder, partial):
@@ -473,12 +477,12 @@ class KeyFile:
         return self._seen != seen
 
     def read(self) -> KeyRing | None:
-        """Return the keys, or None, logged, if keys were made and the file cannot be read."""
+        """Return the keys, or None, logged, if they were written and the file cannot be read."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=KeyRing)
         except FileNotFoundError as error:
             if not self._path.parent.exists():
-                return NO_KEYS
+                return UNSEEN
             reason: Exception = error
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             reason = error

@@ -58,10 +58,12 @@ class Grant(Limits, frozen=True, kw_only=True):
 class KeyRing(Record, frozen=True, kw_only=True):
     """The grants of all keys that are not revoked, and the tenants that ever had a key.
 
-    `made`: a key was made at some time.
+    `made`: a key was made at some time. `seen`: the database said so; a proxy that has not reached
+    it yet does not know.
     """
 
     made: bool
+    seen: bool = True
     grants: tuple[Grant, ...] = ()
     tenants: tuple[str, ...] = ()
 

@@ -17,6 +17,7 @@ from proxy.http.wire import CREDENTIALS
 from proxy.keys import (
     NO_KEYS,
     NOTHING,
+    UNSEEN,
     WINDOW_S,
     Gate,
     KeyFile,
@@ -118,13 +119,25 @@ def test_known_keys_stay_valid_when_they_cannot_be_read_any_more() -> None:
     assert refused(gate, ANYBODY) is KeysUnknown
 
 
+@pytest.mark.parametrize(
+    ("access", "refusal"), [("loopback", None), ("anyone", KeysUnknown), ("keys", NoKey)]
+)
+def test_replica_that_has_not_seen_the_keys_is_open_to_its_machine_at_most(
+    access: Access, refusal: object
+) -> None:
+    gate = gate_with(UNSEEN, access)
+    assert refused(gate, ANYBODY) is refusal
+    assert refused(gate, RELAYED) is (refusal or Forbidden)
+
+
 @pytest.mark.parametrize("access", get_args(Access))
 def test_removed_file_of_keys_opens_no_port(access: Access) -> None:
     grant, shown = made("infer")
     gate = gate_with(ring(grant), access)
-    gate.take(NO_KEYS)
-    assert refused(gate, shown) is None
-    assert refused(gate, ANYBODY) is NoKey
+    for removed in (NO_KEYS, UNSEEN):
+        gate.take(removed)
+        assert refused(gate, shown) is None
+        assert refused(gate, ANYBODY) is NoKey
 
 
 # The file
@@ -135,9 +148,9 @@ def test_file_of_keys_is_private_and_holds_hashes_alone(
 ) -> None:
     grant, shown = made("infer", "read")
     file = KeyFile(tmp_path)
-    assert file.read() == NO_KEYS
+    assert file.read() == UNSEEN
     file.write(NO_KEYS)
-    assert list(tmp_path.iterdir()) == []
+    assert file.read() == NO_KEYS
     file.write(ring(grant))
     assert KeyFile(tmp_path).read() == ring(grant)
     [written] = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -145,9 +158,6 @@ def test_file_of_keys_is_private_and_holds_hashes_alone(
     assert stat.S_IMODE(written.parent.stat().st_mode) == 0o700
     secret = (shown.credential or b"")[22:]
     assert secret not in written.read_bytes()
-    # A database that knows of no key, where there were some, says so.
-    file.write(NO_KEYS)
-    assert KeyFile(tmp_path).read() == NO_KEYS
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"made": 1}', b"\xff", b"[" * 100_000])

@@ -131,7 +131,23 @@ async def test_access_says_who_may_call_while_no_key_was_made(
     async with start_proxy(access=access) as proxy:
         for headers, expected in (({"X-Forwarded-For": "203.0.113.7"}, relayed), ({}, local)):
             assert (await proxy.chat(headers=headers)).status == expected
-            assert await status(proxy, "/metrics", headers, "admin") == expected
+
+            async def admin_does_so() -> bool:
+                return await status(proxy, "/metrics", headers, "admin") == expected  # noqa: B023
+
+            await eventually(admin_does_so)
+
+
+async def test_new_replica_without_a_database_answers_no_call_of_anyone(
+    upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    settings = settings_for(AWAY, upstream.url, tmp_path).model_copy(update={"access": "anyone"})
+    async with running(settings), aiohttp.ClientSession() as session:
+        proxy = Proxy(settings, make_engine(AWAY), session)
+        reply = await proxy.chat()
+        assert (reply.status, reply.headers["x-pawl-fault"]) == (503, "proxy")
+        assert int(reply.headers["Retry-After"]) >= 1
+        assert await status(proxy, "/metrics", {}, "admin") == 503
 
 
 async def test_keys_work_without_a_database_across_restarts(
