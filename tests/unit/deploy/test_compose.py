@@ -353,6 +353,20 @@ def test_prometheus_scrapes_what_is_there() -> None:
     assert all("watch" in service(name)["networks"] for name in [*ports, "prometheus"])
 
 
+def test_prometheus_reads_its_key_where_the_proxy_keeps_it() -> None:
+    config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
+    [file] = [
+        job["authorization"]["credentials_file"]
+        for job in config["scrape_configs"]
+        if "authorization" in job
+    ]
+    kept, _ = mounts("proxy")["keys"]
+    seen, mode = mounts("prometheus")["keys"]
+    assert (file, mode) == (f"{seen}/metrics", "ro")
+    # The volume begins with the image's file: without one, Prometheus scrapes nothing.
+    assert f"/dev/null {kept}/metrics" in (ROOT / "Dockerfile.proxy").read_text()
+
+
 # The images
 
 

@@ -13,7 +13,9 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
+from pawl.cli import app
 from proxy.feedback import LONG_BYTES
 from store.database import make_engine
 from store.keys import id_of, revoke_key
@@ -136,6 +138,32 @@ async def test_access_says_who_may_call_while_no_key_was_made(
                 return await status(proxy, "/metrics", headers, "admin") == expected  # noqa: B023
 
             await eventually(admin_does_so)
+
+
+async def test_prometheus_scrapes_before_and_after_the_first_key(
+    start_proxy: StartProxy, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", database_url)
+
+    def create(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["keys", "create", *arguments])
+        assert done.exit_code == 0
+        return done.stdout
+
+    async with start_proxy(access="anyone") as proxy:
+
+        async def scraped(credentials: str, expected: int) -> None:
+            async def is_so() -> bool:
+                # As Prometheus does, which trims the file, and also sends what is empty.
+                headers = bearer(credentials.strip())
+                return await status(proxy, "/metrics", headers, "admin") == expected
+
+            await eventually(is_so)
+
+        await scraped("", 200)
+        await asyncio.to_thread(create, "agent")
+        await scraped("", 401)
+        await scraped(await asyncio.to_thread(create, "metrics", "--scope", "read"), 200)
 
 
 async def test_new_replica_without_a_database_answers_no_call_of_anyone(
