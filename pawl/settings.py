@@ -10,10 +10,10 @@ from typing import Annotated, Final, Literal, TypeVar
 from dotenv import dotenv_values
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import NoDecode
+from pydantic_settings import NoDecode, SettingsError
 
 from proxy.settings import ProxySettings
-from store.settings import Listen, Settings, StoreSettings
+from store.settings import SECRETS, Listen, Settings, StoreSettings
 from trainer.settings import Cards, ServerSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
@@ -118,18 +118,23 @@ def known_variables() -> set[str]:
 
 
 def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
-    """Refuse unknown `PAWL_*` variables, in `environment` (default: the process's) or in `.env`.
+    """Refuse unknown `PAWL_*` names: in `environment` (default: the process's), `.env` or secrets.
 
     Raises:
         UnreadSettings: a variable is unknown; the message suggests the closest known name.
     """
     given = dict(os.environ if environment is None else environment)
     try:
-        given |= {name: value or "" for name, value in dotenv_values(".env").items()}
+        given = {name: value or "" for name, value in dotenv_values(".env").items()} | given
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadSettings(f".env cannot be read: {error}; write it as UTF-8") from error
+    folder = given.get("PAWL_SECRETS_DIR") or SECRETS
+    try:
+        secrets = [name.upper() for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    except OSError as error:
+        raise _unread_secret(error) from error
     known = known_variables()
-    for name in sorted(given):
+    for name in sorted({*given, *secrets}):
         if name.startswith(PREFIX) and name not in known:
             near = get_close_matches(name, sorted(known), n=1)
             remedy = f"did you mean {near[0]}?" if near else f"remove {name}, or correct its name"
@@ -137,11 +142,11 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
 
 
 def read_settings(kind: type[Kind]) -> Kind:
-    """Read the settings of one process from the environment and `.env`.
+    """Read the settings of one process from the environment, `.env` and secrets.
 
     Raises:
-        UnreadSettings: a `PAWL_*` variable is unknown, or a value cannot be used; the message
-            names each such variable with the reason.
+        UnreadSettings: a `PAWL_*` variable is unknown, or a value cannot be read or used; the
+            message names each such variable with the reason.
     """
     refuse_unread()
     try:
@@ -149,6 +154,15 @@ def read_settings(kind: type[Kind]) -> Kind:
     except ValidationError as error:
         problems = "; ".join(_problem(kind, detail) for detail in error.errors())
         raise UnreadSettings(problems) from error
+    except SettingsError as error:
+        raise _unread_secret(error) from error
+
+
+def _unread_secret(error: Exception) -> UnreadSettings:
+    return UnreadSettings(
+        f"PAWL_SECRETS_DIR: a secret cannot be read: {error.__cause__ or error}; make it a text in "
+        "UTF-8 that this user may read"
+    )
 
 
 def _problem(kind: type[Settings], detail: ErrorDetails) -> str:

@@ -47,13 +47,14 @@ METRICS: Final[dict[str, ModuleType]] = {
 }
 ABOUT_SETTINGS: Final = """
 Pawl is configured by environment variables and by a file `.env` in the working directory; the
-environment wins. Each process reads its variables once, when it starts. An empty value counts as
-unset. An unknown `PAWL_*` variable, or a value that cannot be used, is a startup error that names
-the variable. Names that end in `_S` are seconds, in `_MB` MiB, in `_KB` KiB. Relative paths start
-at the working directory. An address is `HOST:PORT`, with an IPv6 host in brackets. A variable that
-several processes read is listed once. `pawl up`, `pawl demo` and `pawl example` pass their
-environment on to the processes that they start; the last two replace database, upstream, folders,
-recipe, policies, model and seed by their own.
+environment wins. What neither has may be a file of the variable's name in `PAWL_SECRETS_DIR`. Each
+process reads its variables once, when it starts. An empty value counts as unset. An unknown
+`PAWL_*` variable, or a value that cannot be used, is a startup error that names the variable. Names
+that end in `_S` are seconds, in `_MB` MiB, in `_KB` KiB. Relative paths start at the working
+directory. An address is `HOST:PORT`, with an IPv6 host in brackets. A variable that several
+processes read is listed once. `pawl up`, `pawl demo` and `pawl example` pass their environment on
+to the processes that they start; the last two replace database, upstream, folders, recipe,
+policies, model and seed by their own.
 """
 ABOUT_RECIPES: Final = """
 A recipe says how a policy learns: a TOML file with the keys below. `PAWL_RECIPE` names a file or a

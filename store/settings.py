@@ -6,8 +6,19 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    SecretStr,
+    field_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SecretsSettingsSource,
+    SettingsConfigDict,
+)
 
 from store.errors import StoreError
 
@@ -138,8 +149,30 @@ def _host(host: str, port: str) -> dict[str, str]:
     return {**({"host": parts["host"]} if parts else {}), **({"port": port} if port else {})}
 
 
+# Where Docker mounts secrets.
+SECRETS: Final = Path("/run/secrets")
+
+
+def _is_folder(path: Path) -> Path:
+    # Unlike pathlib's, it raises nothing, whatever the name.
+    if not os.path.isdir(path):
+        raise ValueError(
+            f"{str(path)!r:.80} is no folder that this user can see: make it, or unset it"
+        )
+    return path
+
+
+class _SecretFiles(SecretsSettingsSource):
+    """Read the folder that the sources before this one name, if it is there."""
+
+    def __call__(self) -> dict[str, Any]:
+        folder = self.current_state.get("secrets_dir", SECRETS)
+        self.secrets_dir = folder if os.path.isdir(folder) else None
+        return super().__call__()
+
+
 class Settings(BaseSettings):
-    """Read settings from `PAWL_*` environment variables, or `.env`."""
+    """Read settings from `PAWL_*` environment variables, `.env`, or files of their names."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_",
@@ -149,6 +182,24 @@ class Settings(BaseSettings):
         env_ignore_empty=True,
         allow_inf_nan=False,
     )
+
+    secrets_dir: Annotated[Path, AfterValidator(_is_folder)] | None = Field(
+        default=None,
+        description="folder in which each file holds the value of the variable that it is named "
+        "like, as Docker and Kubernetes mount secrets; unset: /run/secrets, if it is there",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources, those that win first."""
+        return init_settings, env_settings, dotenv_settings, _SecretFiles(settings_cls)
 
     @field_validator("*", mode="after")
     @classmethod

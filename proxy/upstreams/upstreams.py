@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -17,6 +18,7 @@ from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
 from proxy.upstreams.litellm import LitellmUpstream
 from proxy.upstreams.server import Key, Upstream
+from store.settings import SECRETS
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()
@@ -225,7 +227,7 @@ def check_upstreams(settings: ProxySettings) -> None:
     Raises:
         BadUpstreams: the file cannot be used, or names a library that is not installed.
     """
-    for spec in _specs(settings, _environment()):
+    for spec in _specs(settings, _environment(settings.secrets_dir)):
         if spec.kind == "litellm":
             LitellmUpstream.check(spec)
 
@@ -239,7 +241,7 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
         return Upstreams([Member(ONE, (), True, server, _defaults(settings, {}, None))])
-    environment = _environment()
+    environment = _environment(settings.secrets_dir)
     specs = _specs(settings, environment)
     return Upstreams(
         [
@@ -283,10 +285,17 @@ def _server(
     )
 
 
-def _environment() -> dict[str, str]:
-    """Return the process's environment over the variables in `.env`.
+def _environment(secrets: Path | None) -> dict[str, str]:
+    """Return the process's environment over the variables in `.env`, and these over secrets.
 
     Settings are read in the same way, and keys stand beside them.
     """
     from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
-    return from_file | os.environ
+    return _secrets(secrets or SECRETS) | from_file | os.environ
+
+
+def _secrets(folder: Path) -> dict[str, str]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    # Not all are ours.
+    readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
+    return {file.name: file.read_text(errors="replace").strip() for file in readable}

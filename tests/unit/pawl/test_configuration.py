@@ -307,6 +307,55 @@ def test_settings_are_frozen_and_secrets_masked(monkeypatch: pytest.MonkeyPatch)
         settings.data_dir = Path("x")
 
 
+@pytest.fixture
+def secrets(_elsewhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of secrets, laid out as Kubernetes does."""
+    folder = tmp_path / "secrets"
+    (folder / "..data").mkdir(parents=True)
+    for name, text in (("DATABASE_URL", "postgresql://u:p@h/d"), ("pawl_api_key", "k")):
+        (folder / "..data" / name).write_text(f"{text}\n")
+        (folder / name).symlink_to(f"..data/{name}")
+    monkeypatch.setenv("PAWL_SECRETS_DIR", str(folder))
+    return folder
+
+
+@pytest.mark.usefixtures("secrets")
+def test_secrets_are_read_from_files_where_no_variable_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DATABASE_URL", raising=False)
+    url = read_settings(ProxySettings).database_url
+    assert url is not None
+    assert url.get_secret_value() == "postgresql://u:p@h/d"
+    assert read_settings(ClientSettings).key == "k"
+    monkeypatch.setenv("PAWL_API_KEY", "of the environment")
+    assert read_settings(ClientSettings).key == "of the environment"
+
+
+def test_folder_of_secrets_may_be_named_in_the_env_file(
+    secrets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PAWL_SECRETS_DIR")
+    Path(".env").write_text(f"PAWL_SECRETS_DIR={secrets}\n")
+    assert read_settings(ClientSettings).key == "k"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("PAWL_API_KEYS", b"k", "PAWL_API_KEYS is set, .*did you mean PAWL_API_KEY"),
+        ("PAWL_POLL_S", b"\xff", "PAWL_SECRETS_DIR: a secret cannot be read: .*make it a text"),
+        ("PAWL_POLL_S", b"often", "PAWL_POLL_S is 'often'"),
+    ],
+)
+def test_secret_that_cannot_be_used_is_refused_by_name(
+    secrets: Path, name: str, content: bytes, message: str
+) -> None:
+    (secrets / name).write_bytes(content)
+    with pytest.raises(UnreadSettings, match=message):
+        read_settings(TrainerSettings)
+
+
 @pytest.mark.parametrize(
     ("text", "read"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80))]
 )

@@ -270,6 +270,17 @@ def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
     assert "litellm was imported" in ended.stderr
 
 
+def test_key_of_an_upstream_may_be_a_secret(tmp_path: Path) -> None:
+    path = tmp_path / "u.toml"
+    path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "HOSTED_KEY").write_text("sk\n")
+    settings = settings_for(None, "http://a/v1", tmp_path).model_copy(
+        update={"upstreams": path, "secrets_dir": tmp_path / "secrets"}
+    )
+    check_upstreams(settings)
+
+
 def test_litellm_that_is_not_there_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
