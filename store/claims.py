@@ -72,18 +72,22 @@ async def claim(
     recipe: Mapping[str, Any],
     *,
     takes_most: bool = False,
+    parent_serves: bool = False,
 ) -> UUID | None:
     """Claim the freshest complete groups for a new update and return the update's id.
 
     Return None while there are too few. With `takes_most` there may be more groups (`ClaimRule`).
-    The same ledger gives the same claim. Read the claimed episodes with `load_claim` after this
-    transaction is committed, so that writers of these episodes' calls and feedback block only while
-    the rows are marked.
+    With `parent_serves` the limits are those that hold once the parent serves. The same ledger
+    gives the same claim. Read the claimed episodes with `load_claim` after this transaction is
+    committed, so that writers of these episodes' calls and feedback block only while the rows are
+    marked.
 
     Raises:
         ClaimLost: another update of the policy is running.
     """
-    oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
+    oldest = await oldest_version(
+        connection, rule.policy, parent_version, rule.max_staleness, parent_serves=parent_serves
+    )
     taken = await find_ready(connection, rule, oldest, takes_most=takes_most)
     if not taken:
         return None
@@ -410,7 +414,8 @@ _OLDEST = text(
     """
     SELECT version FROM policies
     WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL AND ended_at IS NULL
-        AND state IN ('serving', 'canary', 'published', 'retired')
+        AND (state IN ('serving', 'canary', 'published', 'retired')
+            OR (:parent_serves AND version = :parent))
     ORDER BY version DESC OFFSET :staleness LIMIT 1
     """
 )
@@ -431,15 +436,26 @@ _CLAIM = text(
 
 
 async def oldest_version(
-    connection: AsyncConnection, policy: str, parent: int, max_staleness: int | None
+    connection: AsyncConnection,
+    policy: str,
+    parent: int,
+    max_staleness: int | None,
+    *,
+    parent_serves: bool = False,
 ) -> int:
     """Return the first version whose episodes an update of version `parent` may train on.
 
-    Only versions that had traffic count, but for those that were rolled back or ended.
+    Only versions that had traffic count, but for those that were rolled back or ended; and with
+    `parent_serves` the parent, which is about to have some.
     """
     if max_staleness is None:
         return 0
-    values = {"policy": policy, "parent": parent, "staleness": max_staleness}
+    values = {
+        "policy": policy,
+        "parent": parent,
+        "staleness": max_staleness,
+        "parent_serves": parent_serves,
+    }
     return int(await connection.scalar(_OLDEST, values) or 0)
 
 

@@ -309,7 +309,9 @@ class Loop:
             await asyncio.wait([publishing])
             await self._test_servers(far, measured)
 
-        claim = await self._claiming.take(parent.version)
+        # Behind a gate a version has no traffic yet when it is published.
+        serves = not self._recipe.gate.is_gated
+        claim = await self._claiming.take(parent.version, parent_serves=serves)
         if claim is None:
             return
         try:

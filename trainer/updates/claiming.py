@@ -75,9 +75,10 @@ class Claiming:
         self._last_look: tuple[int, float] | None = None
         self._warned: set[TrainingWarning] = set()
 
-    async def take(self, parent: int) -> Claim | None:
+    async def take(self, parent: int, *, parent_serves: bool = False) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
+        With `parent_serves` the update is one for when the parent serves, which it is about to.
         Return None, too, while the model server has no adapter slot for what the update would make.
         An update that had to wait for one takes what has waited with it.
         If some of a claim cannot be read back, they are set aside and the claim is made anew: a
@@ -90,11 +91,16 @@ class Claiming:
             async with self._engine.begin() as connection:
                 has_waited = self._pacing is not None and self._pacing.waits
                 if self._pacing is not None and not await self._pacing.allows(
-                    connection, partial(self._is_enough, connection, parent)
+                    connection, partial(self._is_enough, connection, parent, parent_serves)
                 ):
                     return None
                 update_id = await claims.claim(
-                    connection, self._rule, parent, self._recipe, takes_most=has_waited
+                    connection,
+                    self._rule,
+                    parent,
+                    self._recipe,
+                    takes_most=has_waited,
+                    parent_serves=parent_serves,
                 )
             if update_id is None:
                 return None
@@ -104,10 +110,14 @@ class Claiming:
             except Damaged as error:
                 await self._set_aside(update_id, error.episodes, DAMAGED, {"error": str(error)})
 
-    async def _is_enough(self, connection: AsyncConnection, parent: int) -> bool:
+    async def _is_enough(
+        self, connection: AsyncConnection, parent: int, parent_serves: bool
+    ) -> bool:
         """Return whether an update of version `parent` could be claimed."""
         rule = self._rule
-        oldest = await claims.oldest_version(connection, rule.policy, parent, rule.max_staleness)
+        oldest = await claims.oldest_version(
+            connection, rule.policy, parent, rule.max_staleness, parent_serves=parent_serves
+        )
         return bool(await find_ready(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:

@@ -99,6 +99,17 @@ async def test_update_that_cannot_be_planned_ahead_frees_its_episodes(
     assert await bench.states() == {0: "published", 1: "serving"}
 
 
+async def test_episodes_that_are_too_old_once_the_version_serves_are_not_claimed_ahead(
+    bench: Bench,
+) -> None:
+    bench.change("claim", max_staleness=0)
+    async with bench.working() as loop:
+        assert await loop.update_once(looks_ahead=True)
+        assert await held(bench.engine) == 0
+        assert not await loop.update_once()
+    assert await states(bench) == [("done", 0), ("expired", 1)]
+
+
 async def test_paused_trainer_holds_no_episodes(bench: Bench) -> None:
     async with bench.working() as loop:
         assert await loop.update_once(looks_ahead=True)
