@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Final
 
+import structlog
 import torch
 
 from store.records import Record
 from trainer.batches import Row, tree_size
 from trainer.learners.scoring import decoder_of
+
+log = structlog.get_logger()
 
 # Dense bfloat16 operations a second, by a part of the GPU's name as CUDA says it; the first that
 # fits counts. From NVIDIA's data sheets, whose larger figures are of sparse matrices.
@@ -72,6 +75,18 @@ class ModelFlops(Record, frozen=True, kw_only=True):
         return 4.0 * (self.matrices * tokens + self.head * scored) + 6.0 * self.attention * seen
 
 
+def counted_flops(base: Any) -> ModelFlops | None:
+    """Return what the text model of `base` multiplies, or None with a warning if it is not known.
+
+    Training needs none of it.
+    """
+    try:
+        return model_flops(base)
+    except Exception as error:  # Architectures differ in what they say of themselves.
+        log.warning("flops_not_counted", reason=f"{type(error).__name__}: {error}"[:500])
+        return None
+
+
 def model_flops(base: Any) -> ModelFlops:
     """Return what the text model of `base` multiplies, of which an outline is enough."""
     text = base.config.get_text_config()
@@ -96,8 +111,11 @@ def model_flops(base: Any) -> ModelFlops:
 class Throughput:
     """Measure the updates of all learners of one base model."""
 
-    def __init__(self, flops: ModelFlops, device: torch.device, processes: int) -> None:
-        """Begin for a model, which so many processes compute, each on a device of this kind."""
+    def __init__(self, flops: ModelFlops | None, device: torch.device, processes: int) -> None:
+        """Begin for a model, which so many processes compute, each on a device of this kind.
+
+        Without `flops` the share of the peak is unknown.
+        """
         self._flops = flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         peak = peak_flops(name)
@@ -122,7 +140,7 @@ class Throughput:
         """
         tokens, pairs = tree_size(rows)
         figures: dict[str, float] = {"tokens_per_second": round(epochs * tokens / seconds)}
-        if self._peak is not None:
+        if self._peak is not None and self._flops is not None:
             scored = sum(len(row.sampled_ids) for row in rows)
             trained = epochs * self._flops.trained(tokens, pairs, scored)
             figures["mfu"] = trained / (seconds * self._peak)

@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from tests.support.trainer.families import FAMILIES, TEXT
 from trainer.batches import bare_row
-from trainer.learners.flops import ModelFlops, Throughput, model_flops, peak_flops
+from trainer.learners.flops import (
+    ModelFlops,
+    Throughput,
+    counted_flops,
+    model_flops,
+    peak_flops,
+)
 from trainer.learners.model import loader_of, outline
 from trainer.learners.scoring import decoder_of
 
@@ -61,6 +68,20 @@ def test_figures_are_of_an_update_and_of_the_time_since_the_one_before(
     with measured.computing():
         pass
     assert measured.figures(rows, epochs=3, seconds=2.0) == first | {"idle_share": 0.7}
+
+
+def test_model_that_does_not_say_what_it_multiplies_has_no_share_of_the_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads of Gemma 4 have another size in each kind of layer, and its configuration has none."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
+    with capture_logs() as logs:
+        flops = counted_flops(outline(config))
+    assert [line["event"] for line in logs] == ["flops_not_counted"]
+    monkeypatch.setattr("trainer.learners.flops.peak_flops", lambda _: 1000.0)
+    measured = Throughput(flops, torch.device("cpu"), 1)
+    assert measured.figures([bare_row(0, [1, 2], [4])], 1, 1.0) == {"tokens_per_second": 2}
 
 
 @pytest.mark.parametrize(
