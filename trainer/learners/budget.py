@@ -136,7 +136,7 @@ class Budget:
         the layers is checkpointed: without, the update would not fit.
         """
         self._calm += 1
-        is_reduced = self.tokens < self._full or self.share > 0
+        is_reduced = self.tokens < self._full or self.share > share
         self._is_trying = is_reduced and self._calm >= self._wait
         if not is_reduced:
             self._wait = 1

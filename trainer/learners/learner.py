@@ -136,7 +136,9 @@ class Learner:
         if self._way is None:
             self._way = choose_way(self._model, self.processes, self._ways)
             tokens = self._recipe.batch.micro_batch_tokens
-            is_open = self._recipe.batch.gradient_checkpointing == "auto"
+            base = self._model.get_base_model()
+            wanted = self._recipe.batch.gradient_checkpointing
+            is_open = wanted == "auto" and base.supports_gradient_checkpointing
             self._budget = Budget(
                 tokens,
                 way=self._way,
@@ -144,8 +146,8 @@ class Learner:
                 checkpoint=self._checkpoint if is_open else None,
             )
         attend(self._model, self._way)
-        wanted = self._recipe.batch.gradient_checkpointing
-        self._checkpoint(1.0 if wanted is True else self._budget.share)
+        always = self._recipe.batch.gradient_checkpointing is True
+        self._checkpoint(1.0 if always else self._budget.share)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, way=self._way

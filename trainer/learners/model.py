@@ -35,7 +35,7 @@ from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import FUSED, MIXER, attach_adapter, detach
 from trainer.learners.budget import says_no_room
-from trainer.learners.flops import Throughput, model_flops
+from trainer.learners.flops import Throughput, counted_flops
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
 from trainer.learners.processes import Processes
@@ -282,7 +282,10 @@ def checkpoint(base: Any, share: float) -> None:
     """
     if share > 0:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-        layers = decoder_of(base).layers
+        # Each time that adds a hook to the embeddings, which these checkpoints do not need.
+        base.disable_input_require_grads()
+        # Not all architectures have their layers in a list of this name; these have no plan.
+        layers = decoder_of(base).layers if share < 1 else ()
         for layer in layers[math.ceil(share * len(layers)) :]:
             layer.gradient_checkpointing = False
     elif base.is_gradient_checkpointing:
@@ -348,7 +351,7 @@ class Base:
         self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
         self.hash = base_hash(self._model)
         self.throughput = Throughput(
-            model_flops(outline(self._model.config)), self._model.device, self.processes.count
+            counted_flops(outline(self._model.config)), self._model.device, self.processes.count
         )
         self._holder: Holder | None = None
 

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import GPTJPreTrainedModel
 
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import saved
+from tests.support.trainer.families import FAMILIES, write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
 from trainer.batches import Row
@@ -65,6 +67,19 @@ def half_step(optimizer: Any) -> Callable[..., Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     return step
+
+
+@pytest.mark.parametrize(("supports", "share", "tokens"), [(True, 1.0, 256), (False, 0.0, 128)])
+def test_model_without_a_list_of_layers_is_checkpointed_as_a_whole_if_it_can_be(
+    tmp_path: Path, supports: bool, share: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "gptj", ({"rotary_dim": 8}, "chain"))
+    monkeypatch.setattr(GPTJPreTrainedModel, "supports_gradient_checkpointing", supports)
+    made = learner(write_family(tmp_path / "model", "gptj"), tmp_path)
+    monkeypatch.setattr(made._trainer, "loss_of", once(made._trainer.loss_of, 1))
+    made.update(rows())
+    assert (made._budget.share, made._budget.tokens) == (share, tokens)
+    assert made._model.get_base_model().is_gradient_checkpointing is supports
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -179,8 +179,10 @@ def test_only_as_many_layers_are_checkpointed_as_must_be(
     ):
         has_room(monkeypatch, takes, a_token, made._budget.tokens)
         made.update(rows())
-        layers = made._model.get_base_model().get_decoder().layers
+        decoder = made._model.get_base_model().get_decoder()
+        layers = decoder.layers
         assert [layer.gradient_checkpointing for layer in layers] == [i < wanted for i in range(3)]
+        assert not decoder.get_input_embeddings()._forward_hooks
 
 
 def test_model_that_cannot_be_planned_is_trained(

@@ -110,6 +110,17 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
     assert made.tokens == FULL
 
 
+def test_layers_that_are_planned_to_be_checkpointed_do_not_keep_attempts_rare() -> None:
+    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
+    rows = [row(number, 100) for number in range(30)]
+    for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
+        made.begin(0.4)
+        fit(made, rows, most)
+    assert (made.share, made.tokens) == (1.0, 256)
+    made.begin(0.4)
+    assert (made.share, made.tokens) == (0.4, FULL)
+
+
 def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
