@@ -114,6 +114,13 @@ class ProxySettings(StoreSettings):
         description="how long `pawl proxy` may take to end after SIGTERM, in seconds; calls under "
         "way get 60 % of it, their records the rest",
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="how long `pawl proxy` goes on taking calls after SIGTERM, before "
+        "PAWL_STOP_GRACE_S begins, in seconds, while /readyz and the data port's /healthz answer "
+        "503: as long as load balancers take to notice",
+    )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body, in MiB")
     max_feedback_kb: int = Field(
         default=2048, ge=1, description="largest body of /feedback, in KiB"

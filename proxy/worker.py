@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -15,6 +15,7 @@ from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentT
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.server import ClientDeadlines, Handler, Server
+from proxy.http.wire import JSON
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
 from proxy.keys import Gate, KeyFile
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 
 # Looking a member of an enumeration up takes long in Python 3.11.
 CALL, FEEDBACK = Kind.CALL, Kind.FEEDBACK
+HEALTH: Final = "/healthz"
 QUEUE_S: Final = 0.05
 PINS_S: Final = 5.0
 COUNT_S: Final = 0.5
@@ -49,15 +51,27 @@ BACKLOG: Final = 4096
 
 
 def data_handler(
-    parts: CallParts, feedback: FeedbackEndpoint, gate: Gate, *, may_delete_models: bool
+    parts: CallParts,
+    feedback: FeedbackEndpoint,
+    gate: Gate,
+    *,
+    may_delete_models: bool,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Handler:
     """Return the data port's handler.
 
     Every request goes through the allow-list (`proxy.routing`), which is the only router, and
-    through the gate, which checks its key and takes it out.
+    through the gate, which checks its key and takes it out; but for `/healthz`, for load balancers,
+    which have no key and may not reach the admin port.
     """
 
     async def handle(exchange: Exchange) -> None:
+        if exchange.target == HEALTH and exchange.method == "GET":
+            if stopping():
+                exchange.reply(503, b"", [JSON], b'{"status": "stopping"}')
+            else:
+                exchange.reply(200, b"", [JSON], b'{"status": "ok"}')
+            return
         usage = None
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
@@ -115,13 +129,17 @@ def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> No
 
 @asynccontextmanager
 async def serving(
-    settings: ProxySettings, listener: socket.socket, pins: SharedPins | None = None
+    settings: ProxySettings,
+    listener: socket.socket,
+    pins: SharedPins | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[Server]:
     """Run a worker that takes connections from `listener`; it is up when the context is entered.
 
     `pins` are the episodes' versions that all workers of a proxy agree on; None: it is the only
-    one. When the context is left, no new connection is taken, and calls under way have a part of
-    `PAWL_STOP_GRACE_S` to finish, unless `finish_within` was called on the server before.
+    one. `stopping` returns whether clients should go elsewhere. When the context is left, no new
+    connection is taken, and calls under way have a part of `PAWL_STOP_GRACE_S` to finish, unless
+    `finish_within` was called on the server before.
     """
 
     def take(known: list[PolicyVersion]) -> None:
@@ -159,7 +177,13 @@ async def serving(
     feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
     gate = Gate(settings.access, settings.workers)
     server = Server(
-        data_handler(parts, feedback, gate, may_delete_models=settings.allow_model_delete),
+        data_handler(
+            parts,
+            feedback,
+            gate,
+            may_delete_models=settings.allow_model_delete,
+            stopping=stopping,
+        ),
         patience=ClientDeadlines(settings.head_s, settings.body_s, settings.write_s),
         explain=explain,
         on_late=_note_too_slow,

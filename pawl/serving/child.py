@@ -119,7 +119,11 @@ async def _work(ready: int, shared: Path, listener: int) -> None:
     settings = ProxySettings()
     bound = socket.socket(fileno=listener)
     pins = SharedPins(os.open(shared / PINS, os.O_RDWR | os.O_CREAT, 0o600))
-    async with serving(settings, bound, pins) as server:
+
+    def stopping() -> bool:
+        return all(one.state == "stopping" for one in read_states(shared))
+
+    async with serving(settings, bound, pins, stopping) as server:
         _report_up(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),

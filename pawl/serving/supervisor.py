@@ -1,7 +1,8 @@
 """Run one ingester and N workers on one port (`pawl proxy`), and restart those that end.
 
 The supervisor owns the sockets: while a worker is replaced, connections wait in their queues.
-SIGTERM and SIGINT end all processes, calls in progress first, within `PAWL_STOP_GRACE_S`. SIGHUP
+SIGTERM and SIGINT end all processes, calls in progress first, within `PAWL_STOP_GRACE_S`; before
+that load balancers have `PAWL_DRAIN_DELAY_S` to notice that the proxy is not ready any more. SIGHUP
 replaces the workers one after another, with new code and settings and no failed request.
 """
 
@@ -11,6 +12,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from pawl.processes import run_module, stop_event
@@ -87,6 +89,8 @@ async def serve(settings: ProxySettings) -> None:
         await fleet.start()
         log.info("proxy_up", listen=settings.listen, workers=len(fleet.workers))
         await _until_stopped(settings, fleet, stop, replace)
+        if settings.drain_delay_s:
+            await fleet.announce_stop(settings.drain_delay_s)
     finally:
         # New connections are refused from now on: in the queues of open sockets they would hang.
         for listener in listeners:
@@ -108,6 +112,7 @@ class Fleet:
         """Prepare the ingester, and a worker for each of the sockets; nothing is started yet."""
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._shared = SharedFolder()
+        self._stopping = False
         run, shared = run_module("pawl.serving.child"), ["--shared", str(self._shared.path)]
         # The ingester must not inherit the sockets: holding one would keep the port taken.
         self.ingester = Child(
@@ -150,6 +155,13 @@ class Fleet:
         for worker in self.workers:
             await worker.replace()
 
+    async def announce_stop(self, for_s: float) -> None:
+        """Say for so many seconds that no worker takes calls, though they all do."""
+        self._stopping = True
+        self._write_states()
+        log.info("proxy_stops", in_s=for_s)
+        await asyncio.wait([self.gave_up], timeout=for_s)
+
     async def stop(self) -> None:
         """Let all processes finish their work and end."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))
@@ -158,8 +170,11 @@ class Fleet:
         self._shared.remove()
 
     def _write_states(self) -> None:
+        states = [worker.state for worker in self.workers]
+        if self._stopping:
+            states = [msgspec.structs.replace(state, state="stopping") for state in states]
         try:
-            write_states(self._shared.path, [worker.state for worker in self.workers])
+            write_states(self._shared.path, states)
         except OSError as error:
             log.error("readiness_not_told", reason=str(error))
 

@@ -211,7 +211,8 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
     processes.append(Process("steward", [*pawl, "steward"], environment, plan.log_dir))
     # The proxy finishes its calls and stores their records before it may be killed.
-    stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
+    settings = ProxySettings()
+    stop_s = settings.drain_delay_s + settings.stop_grace_s + STOP_MARGIN_S
     processes.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
     return processes
 

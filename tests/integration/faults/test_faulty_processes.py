@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import aiohttp
 import pytest
 import structlog
 
@@ -50,6 +51,7 @@ WHOLE_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 # As many stalled clients of each kind.
 EACH = int(os.environ.get("STALLED_CLIENTS", "100"))
 GRACE_S = 20.0
+DELAY_S = 4.0
 log = structlog.get_logger()
 
 
@@ -293,6 +295,35 @@ async def test_sigterm_ends_all_in_time_with_stalled_readers_and_dribbling_write
     assert text.count('"status":"client_gone"') == EACH
     # The ingester may be in the middle of storing so much: the rest stays in the spool.
     assert not [line for line in text.splitlines() if "child_killed" in line and "worker" in line]
+
+
+@pytest.mark.usefixtures("own_cluster")
+async def test_calls_are_taken_after_sigterm_until_load_balancers_have_noticed(
+    upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAWL_DRAIN_DELAY_S", str(DELAY_S))
+    async with (
+        running_stand(tmp_path, upstream.url, 2) as stand,
+        aiohttp.ClientSession() as session,
+    ):
+        health = f"http://127.0.0.1:{stand.port}/healthz"
+        readiness = f"http://127.0.0.1:{stand.admin}/readyz"
+
+        async def statuses() -> list[int]:
+            return [(await session.get(url)).status for url in (health, readiness)]
+
+        async def noticed() -> bool:
+            return await statuses() == [503, 503]
+
+        assert await statuses() == [200, 200]
+        ending = asyncio.create_task(stopped(stand))
+        await eventually(noticed)
+        for _ in range(4):
+            # Each is a new connection.
+            reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+            writer.write(CHAT)
+            assert (await rest((reader, writer))).endswith(WHOLE_END)
+        assert await ending >= DELAY_S
 
 
 @pytest.mark.usefixtures("own_cluster")

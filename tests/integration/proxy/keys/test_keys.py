@@ -140,6 +140,13 @@ async def test_access_says_who_may_call_while_no_key_was_made(
             await eventually(admin_does_so)
 
 
+async def test_health_needs_no_key_on_either_port(proxy: Proxy, engine: AsyncEngine) -> None:
+    await taken(proxy, await made(engine, "agent", "infer"))
+    for reply in (await proxy.ask("GET", "/healthz"), await proxy.admin_page("/healthz")):
+        assert (reply.status, reply.json) == (200, {"status": "ok"})
+    assert (await proxy.ask("POST", "/healthz")).status == 404
+
+
 async def test_prometheus_scrapes_before_and_after_the_first_key(
     start_proxy: StartProxy, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
