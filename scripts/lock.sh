@@ -4,7 +4,8 @@
 # drive (clients.txt, in an environment of their own).
 # `cpu` is what `make install` installs without a GPU (all roles and the
 # development tools); the others are held to its versions wherever they share a
-# package. The files name no index, so that any mirror can serve them.
+# package. The files name no index, so that any mirror can serve them. What images and servers install
+# has hashes; in `cpu` and `gpu` torch's build, and so its hash, is the installer's choice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
@@ -30,13 +31,13 @@ lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
 # The CUDA build of torch wants a triton of its own.
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"
-lock requirements/proxy.txt "" -c "$shared"
+lock requirements/proxy.txt "" -c "$shared" --generate-hashes
 lock requirements/serving-tests.txt "" -c "$shared" --extra serving-tests
 # litellm is behind the others: openai < 3, huggingface-hub < 2, filelock < 4.
 behind=$(mktemp)
 grep -vE '^(openai|huggingface-hub|filelock|python-dateutil)==' "$shared" >"$behind"
-lock requirements/litellm.txt "" -c "$behind" --extra litellm
-lock requirements/trainer.txt "" -c "$shared" --extra trainer
+lock requirements/litellm.txt "" -c "$behind" --extra litellm --generate-hashes
+lock requirements/trainer.txt "" -c "$shared" --extra trainer --generate-hashes
 lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev
 # litellm wants the certificates of the week; which ones does not matter here.
 lock_from requirements/clients.in requirements/clients.txt "" --overrides <(echo "certifi>=2026")

@@ -19,6 +19,7 @@ from pawl.settings import StewardSettings, known_variables, refuse_unread
 from pawl.stack import vllm
 from pawl.stack.vllm import VllmOptions, vllm_command
 from proxy.settings import ProxySettings
+from store import __version__
 from store.settings import Settings, address
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
@@ -401,6 +402,37 @@ def test_trainer_image_has_what_triton_compiles_with(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compile_module = pytest.importorskip("triton.runtime.build").compile_module_from_src
     assert compile_module(C_MODULE, "sixes").six() == 6
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_any_user_of_group_0_may_do_what_the_images_own_may(dockerfile: str) -> None:
+    steps = [rest for name, rest in last_stage(dockerfile) if name == "RUN" and "install" in rest]
+    words = [shlex.split(one) for step in steps for one in step.split("&&")]
+    made = [options(line) for line in words if line[0] == "install"]
+    assert made
+    assert all(one["--group"] == "root" for one in made)
+    modes = [one["--mode"] or "" for one in made]
+    assert all(mode[1] == mode[2] for mode in modes)
+    # What it works in is entered even without that group: a `.env` is looked for there.
+    [work] = [line for line in words if line[0] == "install" and "/var/lib/pawl" in line]
+    assert int((options(work)["--mode"] or "0")[3]) & 1
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_images_say_what_they_are_and_of_which_version(dockerfile: str) -> None:
+    [labels] = [rest for name, rest in last_stage(dockerfile) if name == "LABEL"]
+    prefix = "org.opencontainers.image."
+    said = dict(word.removeprefix(prefix).split("=", 1) for word in shlex.split(labels))
+    assert {"title", "description", "licenses"} < said.keys()
+    assert said["version"] == __version__
+    name = dockerfile.removeprefix("Dockerfile.")
+    assert service(name)["image"] == f"{said['title']}:{said['version']}"
+
+
+@pytest.mark.parametrize("lock", ["proxy", "litellm", "trainer"])
+def test_each_package_of_an_image_is_locked_with_hashes(lock: str) -> None:
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text().replace("\\\n", " ")
+    assert [line for line in text.splitlines() if "--hash=sha256:" not in line] == []
 
 
 def test_the_two_images_are_built_alike() -> None:
