@@ -31,6 +31,11 @@ ENV_EXAMPLE: Final = ROOT / ".env.example"
 DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
 NEEDED: Final = {"POSTGRES_PASSWORD": "p@ss/w:rd", "GRAFANA_ADMIN_PASSWORD": "secret"}
 PUBLISHED: Final = {"proxy", "grafana"}
+# What ports, volumes and grace periods of the file rest on.
+FIXED: Final = {
+    *("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN"),
+    *("PAWL_SPOOL_DIR", "PAWL_ADAPTER_DIR", "PAWL_STOP_GRACE_S"),
+}
 Kind = TypeVar("Kind", bound=Settings)
 # As Triton's own for a GPU's driver, it needs the headers of Python and of libc.
 C_MODULE: Final = """
@@ -257,6 +262,22 @@ def test_pawl_reads_every_variable_a_user_may_set() -> None:
     offered = set(re.findall(r"^#?(\w+)=", ENV_EXAMPLE.read_text(), flags=re.MULTILINE))
     assert offered == asked
     assert {name for name in offered if name.startswith("PAWL_")} <= known_variables()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("proxy", ProxySettings), ("trainer", TrainerSettings), ("steward", StewardSettings)],
+)
+def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
+    name: str, kind: type[Settings]
+) -> None:
+    settings = {f"PAWL_{field.upper()}" for field in kind.model_fields} - {"PAWL_DATABASE_URL"}
+    written = {variable: f"the user's {variable}" for variable in settings} | NEEDED
+    found = compose(**written)["services"][name]
+    assert found["env_file"] == [{"path": ".env", "required": False}]
+    reached = written | found["environment"]
+    assert {one for one in settings if reached[one] != written[one]} == FIXED & settings
+    assert {reached[password] for password in NEEDED} == {""}
 
 
 def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
