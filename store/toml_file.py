@@ -61,6 +61,8 @@ class TomlFile(Generic[Model]):
         except (OSError, ValueError) as error:
             # A ValueError is text that is not UTF-8, or a path with U+0000.
             reason = error.strerror if isinstance(error, OSError) else str(error)
+            if isinstance(error, IsADirectoryError):
+                reason = "it is a folder, as Docker makes where a mounted file is missing"
             raise self._error(
                 _clipped(f"{name or path} cannot be read: {reason}{self._advice}")
             ) from error

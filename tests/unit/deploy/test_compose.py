@@ -310,7 +310,10 @@ def test_with_a_file_of_policies_one_trainer_trains_them_all(
         [volume] = added["services"][name]["volumes"]
         told = environment(name) | added["services"][name]["environment"]
         found[name] = settings_in(monkeypatch, kind, told)
-        assert volume == f"./policies.toml:{found[name].policies}:ro"
+        assert (volume["type"], volume["source"]) == ("bind", "./policies.toml")
+        assert (volume["target"], volume["read_only"]) == (str(found[name].policies), True)
+        # Docker makes a folder where a mounted file is missing, unless it is told not to.
+        assert volume["bind"] == {"create_host_path": False}
     assert found["trainer"].policy is None
 
 

@@ -152,6 +152,8 @@ def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> 
     missing = tmp_path / "none.toml"
     with pytest.raises(BadPolicies, match=r"PAWL_POLICIES names .*none\.toml.*Unset it"):
         load_policies(missing)
+    with pytest.raises(BadPolicies, match="is a folder, as Docker makes where a mounted file is"):
+        load_policies(tmp_path)
     missing.write_bytes(b"\xff")
     with pytest.raises(BadPolicies, match="cannot be read"):
         load_policies(missing)
