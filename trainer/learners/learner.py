@@ -64,6 +64,8 @@ log = structlog.get_logger()
 
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
+# Tokens of the longest row that is rehearsed: half a minute's work for 8B parameters on an H100.
+LONGEST_TRIED: Final = 65_536
 # What makes the TRL trainer of each learner, by the recipe's `learner`.
 TRAINERS: Final = {"grpo": make_trainer, "ppo": make_ppo_trainer, "sft": make_sft_trainer}
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
@@ -171,15 +173,29 @@ class Learner:
         if self._takes is None:
             return
         if self._model.device.type == "cuda":
-            self._rehearse_longest(self._takes)
+            self._correct_plan(self._takes)
         longest = self._longest(self._takes)
         context = self._takes.context
         if context is not None and longest < context:
             log.warning("calls_too_long", past_tokens=longest, context=context, remedy=REMEDY)
 
+    def _correct_plan(self, takes: Footprint) -> None:
+        """Rehearse the longest row in all processes; one that fails leaves the plan as it is."""
+        failure: Exception | None = None
+        try:
+            self._rehearse_longest(takes)
+        except Exception as error:  # Whatever fails, no call may ever be as long.
+            failure = error
+            self._forget()
+            log.warning("longest_row_failed", reason=f"{type(error).__name__}: {error}"[:500])
+        self.processes.regroup(failure)
+
     def _rehearse_longest(self, takes: Footprint) -> None:
-        """Train on a row as long as the memory should allow, or as the model; correct the plan."""
-        most = takes.context or self._recipe.batch.micro_batch_tokens
+        """Train on a row as long as the memory should allow, or as the model; correct the plan.
+
+        Attention takes the square of its tokens, and memory does not: `LONGEST_TRIED` are enough.
+        """
+        most = min(LONGEST_TRIED, takes.context or self._recipe.batch.micro_batch_tokens)
         peak = None
         while peak is None and (tokens := min(most, self._longest(takes))) >= SMALLEST_BUDGET:
             [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)

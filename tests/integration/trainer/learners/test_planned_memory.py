@@ -254,3 +254,26 @@ def test_rehearsal_of_the_longest_row_corrects_the_plan(
     monkeypatch.setattr(made._trainer, "loss_of", loss_of)
     new = Learner(tiny_model, make(), seed=0, scratch=tmp_path)
     assert made.update(rows())["loss"] == new.update(rows())["loss"]
+
+
+def test_rehearsal_of_a_bounded_row_may_fail(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, new = (Learner(tiny_model, recipe(), seed=0, scratch=tmp_path) for _ in range(2))
+    takes, seen = footprint(tiny_model, recipe(), "cpu"), []
+    loss_of = made._trainer.loss_of
+
+    def fail(batch: Sequence[Row]) -> torch.Tensor:
+        seen.append(batch[0].size)
+        loss_of(batch).backward()
+        raise ValueError("a kernel takes no more tokens")
+
+    monkeypatch.setattr(made._trainer, "loss_of", fail)
+    monkeypatch.setattr("trainer.learners.learner.peak_of", lambda _, run: run())
+    monkeypatch.setattr("trainer.learners.learner.LONGEST_TRIED", 100)
+    with capture_logs() as logs:
+        made._correct_plan(takes)
+    [said] = [line["reason"] for line in logs if line["event"] == "longest_row_failed"]
+    assert (said, seen) == ("ValueError: a kernel takes no more tokens", [100])
+    monkeypatch.setattr(made._trainer, "loss_of", loss_of)
+    assert made.update(rows())["loss"] == new.update(rows())["loss"]
