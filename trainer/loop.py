@@ -316,8 +316,11 @@ class Loop:
             return
         try:
             self._ahead = claim, await self._plan(claim, test_servers)
-        except LearnerError as error:
+        except Exception as error:
+            # Whatever the next update comes to, the version before it is published.
             await asyncio.wait([publishing])
+            if not isinstance(error, LearnerError):
+                raise
             await self._undo(claim, error)
 
     async def _free_ahead(self) -> None:
