@@ -53,11 +53,15 @@ class NoRoom(Exception):
 def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
     """Raise `NoRoom` with `rows` where the block runs out of memory, in all processes at once.
 
+    Each goes through as many blocks as the others, and waits at the end of each: memory may run out
+    in one after all have met for the last time, and with a packed base they never meet before.
+
     Raises:
         CompanionFailed: another process failed, and not for lack of memory.
     """
     try:
         yield
+        processes.meet()
     except CompanionFailed as error:
         if not error.is_memory:
             raise

@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batches import Row, bare_row
-from trainer.errors import OUT_OF_MEMORY, Unusable
+from trainer.errors import OUT_OF_MEMORY, CompanionFailed, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,
     TOO_LONG,
     Budget,
     MicroBatches,
+    NoRoom,
     is_out_of_memory,
     needs_memory,
 )
-from trainer.learners.processes import Processes
+from trainer.learners.processes import FINE, Processes
 
 FULL = 1024
 
@@ -127,6 +128,16 @@ def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
     assert is_out_of_memory(raised.value)
     with pytest.raises(RuntimeError, match="shapes"), needs_memory([], Processes()):
         raise RuntimeError("shapes differ")
+
+
+def test_process_that_ends_its_part_learns_that_another_has_no_memory() -> None:
+    class Met(Processes):
+        def meet(self, own: int = FINE) -> None:
+            raise CompanionFailed(is_memory=True)
+
+    with pytest.raises(NoRoom) as raised, needs_memory([row(0, 10)], Met()):
+        pass
+    assert raised.value.rows == []
 
 
 def test_cudas_error_outside_the_allocator_counts() -> None:
