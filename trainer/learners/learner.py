@@ -157,13 +157,17 @@ class Learner:
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
     def _footprint(self) -> Footprint | None:
-        """Return what training takes, or None if that cannot be told from the configuration."""
+        """Return what training takes, or None if that cannot be told from the configuration.
+
+        All processes have a plan or none: with one they ask each other for their memory.
+        """
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        takes = None
         try:
-            return footprint(self._base.name, self._recipe, device)
+            takes = footprint(self._base.name, self._recipe, device)
         except Exception as error:  # Whatever fails, training may not.
             log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
-            return None
+        return takes if all(self.processes.gather(takes is not None)) else None
 
     def _plan_memory(self) -> None:
         """Say from which length on calls would be too long for the memory, if any may be.

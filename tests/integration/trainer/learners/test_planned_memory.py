@@ -19,6 +19,7 @@ from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.learner import Learner
 from trainer.learners.memory import GIB, Footprint, LivingBytes, footprint
+from trainer.learners.processes import Processes
 from trainer.recipes.recipe import Recipe
 
 MIB = 2**20
@@ -196,6 +197,16 @@ def test_model_that_cannot_be_planned_is_trained(
         Learner(tiny_model, recipe(), seed=0, scratch=tmp_path).update(rows())
     [said] = [line for line in logs if line["event"] == "memory_not_planned"]
     assert said["reason"] == "ValueError: its kernels want a GPU"
+
+
+def test_one_process_without_a_plan_leaves_all_without(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_another(_: Processes, own: object) -> list[object]:
+        return [own, False] if own is True else [own]
+
+    monkeypatch.setattr(Processes, "gather", with_another)
+    assert Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)._takes is None
 
 
 @pytest.mark.parametrize(
