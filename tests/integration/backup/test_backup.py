@@ -201,5 +201,5 @@ async def test_versions_without_their_files_are_told(
 def test_the_guide_takes_them_in_this_order() -> None:
     guide = (ROOT / "docs/howto/operate.md").read_text()
     section = guide[guide.index("## Backup and restore") :]
-    places = [section.index(word) for word in ("rsync -a", "pg_dump", "PAWL_ADAPTER_DIR")]
+    places = [section.index(word) for word in ("cp -a", "pg_dump", "PAWL_ADAPTER_DIR")]
     assert places == sorted(places)

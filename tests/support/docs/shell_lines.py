@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 # Programs of the system, or of the reader, whose options are not ours to check.
 OTHERS: Final = frozenset(
-    {"claude", "createdb", "curl", "docker", "nginx", "pg_dump", "pg_restore", "pip", "rm", "rsync"}
+    {"claude", "createdb", "curl", "docker", "nginx", "pg_dump", "pg_restore", "pip", "rm"}
     | {"accelerate", "ray", "uv", "vllm"}
 )
 # Programs that a reader has.
@@ -94,7 +94,8 @@ def check_command(words: list[str], folder: Path) -> None:
         case "make", _:
             check_make(arguments)
         case "cp", _:
-            require((folder / arguments[0]).exists(), f"no file {arguments[0]}")
+            source = next(each for each in arguments if not each.startswith("-"))
+            require("$" in source or (folder / source).exists(), f"no file {source}")
         case _:
             require(program in OTHERS, f"no program {program!r} is known here")
 
