@@ -121,7 +121,7 @@ class Budget:
             checkpoint: checkpoints a share of the layers; None where the recipe decides on it.
         """
         self.tokens = tokens
-        self.share = 0.0
+        self.checkpointed_share = 0.0
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -140,18 +140,18 @@ class Budget:
         the layers is checkpointed: without, the update would not fit.
         """
         self._calm += 1
-        is_reduced = self.tokens < self._full or self.share > share
+        is_reduced = self.tokens < self._full or self.checkpointed_share > share
         self._is_trying = is_reduced and self._calm >= self._wait
         if not is_reduced:
             self._wait = 1
         elif self._is_trying:
             self.tokens, self._calm = self._full, 0
-        self._set_share(share if self._is_trying else max(self.share, share))
+        self._set_checkpointed(share if self._is_trying else max(self.checkpointed_share, share))
 
-    def _set_share(self, share: float) -> None:
-        if self._checkpoint is not None and share != self.share:
+    def _set_checkpointed(self, share: float) -> None:
+        if self._checkpoint is not None and share != self.checkpointed_share:
             self._checkpoint(share)
-            self.share = share
+            self.checkpointed_share = share
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
@@ -204,8 +204,8 @@ class Budget:
     ) -> None:
         """Make an attempt at `rows` take less memory: it ran out, for a `reason`, at some."""
         torch.cuda.empty_cache()
-        if trains and self._checkpoint is not None and self.share < 1:
-            self._set_share(1.0)
+        if trains and self._checkpoint is not None and self.checkpointed_share < 1:
+            self._set_checkpointed(1.0)
             self._note("checkpointing_switched_on", reason)
             return
         uncut = self._processes.gather(self._uncut(failed))

@@ -149,7 +149,7 @@ class Learner:
             )
         attend(self._model, self._way)
         always = self._recipe.batch.gradient_checkpointing is True
-        self._checkpoint(1.0 if always else self._budget.share)
+        self._checkpoint(1.0 if always else self._budget.checkpointed_share)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, way=self._way
@@ -204,7 +204,7 @@ class Learner:
         while peak is None and (tokens := min(most, self._longest(takes))) >= SMALLEST_BUDGET:
             [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)
             self._takes = takes
-            self._budget.begin(math.ceil(self._share([row])))
+            self._budget.begin(math.ceil(self._checkpointed_share([row])))
             peak = peak_of(self._model.device, partial(self._trains, row))
             saves = self._model.is_gradient_checkpointing
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
@@ -238,7 +238,7 @@ class Learner:
     def _checkpoint(self, share: float) -> None:
         checkpoint(self._model.get_base_model(), share)
 
-    def _share(self, rows: Sequence[Row]) -> float:
+    def _checkpointed_share(self, rows: Sequence[Row]) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
 
         They are computed in micro-batches, of which one is as long as the longest row.
@@ -247,7 +247,9 @@ class Learner:
             return 0.0
         sizes = [row.size for row in rows]
         tokens = max(*sizes, min(self._recipe.batch.micro_batch_tokens, sum(sizes)))
-        return max(self.processes.gather(self._takes.share(tokens, self._room(self._takes))))
+        return max(
+            self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
+        )
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
@@ -305,7 +307,7 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        self._budget.begin(self._share(rows))
+        self._budget.begin(self._checkpointed_share(rows))
         self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)

@@ -93,7 +93,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         a_token = self.checkpointed if checkpointing else self.plain
         return max(0, room - self.fixed) // a_token
 
-    def share(self, tokens: int, room: int) -> float:
+    def checkpointed_share(self, tokens: int, room: int) -> float:
         """Return the share of the layers to checkpoint, for `tokens` tokens in `room` bytes."""
         lacking = self.needed(tokens, checkpointing=False) - room
         if lacking <= 0:

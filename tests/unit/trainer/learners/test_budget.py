@@ -117,9 +117,9 @@ def test_layers_that_are_planned_to_be_checkpointed_do_not_keep_attempts_rare() 
     for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
         made.begin(0.4)
         fit(made, rows, most)
-    assert (made.share, made.tokens) == (1.0, 256)
+    assert (made.checkpointed_share, made.tokens) == (1.0, 256)
     made.begin(0.4)
-    assert (made.share, made.tokens) == (0.4, FULL)
+    assert (made.checkpointed_share, made.tokens) == (0.4, FULL)
 
 
 def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
@@ -180,10 +180,10 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
         lambda: None,
         lambda one: len(one.ids) <= room,
     )
-    assert (made.share, made.tokens) == (share, tokens)
+    assert (made.checkpointed_share, made.tokens) == (share, tokens)
     # The next update tries without.
     made.begin()
-    assert (made.share, made.tokens) == (0.0, FULL)
+    assert (made.checkpointed_share, made.tokens) == (0.0, FULL)
 
 
 def test_what_has_no_backward_pass_is_cut_without_checkpointing() -> None:
