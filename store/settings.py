@@ -166,7 +166,7 @@ class _SecretFiles(SecretsSettingsSource):
     """Read the folder that the sources before this one name, if it is there."""
 
     def __call__(self) -> dict[str, Any]:
-        folder = self.current_state.get("secrets_dir", SECRETS)
+        folder = self.current_state.get("secrets_dir") or SECRETS
         self.secrets_dir = folder if os.path.isdir(folder) else None
         return super().__call__()
 
