@@ -178,7 +178,7 @@ async def test_trainer_whose_memory_is_full_waits_until_there_is_room(
     scenario.write_recipe(rank=MAX_RANK)
     (scenario.folder / "memory-is-full").touch()
     async with scenario.trainer() as trainer:
-        await until(lambda: '"trainer_waits"' in scenario.log.read_text(), within_s=120)
+        await until(lambda: '"training_paused"' in scenario.log.read_text(), within_s=120)
         assert "batch.micro_batch_tokens" in scenario.log.read_text()
         assert (trainer.returncode, await scenario.consumed()) == (None, 0)
         (scenario.folder / "memory-is-full").unlink()
