@@ -78,7 +78,7 @@ def test_model_without_a_list_of_layers_is_checkpointed_as_a_whole_if_it_can_be(
     made = learner(write_family(tmp_path / "model", "gptj"), tmp_path)
     monkeypatch.setattr(made._trainer, "loss_of", once(made._trainer.loss_of, 1))
     made.update(rows())
-    assert (made._budget.share, made._budget.tokens) == (share, tokens)
+    assert (made._budget.checkpointed_share, made._budget.tokens) == (share, tokens)
     assert made._model.get_base_model().is_gradient_checkpointing is supports
 
 
