@@ -161,7 +161,6 @@ def load_base(model: str, recipe: Recipe, processes: Processes | None = None) ->
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     make_base_lean(base, outline(base.config))
-    checkpoint(base, float(recipe.batch.gradient_checkpointing is True))
     return base, tokenizer
 
 
@@ -339,9 +338,8 @@ class Base:
             LearnerError: the model does not exist, or cannot be trained.
             ShortOfMemory: memory ran out.
         """
-        # They write to the logging module; Pawl has one log, structlog's.
-        for library in ("trl", "bitsandbytes"):
-            logging.getLogger(library).setLevel(logging.ERROR)
+        # TRL writes to the logging module; Pawl has one log, structlog's.
+        logging.getLogger("trl").setLevel(logging.ERROR)
         be_deterministic()
         self.name = model
         # Reads the number of processes that `accelerate launch` set; without it there is one.
