@@ -28,8 +28,11 @@ SIZE: Final = 16
 _PIECE: Final = 2000
 # Data from this length on is read beside the event loop, which is to go on meanwhile.
 _LONG: Final = 2**20
-# `call_1` and `functions.add:0` are counters, which servers give to every client alike.
-_RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
+# `call_1` and `functions.add:0` are counters, which servers give to every client alike. A long
+# number is none: Gemini's ids end in one, and so do those of vLLM (16 hex digits) once in 2,000.
+_RANDOM_TAIL: Final = re.compile(
+    r"(?:(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}|[1-9][0-9]{15,})\Z", re.ASCII
+)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
 _THOUGHT_END: Final = "</think>"
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
@@ -38,7 +41,8 @@ _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 def is_unique(tool_id: str) -> bool:
     """Return whether a tool call's id is random enough to have been handed out only once.
 
-    It is if its last run of letters and digits has at least eight characters, some of each kind.
+    It is if its last run of letters and digits has at least eight characters, some of each kind, or
+    is a number of at least 16 digits that does not begin with 0.
     """
     return _RANDOM_TAIL.match(_NOT_ALNUM.split(tool_id)[-1]) is not None
 

@@ -83,8 +83,10 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
         calls = sum(len(episode.calls) for episode in found)
         return calls >= 2 * CALLS_A_CONVERSATION and len(found) <= 2
 
-    check_episodes(await awaited(new_episodes, are_joined, DEADLINE_S))
-    await engine.dispose()
+    try:
+        check_episodes(await awaited(new_episodes, are_joined, DEADLINE_S))
+    finally:
+        await engine.dispose()
 
 
 @pytest.mark.parametrize("client", PYTHON_CLIENTS)

@@ -201,6 +201,9 @@ def test_a_reply_that_said_nothing_provides_nothing() -> None:
         ("call_8z3hq1xd", True),
         ("D681PevKs", True),
         ("call_0_550e8400-e29b-41d4-a716-44665544000a", True),
+        # One of 2,000 ids of 16 hexadecimal digits has no letter.
+        ("chatcmpl-tool-8213907465530912", True),
+        ("function-call-17646483930218213", True),
         ("call_1", False),
         ("functions.get_weather:0", False),
         ("call_get_weather", False),
