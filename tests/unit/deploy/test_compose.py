@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import jsonschema
 import pytest
@@ -17,24 +18,32 @@ import yaml
 
 from pawl.settings import StewardSettings, known_variables, refuse_unread
 from pawl.stack import vllm
-from pawl.stack.vllm import VllmOptions, vllm_command
+from pawl.stack.compose import main as setup
+from pawl.stack.compose import write_secrets, write_vllm_config
+from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store import __version__
-from store.settings import Settings, address
+from store.settings import SECRETS, Settings, address
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
 ROOT: Final = Path(__file__).parents[3]
 COMPOSE: Final = ROOT / "docker-compose.yml"
-POLICIES: Final = ROOT / "docker-compose.policies.yml"
 ENV_EXAMPLE: Final = ROOT / ".env.example"
 DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
-NEEDED: Final = {"POSTGRES_PASSWORD": "p@ss/w:rd", "GRAFANA_ADMIN_PASSWORD": "secret"}
 PUBLISHED: Final = {"proxy", "grafana"}
+# What setup gives to those that need it, and what they must not see of it.
+PASSWORDS: Final = ("POSTGRES_PASSWORD", "GRAFANA_ADMIN_PASSWORD")
+# Each profile, with the services that it adds to those that are always there.
+PROFILES: Final = {
+    "gpu": {"vllm", "trainer"},
+    "cpu": {"vllm-cpu", "trainer-cpu"},
+    "watch": {"prometheus", "alertmanager", "grafana"},
+}
 # What ports, volumes and grace periods of the file rest on.
 FIXED: Final = {
     *("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN"),
-    *("PAWL_SPOOL_DIR", "PAWL_ADAPTER_DIR", "PAWL_STOP_GRACE_S"),
+    *("PAWL_SPOOL_DIR", "PAWL_ADAPTER_DIR", "PAWL_STOP_GRACE_S", "PAWL_SECRETS_DIR"),
 }
 Kind = TypeVar("Kind", bound=Settings)
 # As Triton's own for a GPU's driver, it needs the headers of Python and of libc.
@@ -65,7 +74,7 @@ def interpolated(text: str, given: Mapping[str, str]) -> str:
 
 def compose(**given: str) -> dict[str, Any]:
     """The file as Compose would read it."""
-    text = interpolated(COMPOSE.read_text(), NEEDED | given)
+    text = interpolated(COMPOSE.read_text(), given)
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
 
@@ -151,10 +160,40 @@ def test_the_file_is_valid_by_the_compose_schema() -> None:
     assert errors == []
 
 
-def test_passwords_have_no_default_but_a_message() -> None:
-    secrets = [m for m in VARIABLE.finditer(COMPOSE.read_text()) if "PASSWORD" in m["name"]]
-    assert {m["name"] for m in secrets} == set(NEEDED)
-    assert all(m["kind"] == ":?" and "set it in .env" in m["rest"] for m in secrets)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_has_a_model_server_and_a_trainer_or_what_watches_them(profile: str) -> None:
+    found = {name for name in SERVICES if service(name).get("profiles") == [profile]}
+    assert found == PROFILES[profile]
+    # Compose starts no service that needs another profile's, unless it is said to do without.
+    for name in set(SERVICES) - found:
+        for needed, how in service(name).get("depends_on", {}).items():
+            assert needed not in found or how.get("required") is False or profile == "watch"
+
+
+def test_without_a_profile_there_is_what_one_with_a_model_server_of_their_own_needs() -> None:
+    found = {name for name in SERVICES if "profiles" not in service(name)}
+    assert found == {"setup", "postgres", "proxy", "steward"}
+    assert ENV_EXAMPLE.read_text().count("\nCOMPOSE_PROFILES=gpu,watch\n") == 1
+
+
+def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
+    for name in SERVICES:
+        shown = {
+            found
+            for one, found in service(name).get("environment", {}).items()
+            if found and one in PASSWORDS
+        }
+        assert shown == set()
+    readers = {name for name in SERVICES if "secrets" in mounts(name)}
+    assert readers == {"setup", "postgres", "proxy", "steward", "trainer", "trainer-cpu", "grafana"}
+    assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {(str(SECRETS), "ro")}
+    for name in readers - {"setup"}:
+        assert {one["condition"] for one in awaited(name)["setup"]} == {
+            "service_completed_successfully"
+        }
+    assert environment("postgres")["POSTGRES_PASSWORD_FILE"] == f"{SECRETS}/POSTGRES_PASSWORD"
+    grafana = environment("grafana")["GF_SECURITY_ADMIN_PASSWORD__FILE"]
+    assert grafana == f"{SECRETS}/GRAFANA_ADMIN_PASSWORD"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -187,12 +226,22 @@ def test_each_service_has_a_health_check(name: str) -> None:
         assert found["healthcheck"]["test"][0] == "CMD"
 
 
+def awaited(name: str) -> dict[str, list[dict[str, Any]]]:
+    """What a service waits for before it starts, by itself or because what it waits for does."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for needed, how in service(name).get("depends_on", {}).items():
+        found.setdefault(needed, []).append(how)
+        for other, conditions in awaited(needed).items():
+            found.setdefault(other, []).extend(conditions)
+    return found
+
+
 def test_dependencies_say_what_they_wait_for() -> None:
     # Serving never waits for the database, and nothing at all waits for the trainer.
     assert service("proxy")["depends_on"]["postgres"] == {"condition": "service_started"}
     assert service("trainer")["depends_on"]["postgres"] == {"condition": "service_healthy"}
     for name in SERVICES:
-        assert "trainer" not in service(name).get("depends_on", {})
+        assert not {"trainer", "trainer-cpu"} & set(service(name).get("depends_on", {}))
 
 
 def test_the_steward_is_the_proxys_image_with_another_command() -> None:
@@ -200,7 +249,8 @@ def test_the_steward_is_the_proxys_image_with_another_command() -> None:
     assert service("steward")["image"] == service("proxy")["image"]
     assert service("steward")["build"] == service("proxy")["build"]
     assert service("steward")["command"] == ["steward"]
-    assert mounts("steward") == {"adapters": ("/var/lib/pawl/adapters", "ro")}
+    assert mounts("steward")["adapters"] == ("/var/lib/pawl/adapters", "ro")
+    assert "spool" not in mounts("steward")
     [line] = service("steward")["healthcheck"]["test"][3:]
     assert "8103" in line
 
@@ -218,7 +268,7 @@ def test_only_the_data_port_and_grafana_are_published_and_only_to_this_machine()
 def test_all_named_volumes_and_networks_are_declared_and_used() -> None:
     used = {x for name in SERVICES for x in mounts(name) if not x.startswith(".")}
     assert used == set(compose()["volumes"])
-    networks = {x for name in SERVICES for x in service(name)["networks"]}
+    networks = {x for name in SERVICES for x in service(name).get("networks", ())}
     assert networks == set(compose()["networks"])
 
 
@@ -230,11 +280,20 @@ def test_files_mounted_from_here_are_only_read() -> None:
         assert mode == "ro", source
 
 
-def test_vllm_reads_adapters_where_the_trainer_writes_them() -> None:
-    written, _ = mounts("trainer")["adapters"]
-    assert mounts("vllm")["adapters"] == (written, "ro")
-    assert environment("trainer")["PAWL_ADAPTER_DIR"] == written
-    assert service("vllm")["user"].split(":")[0] == service("trainer")["user"].split(":")[0]
+@pytest.mark.parametrize("kind", ["", "-cpu"])
+def test_vllm_reads_adapters_where_the_trainer_writes_them(kind: str) -> None:
+    vllm, trainer = f"vllm{kind}", f"trainer{kind}"
+    written, _ = mounts(trainer)["adapters"]
+    assert mounts(vllm)["adapters"] == (written, "ro")
+    assert environment(trainer)["PAWL_ADAPTER_DIR"] == written
+    assert service(vllm)["user"].split(":")[0] == service(trainer)["user"].split(":")[0]
+
+
+@pytest.mark.parametrize("name", ["vllm-cpu", "trainer-cpu"])
+def test_services_of_the_cpu_profile_are_found_by_the_name_of_the_others(name: str) -> None:
+    plain = name.removesuffix("-cpu")
+    assert all(one["aliases"] == [plain] for one in service(name)["networks"].values())
+    assert set(service(name)["networks"]) == set(service(plain)["networks"])
 
 
 def test_the_spool_is_on_a_volume() -> None:
@@ -258,7 +317,8 @@ def test_pawl_reads_every_variable_it_is_given(name: str) -> None:
 
 
 def test_pawl_reads_every_variable_a_user_may_set() -> None:
-    asked = {match["name"] for match in VARIABLE.finditer(COMPOSE.read_text())} | {"HF_TOKEN"}
+    asked = {match["name"] for match in VARIABLE.finditer(COMPOSE.read_text())}
+    asked |= {"HF_TOKEN", "DATABASE_URL", "COMPOSE_PROFILES", "PAWL_POLICIES"}
     offered = set(re.findall(r"^#?(\w+)=", ENV_EXAMPLE.read_text(), flags=re.MULTILINE))
     assert offered == asked
     assert {name for name in offered if name.startswith("PAWL_")} <= known_variables()
@@ -272,19 +332,27 @@ def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
     name: str, kind: type[Settings]
 ) -> None:
     settings = {f"PAWL_{field.upper()}" for field in kind.model_fields} - {"PAWL_DATABASE_URL"}
-    written = {variable: f"the user's {variable}" for variable in settings} | NEEDED
+    written = {variable: f"the user's {variable}" for variable in {*settings, *PASSWORDS}}
     found = compose(**written)["services"][name]
     assert found["env_file"] == [{"path": ".env", "required": False}]
     reached = written | found["environment"]
-    assert {one for one in settings if reached[one] != written[one]} == FIXED & settings
-    assert {reached[password] for password in NEEDED} == {""}
+    # Compose's own server has the policy's name, and the trainer asks it.
+    fixed = FIXED | ({"PAWL_POLICY"} if name == "trainer" else set())
+    assert {one for one in settings if reached[one] != written[one]} == fixed & settings
+    assert {reached[password] for password in PASSWORDS} == {""}
 
 
 def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    proxy = settings_in(monkeypatch, ProxySettings, environment("proxy"))
-    trainer = settings_in(monkeypatch, TrainerSettings, environment("trainer"))
-    steward = settings_in(monkeypatch, StewardSettings, environment("steward"))
+    write_secrets(tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
+
+    def read(kind: type[Kind], name: str) -> Kind:
+        assert environment(name)["PAWL_SECRETS_DIR"] == str(SECRETS)
+        told = environment(name) | {"PAWL_SECRETS_DIR": str(tmp_path)}
+        return settings_in(monkeypatch, kind, told)
+
+    proxy, trainer = read(ProxySettings, "proxy"), read(TrainerSettings, "trainer")
+    steward = read(StewardSettings, "steward")
     assert address(proxy.listen) == ("0.0.0.0", 8100)
     assert proxy.database_url is not None
     assert proxy.upstream_url == trainer.upstream_url
@@ -292,55 +360,114 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert steward.database_url == proxy.database_url
     assert steward.server_urls == trainer.server_urls
     assert address(steward.steward_listen) == ("0.0.0.0", 8103)
-    served = options(service("vllm")["command"])
-    assert trainer.policy == served["--served-model-name"]
     assert trainer.model == service("vllm")["command"][0]
+    # With a file of policies all of them, and else what the server serves.
+    assert trainer.policy is None
 
 
-def test_with_a_file_of_policies_one_trainer_trains_them_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
+    def now() -> list[str]:
+        return [(tmp_path / name).read_text() for name in PASSWORDS]
+
+    write_secrets(tmp_path, {"POSTGRES_PASSWORD": ""})
+    made = now()
+    assert len(set(made)) == 2
+    assert all(len(password) >= 32 for password in made)
+    write_secrets(tmp_path, {})
+    assert now() == made
+    write_secrets(tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
+    assert now() == ["p@ss/w:rd", made[1]]
+    url = (tmp_path / "DATABASE_URL").read_text()
+    assert unquote(urlsplit(url).password or "") == "p@ss/w:rd"
+
+
+def test_vllm_serves_the_highest_rank_of_the_recipes(tmp_path: Path) -> None:
+    recipe = tmp_path / "wide.toml"
+    default = (ROOT / "trainer" / "recipes" / "default.toml").read_text()
+    recipe.write_text(default.replace("rank = 16", "rank = 48"))
+    policies = tmp_path / "policies.toml"
+    policies.write_text(
+        "".join(
+            f'[[policy]]\nname = "{name}"\nbase = "m"\nrecipe = "{recipe}"\nagents = ["{name}"]\n'
+            for name, recipe in {"one": "default", "two": recipe}.items()
+        )
+    )
+    for settings in (TrainerSettings(recipe=str(recipe)), TrainerSettings(policies=policies)):
+        write_vllm_config(tmp_path, settings)
+        assert yaml.safe_load((tmp_path / "vllm.yaml").read_text()) == {"max-lora-rank": 48}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("PAWL_RECIPE", "config/mine.toml", "config/mine.toml"),
+        ("PAWL_POLICIES", "config/policies.toml", "config/policies.toml"),
+        ("PAWL_RECIPY", "default", "PAWL_RECIPE"),
+    ],
+)
+def test_setup_refuses_what_the_services_could_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    reason: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    added = yaml.safe_load(POLICIES.read_text())
-    jsonschema.validate(added, schema())
-    assert set(added) == {"services"}
-    found: dict[str, Any] = {}
-    kinds: dict[str, type[Settings]] = {"proxy": ProxySettings, "trainer": TrainerSettings}
-    for name, kind in kinds.items():
-        [volume] = added["services"][name]["volumes"]
-        told = environment(name) | added["services"][name]["environment"]
-        found[name] = settings_in(monkeypatch, kind, told)
-        assert (volume["type"], volume["source"]) == ("bind", "./policies.toml")
-        assert (volume["target"], volume["read_only"]) == (str(found[name].policies), True)
-        # Docker makes a folder where a mounted file is missing, unless it is told not to.
-        assert volume["bind"] == {"create_host_path": False}
-    assert found["trainer"].policy is None
+    monkeypatch.setenv("PAWL_ADAPTER_DIR", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit, match="2"):
+        setup()
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert reason in said
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_vllm_is_started_as_the_local_stack_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "has_gpu", lambda: True)
-    recipe = load_recipe("default")
-    # Both have a GPU, where that is what the recipe's "auto" is.
-    assert recipe.dtype == "auto"
+@pytest.mark.parametrize("name", ["setup", "proxy", "steward", "trainer", "trainer-cpu"])
+def test_files_that_settings_name_are_in_one_folder(name: str) -> None:
+    assert mounts(name)["./config"] == ("/var/lib/pawl/config", "ro")
+    dockerfile = service(name)["build"]["dockerfile"]
+    # So that a path in .env means the same beside .env and in the container.
+    assert [rest for word, rest in last_stage(dockerfile) if word == "WORKDIR"] == ["/var/lib/pawl"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_vllm_is_started_as_the_local_stack_starts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: name == "vllm")
+    # Both have a GPU or both have none, where that is what the recipe's "auto" is.
+    assert load_recipe("default").dtype == "auto"
     wanted = options(
         vllm_command(
             VllmOptions(
                 model="m",
                 served_name="m",
                 port=8000,
-                dtype="bfloat16",
+                dtype=None,
                 max_model_len=None,
-                max_lora_rank=recipe.lora.rank,
+                max_lora_rank=16,
             )
         )
     )
     # The model is the first word of `vllm serve`.
     own = {"--model", "--served-model-name", "--host", "-m"}
-    given = options(service("vllm")["command"])
-    assert {name: given.get(name, "left out") for name in wanted.keys() - own} == {
-        name: wanted[name] for name in wanted.keys() - own
+    command = service(name)["command"]
+    config = Path(command[command.index("--config") + 1])
+    write_vllm_config(tmp_path, settings_in(monkeypatch, TrainerSettings, {}))
+    assert str(config.parent) == environment("setup")["PAWL_ADAPTER_DIR"]
+    written = yaml.safe_load((tmp_path / config.name).read_text())
+    given = options(command) | {f"--{key}": str(value) for key, value in written.items()}
+    assert {one: given.get(one, "left out") for one in wanted.keys() - own} == {
+        one: wanted[one] for one in wanted.keys() - own
     }
-    assert service("vllm")["environment"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    started = environment(name)
+    assert started["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    ours = vllm_environment(cores=1)
+    assert {one: started[one] for one in ours if one in started and one.startswith("VLLM")} == {
+        one: ours[one] for one in ours if one in started and one.startswith("VLLM")
+    }
 
 
 @pytest.mark.parametrize("name", ["vllm", "trainer"])
@@ -449,8 +576,9 @@ def test_images_say_what_they_are_and_of_which_version(dockerfile: str) -> None:
     said = dict(word.removeprefix(prefix).split("=", 1) for word in shlex.split(labels))
     assert {"title", "description", "licenses"} < said.keys()
     assert said["version"] == __version__
-    name = dockerfile.removeprefix("Dockerfile.")
-    assert service(name)["image"] == f"{said['title']}:{said['version']}"
+    found = {one["image"] for one in map(service, SERVICES) if dockerfile in str(one.get("build"))}
+    assert f"{said['title']}:{said['version']}" in found
+    assert {image.partition(":")[2] for image in found} == {said["version"]}
 
 
 @pytest.mark.parametrize("lock", ["proxy", "litellm", "trainer"])

@@ -1,0 +1,69 @@
+"""Write what the services of docker-compose.yml share: made-up passwords, and the recipes' rank.
+
+`python -m pawl.stack.compose` is its service `setup`, which ends before the others start.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from pawl.commands.common import fail
+from pawl.settings import UnreadSettings, read_settings
+from store.errors import BadPolicies
+from store.policy_table import open_policies
+from store.settings import SECRETS
+from trainer.errors import TrainerError
+from trainer.policies import chosen_policies, load_recipes
+from trainer.settings import TrainerSettings
+
+DATABASE_PASSWORD: Final = "POSTGRES_PASSWORD"
+PASSWORDS: Final = (DATABASE_PASSWORD, "GRAFANA_ADMIN_PASSWORD")
+
+
+def write_secrets(folder: Path, given: Mapping[str, str]) -> None:
+    """Write the passwords into files of their names, and the URL of the database beside them.
+
+    One that is not `given` stays as it is, or else is made up.
+    """
+    for name in PASSWORDS:
+        file = folder / name
+        if given.get(name) or not file.exists():
+            _write(file, given.get(name) or secrets.token_urlsafe())
+    password = quote((folder / DATABASE_PASSWORD).read_text(), safe="")
+    _write(folder / "DATABASE_URL", f"postgresql://pawl:{password}@postgres:5432/pawl")
+
+
+def write_vllm_config(folder: Path, settings: TrainerSettings) -> None:
+    """Write `vllm.yaml` (vLLM's --config): adapters have the highest rank of the recipes, at most.
+
+    Raises:
+        BadPolicies: the file of policies cannot be used.
+        TrainerError: a recipe cannot be used.
+    """
+    recipes = load_recipes(chosen_policies(settings, open_policies(settings.policies)))
+    rank = max(recipe.lora.rank for recipe in recipes)
+    _write(folder / "vllm.yaml", f"max-lora-rank: {rank}\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file in one step: whoever kills this leaves none that is half written."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+def main() -> None:
+    """Write all of it; settings, policies or recipes that cannot be used end it with status 2."""
+    try:
+        settings = read_settings(TrainerSettings)
+        write_vllm_config(settings.adapter_dir, settings)
+    except (UnreadSettings, BadPolicies, TrainerError) as error:
+        fail(str(error))
+    write_secrets(SECRETS, os.environ)
+
+
+if __name__ == "__main__":
+    main()
