@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from pawl.commands.common import fail
 from pawl.settings import UnreadSettings, read_settings
+from pawl.stack.vllm import rank_with_room
 from store.errors import BadPolicies
 from store.policy_table import open_policies
 from store.settings import SECRETS
@@ -44,7 +45,7 @@ def write_vllm_config(folder: Path, settings: TrainerSettings) -> None:
         TrainerError: a recipe cannot be used.
     """
     recipes = load_recipes(chosen_policies(settings, open_policies(settings.policies)))
-    rank = max(recipe.lora.rank for recipe in recipes)
+    rank = rank_with_room(max(recipe.lora.rank for recipe in recipes))
     _write(folder / "vllm.yaml", f"max-lora-rank: {rank}\n")
 
 

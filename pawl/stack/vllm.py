@@ -20,6 +20,8 @@ USUAL_TOOL_PARSER: Final = "hermes"
 # than many an agent's prompt, which is then computed again for each sample of its group.
 CPU_BLOCK_TOKENS: Final = 32
 CPU_CONTEXT: Final = 2048
+# Its --max-lora-rank has to be one of these.
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Of a GPU's memory: beside a trainer, and alone.
 SHARED: Final = 0.5
 ALONE: Final = 0.9
@@ -34,6 +36,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
         max_model_len: longest context, in tokens; None: the model's own, as far as it fits into a
             GPU's memory, and 2048 on a CPU.
+        max_lora_rank: highest rank of an adapter; vLLM is given the next that it knows.
         adapter_slots: adapters that it computes with at once.
         chat_template: chat template file; None: the model's own.
         sampling_defaults: what it samples with if a request does not say, by setting; where one is
@@ -63,6 +66,11 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
 
+def rank_with_room(rank: int) -> int:
+    """Return the lowest --max-lora-rank that adapters of this rank fit; vLLM refuses others."""
+    return next((known for known in RANKS if known >= rank), rank)
+
+
 def vllm_command(options: VllmOptions) -> list[str]:
     """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
@@ -78,7 +86,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--enable-lora", "--max-loras", str(options.adapter_slots)),
         # Those that were retired a moment ago are unloaded at leisure.
         *("--max-cpu-loras", str(2 * options.adapter_slots)),
-        *("--max-lora-rank", str(options.max_lora_rank)),
+        *("--max-lora-rank", str(rank_with_room(options.max_lora_rank))),
         # Log-probabilities are of the distribution that was sampled from, and sampling defaults
         # are those that the proxy knows, not the model's own.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),

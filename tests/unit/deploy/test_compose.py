@@ -384,7 +384,7 @@ def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
 def test_vllm_serves_the_highest_rank_of_the_recipes(tmp_path: Path) -> None:
     recipe = tmp_path / "wide.toml"
     default = (ROOT / "trainer" / "recipes" / "default.toml").read_text()
-    recipe.write_text(default.replace("rank = 16", "rank = 48"))
+    recipe.write_text(default.replace("rank = 16", "rank = 24"))
     policies = tmp_path / "policies.toml"
     policies.write_text(
         "".join(
@@ -394,7 +394,7 @@ def test_vllm_serves_the_highest_rank_of_the_recipes(tmp_path: Path) -> None:
     )
     for settings in (TrainerSettings(recipe=str(recipe)), TrainerSettings(policies=policies)):
         write_vllm_config(tmp_path, settings)
-        assert yaml.safe_load((tmp_path / "vllm.yaml").read_text()) == {"max-lora-rank": 48}
+        assert yaml.safe_load((tmp_path / "vllm.yaml").read_text()) == {"max-lora-rank": 32}
 
 
 @pytest.mark.parametrize(

