@@ -272,6 +272,11 @@ class Drainer:
         self._is_behind = False
         self.progress = Progress()
 
+    @property
+    def waiting(self) -> int:
+        """Return how many records waited on disk at the last look."""
+        return sum(segment.waiting for segment in self._segments.values())
+
     def stop(self) -> None:
         """Let `run` return once the present batch is settled.
 
@@ -366,6 +371,21 @@ class Drainer:
         while pieces := await asyncio.to_thread(read, segment.counted):
             self._count(segment, pieces)
 
+    async def drain_rest(self) -> None:
+        """Store all that is on disk, but what is held; while the database is away, try again."""
+        while True:
+            try:
+                moved = await self.drain_once()
+            except Exception as error:
+                if not is_no_records_fault(error):
+                    raise
+                moved = None
+                await self.count()
+            if moved == 0 or not self.waiting:
+                return
+            if moved is None:
+                await asyncio.sleep(RETRY_S)
+
     async def drain_once(self) -> int | None:
         """Store a batch of each worker; return how many records left the spool.
 
@@ -458,7 +478,7 @@ class Drainer:
 
     def _show(self) -> None:
         segments = self._segments.values()
-        SPOOLED.set(sum(s.waiting for s in segments))
+        SPOOLED.set(self.waiting)
         DRAIN_LAG.set(sum(max(s.counted.offset - s.stored.offset, 0) for s in segments))
         self.progress.held = sum(len(s.held) for s in segments)
         DRAIN_STUCK.set(self.progress.stuck_s)

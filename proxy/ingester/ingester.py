@@ -34,7 +34,6 @@ from store.write.feedback_keys import forget_keys
 
 log = structlog.get_logger()
 
-DRAIN_AT_EXIT_S: Final = 5.0
 LOOK_S: Final = 0.1
 # Seconds between two looks of each kind.
 KEYS_S: Final = 600.0
@@ -121,7 +120,7 @@ async def _working(
     finally:
         for task in aside:
             task.cancel()
-        await _drain_rest(drainer, draining, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
+        await _drain_rest(drainer, draining, settings.last_drain_s)
         await asyncio.wait(aside)
         database.stop()
         await asyncio.wait([watching])
@@ -201,9 +200,10 @@ async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: 
     try:
         async with asyncio.timeout(within_s):
             await draining
-            while await drainer.drain_once():
-                pass
+            await drainer.drain_rest()
     except Exception as error:
         # The rest of the ingester must still shut down in order.
-        note = log.warning if is_no_records_fault(error) else log.exception
-        note("spool_left", reason=type(error).__name__)
+        if not is_no_records_fault(error):
+            log.exception("drain_failed")
+    if drainer.waiting:
+        log.warning("spool_left", records=drainer.waiting)

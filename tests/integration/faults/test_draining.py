@@ -74,6 +74,33 @@ async def test_records_of_the_start_are_stored_as_soon_as_there_is_a_connection(
     spool.close()
 
 
+@pytest.mark.parametrize("was_connected", [True, False])
+async def test_rest_at_the_end_waits_for_a_database_that_is_away(
+    spooled: Spooled, spool: Spool, monkeypatch: pytest.MonkeyPatch, was_connected: bool
+) -> None:
+    monkeypatch.setattr(drain, "RETRY_S", 0.01)
+    away = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    engine = away if was_connected else None
+    asked = 0
+
+    def connect() -> AsyncEngine | None:
+        nonlocal asked
+        asked += 1
+        return engine
+
+    drainer = Drainer(spooled.folder, connect, batch=2)
+    # Nobody waits for the database with nothing to store.
+    await drainer.drain_rest()
+    await append(spool, *[f"e{number}" for number in range(5)])
+    spool.close()
+    draining, asked = asyncio.create_task(drainer.drain_rest()), 0
+    await until(lambda: asked > 1)
+    engine = spooled.engine
+    await draining
+    assert await spooled.stored() == 5
+    await away.dispose()
+
+
 async def test_busy_worker_keeps_no_other_waiting(spooled: Spooled) -> None:
     for worker in ("0", "1", "2"):
         own = Spool(spooled.folder / worker, segment_bytes=2**20)
