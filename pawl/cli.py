@@ -108,20 +108,16 @@ def main() -> None:
     except (UnreadSettings, StoreError, ProxyError) as error:
         fail(str(error))
     except Exception as error:
-        if not _is_database_away(error):
+        from store.database import explain, is_no_records_fault
+
+        # An OSError of a connection to PostgreSQL is Python's own, and names no file.
+        is_other = isinstance(error, OSError) and (
+            error.filename is not None
+            or type(error).__module__ not in ("builtins", "socket", "ssl")
+        )
+        if is_other or not is_no_records_fault(error):
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        fail(f"the database went away, or cannot be reached: {reason:.200}")
-
-
-def _is_database_away(error: Exception) -> bool:
-    from store.database import is_unavailable
-
-    # An OSError of a connection is Python's own, and names no file.
-    is_other = isinstance(error, OSError) and (
-        error.filename is not None or type(error).__module__ != "builtins"
-    )
-    return is_unavailable(error) and not is_other
+        fail(f"the database cannot be used: {explain(error)}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.records import Record
 from store.schema.tables import CALLED_BACK, LIVE, OF_A_VERSION
 from store.version_states import change_state
-from store.versions import Actor, PolicyVersion, version_of
+from store.versions import VERSION_COLUMNS, Actor, PolicyVersion, version_of
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -83,7 +83,7 @@ _LIVE: Final = text(
     """
 )
 _LONGEST: Final = f"""
-    SELECT * FROM policies
+    SELECT {VERSION_COLUMNS} FROM policies p
     WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
@@ -92,7 +92,7 @@ _LONGEST: Final = f"""
 # called back, and is about to serve again.
 _CALLED_FIRST: Final = text(
     f"""
-    SELECT * FROM policies p
+    SELECT {VERSION_COLUMNS} FROM policies p
     WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
         AND (name, version) <> (:policy, :version)
         AND NOT ({CALLED_BACK})

@@ -6,6 +6,7 @@ whatever the record contains, counts as unavailable too.
 """
 
 import asyncio
+import socket
 import ssl
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -17,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from store.errors import NewerSchema
 from store.settings import read_url
 
 # For all hosts together.
@@ -114,6 +116,25 @@ _REFUSES: Final = (
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidAuthorizationSpecificationError,
     ssl.SSLCertVerificationError,
+    NewerSchema,
+)
+# What to do about an error; the first that fits.
+_REMEDIES: Final = (
+    (socket.gaierror, "correct the host in DATABASE_URL"),
+    (
+        ssl.SSLCertVerificationError,
+        "DATABASE_URL must name the host that the certificate is for, and as sslrootcert the file "
+        "of its authority",
+    ),
+    (asyncpg.InvalidPasswordError, "correct user and password in DATABASE_URL"),
+    (
+        (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.PostgresConnectionError),
+        "a server that takes TLS only needs sslmode=require in DATABASE_URL; else let this user in "
+        "from this machine (pg_hba.conf)",
+    ),
+    (asyncpg.InvalidCatalogNameError, "make it with createdb, or correct DATABASE_URL"),
+    (asyncpg.InsufficientPrivilegeError, "grant this to the user that DATABASE_URL names"),
+    (_AWAY, "start PostgreSQL, or correct DATABASE_URL"),
 )
 
 
@@ -147,6 +168,18 @@ def is_refusal(error: BaseException) -> bool:
 def is_no_records_fault(error: BaseException) -> bool:
     """Return whether no record can be stored now, whatever it contains."""
     return is_unavailable(error) or is_refusal(error)
+
+
+def explain(error: BaseException) -> str:
+    """Return in one line what PostgreSQL, or its driver, says, and what to do about it."""
+    error = _driver_error(error)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if "rejected SSL upgrade" in reason:
+        return (
+            f"{reason}: a server without TLS needs sslmode=disable in DATABASE_URL, or no sslmode"
+        )
+    remedy = next((remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), None)
+    return reason if remedy is None else f"{reason:.200}: {remedy}"
 
 
 def is_read_only(error: BaseException) -> bool:

@@ -62,7 +62,9 @@ class Receipt(Record, frozen=True, kw_only=True):
 
 _TRAINED: Final = """
     SELECT c.policy, u.version
-    FROM (TABLE consumptions UNION ALL TABLE freed_consumptions) c
+    FROM (
+        SELECT episode_id, policy, update_id, trained FROM consumptions
+        UNION ALL SELECT episode_id, policy, update_id, trained FROM freed_consumptions) c
     JOIN updates u ON u.id = c.update_id
     WHERE c.episode_id = ANY($1) AND c.trained AND u.version IS NOT NULL
     ORDER BY 1, 2

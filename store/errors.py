@@ -8,6 +8,13 @@ class StoreError(Exception):
     """Report that the store could not complete an operation."""
 
 
+class NewerSchema(StoreError):
+    """Report that a newer version of Pawl has migrated the database, which does not serve this one.
+
+    Waiting does not help: somebody has to install that version, or to downgrade the schema.
+    """
+
+
 class Refused(StoreError):
     """Report that the database refuses a record; its batch may be stored without it."""
 

@@ -49,10 +49,12 @@ _TO_LOCK: Final = f"""
     UNION SELECT p.episode_id FROM episode_policies p JOIN updates u ON u.id = p.claimed_by
         WHERE u.policy = :policy AND u.state = 'running'
 """
+_CONSUMPTION: Final = "episode_id, policy, update_id, trained, reason, at"
 _FREE: Final = f"""
     WITH freed AS (
-        DELETE FROM consumptions WHERE policy = :policy AND episode_id IN ({_TO_FREE}) RETURNING *),
-    kept AS (INSERT INTO freed_consumptions SELECT * FROM freed)
+        DELETE FROM consumptions WHERE policy = :policy AND episode_id IN ({_TO_FREE})
+        RETURNING {_CONSUMPTION}),
+    kept AS (INSERT INTO freed_consumptions ({_CONSUMPTION}) SELECT {_CONSUMPTION} FROM freed)
     UPDATE episode_policies p SET claimed_by = NULL FROM freed
     WHERE (p.episode_id, p.policy) = (freed.episode_id, freed.policy)
     RETURNING COALESCE(freed.reason, 'trained')

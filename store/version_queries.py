@@ -30,7 +30,15 @@ from store.schema.tables import (
     updates,
 )
 from store.tenants import tenant_of
-from store.versions import SERVABLE, UNSERVED, PolicyEvent, PolicyState, PolicyVersion, version_of
+from store.versions import (
+    SERVABLE,
+    UNSERVED,
+    VERSION_COLUMNS,
+    PolicyEvent,
+    PolicyState,
+    PolicyVersion,
+    version_of,
+)
 
 # Lineage: an update makes a version from its parent. Nothing that was trained on from a failed
 # version may serve: it may have learned what that one was rolled back for. An import has version 0
@@ -39,7 +47,7 @@ from store.versions import SERVABLE, UNSERVED, PolicyEvent, PolicyState, PolicyV
 # The versions `of` a condition with all their descendants, as the table `built`.
 DESCENDANTS: Final = """
     WITH RECURSIVE built AS (
-        SELECT version FROM policies WHERE name = :name AND {of}
+        SELECT version FROM policies p WHERE name = :name AND {of}
         UNION
         SELECT u.version FROM updates u JOIN built ON u.parent_version = built.version
         WHERE u.policy = :name AND u.version IS NOT NULL)
@@ -47,9 +55,9 @@ DESCENDANTS: Final = """
 # A version that failed: it was rolled back, ended by a retraining, or rejected by its replay. One
 # that made way for a newer one did not fail.
 _FAILED: Final = """
-    (policies.rolled_back_at IS NOT NULL OR policies.ended_at IS NOT NULL
-        OR policies.state = 'rejected' AND EXISTS (
-        SELECT FROM policy_events v WHERE v.name = policies.name AND v.version = policies.version
+    (p.rolled_back_at IS NOT NULL OR p.ended_at IS NOT NULL
+        OR p.state = 'rejected' AND EXISTS (
+        SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
             AND v.to_state = 'rejected' AND jsonb_exists(v.evidence, 'replay')))
 """
 # A version and what it was trained on from, back to the first that a server has loaded: a candidate
@@ -66,7 +74,7 @@ _CHAIN: Final = """
 _DESCENDANTS_OF: Final = text(
     f"""
     {DESCENDANTS.format(of="version = :version")}
-    SELECT p.* FROM policies p JOIN built USING (version)
+    SELECT {VERSION_COLUMNS} FROM policies p JOIN built USING (version)
     WHERE p.name = :name AND p.version <> :version AND p.state = ANY(CAST(:states AS text[]))
     ORDER BY p.version FOR NO KEY UPDATE OF p
     """
@@ -74,7 +82,7 @@ _DESCENDANTS_OF: Final = text(
 _HEAD: Final = text(
     f"""
     {DESCENDANTS.format(of=_FAILED)}
-    SELECT p.* FROM policies p
+    SELECT {VERSION_COLUMNS} FROM policies p
     WHERE p.name = :name AND p.version NOT IN (SELECT version FROM built)
         AND (p.version = 0 OR p.state IN ('written', 'ready', 'candidate', 'canary', 'serving'))
     ORDER BY p.version DESC LIMIT 1
@@ -87,14 +95,14 @@ _FAILED_ANCESTOR: Final = text(
         UNION
         SELECT u.parent_version FROM chain JOIN updates u
             ON u.policy = :name AND u.version = chain.version)
-    SELECT policies.* FROM policies JOIN chain USING (version)
-    WHERE policies.name = :name AND {_FAILED} ORDER BY version LIMIT 1
+    SELECT {VERSION_COLUMNS} FROM policies p JOIN chain USING (version)
+    WHERE p.name = :name AND {_FAILED} ORDER BY version LIMIT 1
     """
 )
 _UNLOADED_ANCESTORS: Final = text(
     f"""
     {_CHAIN}
-    SELECT p.*, (SELECT CAST(u.metrics ->> '{KL_TO_BASE}' AS float) FROM updates u
+    SELECT {VERSION_COLUMNS}, (SELECT CAST(u.metrics ->> '{KL_TO_BASE}' AS float) FROM updates u
         WHERE u.id = p.update_id) AS {KL_TO_BASE}
     FROM policies p JOIN chain USING (version)
     WHERE p.name = :name AND p.version < :version ORDER BY p.version DESC
@@ -208,7 +216,7 @@ _IDLE: Final = text(
         FROM episodes e JOIN episode_policies s
             ON s.episode_id = COALESCE(e.root, e.id) AND s.policy = :name
         WHERE e.last_call_at > :since)
-    SELECT * FROM policies p
+    SELECT {VERSION_COLUMNS} FROM policies p
     WHERE p.name = :name AND p.state = ANY(CAST(:states AS text[])) AND p.version > 0
         AND p.files_deleted_at IS NULL AND p.changed_at < :since
         AND NOT EXISTS (SELECT FROM kept WHERE kept.version = p.version)
@@ -287,7 +295,8 @@ _ONCE_SERVED: Final = text(
     """
 )
 _SERVING: Final = text(
-    "SELECT * FROM policies WHERE name = :name AND state = 'serving' AND version > 0"
+    f"SELECT {VERSION_COLUMNS} FROM policies p"
+    " WHERE name = :name AND state = 'serving' AND version > 0"
 )
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"

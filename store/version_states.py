@@ -29,7 +29,14 @@ from store.version_queries import (
     unloaded_ancestors,
     version_before,
 )
-from store.versions import Actor, PolicyState, PolicyVersion, policy_name, version_of
+from store.versions import (
+    VERSION_COLUMNS,
+    Actor,
+    PolicyState,
+    PolicyVersion,
+    policy_name,
+    version_of,
+)
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
 # end, `serving`.
@@ -99,8 +106,8 @@ _JUDGE_BY: Final = text(
 # What had the traffic from one version on, and before another: by their numbers, which are given in
 # the order in which versions are made.
 _SERVED_SINCE: Final = text(
-    """
-    SELECT * FROM policies p
+    f"""
+    SELECT {VERSION_COLUMNS} FROM policies p
     WHERE name = :name AND version >= :first AND version < :version AND rolled_back_at IS NULL
         AND state IN ('published', 'retired')
         AND EXISTS (SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version

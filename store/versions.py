@@ -88,6 +88,15 @@ def policy_name(policy: str, version: int, base_name: str) -> str:
     return base_name if version == 0 else f"{policy}@{version}"
 
 
+# Named, so that a column that a newer version of Pawl adds ends no prepared statement.
+_READ: Final = (
+    *("name", "version", "state", "served_name", "adapter_path", "update_id", "files_deleted_at"),
+    *("tenant", "share", "rolled_back_at", "ended_at"),
+)
+# The columns of a row of `policies p` that `version_of` reads.
+VERSION_COLUMNS: Final = ", ".join(f"p.{name}" for name in _READ)
+
+
 def version_of(row: Any) -> PolicyVersion:
     """Return a row of `policies` as a record; figures of its update may be missing in the row."""
     return PolicyVersion(

@@ -25,6 +25,7 @@ SLOW: Final = (
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",
     "tests/integration/pawl/rollout/test_rollout.py",
+    "tests/integration/pawl/serving/test_rolling_upgrade.py",
     "tests/integration/proxy/test_limits.py",
     "tests/integration/store/test_embedded.py",
     "tests/integration/store/updates/test_claims_by_policy.py",

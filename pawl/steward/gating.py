@@ -39,7 +39,7 @@ from pawl.steward.rollback import (
     roll_back_to,
 )
 from pawl.steward.watching import READ_AGAIN, Watching
-from store.database import is_unavailable
+from store.database import explain, is_no_records_fault, is_unavailable
 from store.read.gates import (
     Gated,
     Standing,
@@ -401,11 +401,11 @@ class Gating:
 
     def _note(self, error: Exception) -> None:
         """Log why no policy is judged, once for as long as it stays so."""
-        is_away = is_unavailable(error)
+        is_away = is_no_records_fault(error)
         trouble = "gate_waits_for_database" if is_away else "gate_fails"
         if trouble != self._trouble:
             tell = log.warning if is_away else log.exception
-            tell(trouble, reason=f"{type(error).__name__}: {error}"[:200])
+            tell(trouble, reason=f"{type(error).__name__}: {explain(error)}")
         self._trouble = trouble
 
     async def look(self, engine: AsyncEngine) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.database import open_engine
 from pawl.steward.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
-from store.database import is_unavailable
+from store.database import explain, is_no_records_fault
 from store.settings import StoreSettings
 from store.version_queries import list_servable
 from store.versions import PolicyVersion
@@ -66,8 +66,8 @@ class ServableVersions:
                         await self._read(engine)
                         await asyncio.sleep(self._poll_s)
             except Exception as error:
-                write = log.warning if is_unavailable(error) else log.exception
-                self._note(False, write, reason=f"{type(error).__name__}: {error}"[:200])
+                write = log.warning if is_no_records_fault(error) else log.exception
+                self._note(False, write, reason=f"{type(error).__name__}: {explain(error)}")
             await asyncio.sleep(self._poll_s)
 
     async def _read(self, engine: AsyncEngine) -> None:

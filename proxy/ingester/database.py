@@ -17,7 +17,7 @@ from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
-from store.database import is_refusal, is_unavailable, make_engine
+from store.database import explain, is_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
@@ -47,6 +47,8 @@ class Database:
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
         self._stopping = asyncio.Event()
+        # What was logged last of `up` and `refusal`.
+        self._logged: tuple[bool, str] | None = None
         self.up = False
         # Why PostgreSQL refuses us, or why we fail with it, though no outage explains it.
         self.refusal = ""
@@ -74,7 +76,7 @@ class Database:
             except Exception as error:
                 # This task must outlive every failure of the database; serving goes on without it.
                 self.refusal = _refusal(error)
-                self._set_up(False, f"{type(error).__name__}: {error}"[:200])
+                self._set_up(False, f"{type(error).__name__}: {explain(error)}")
                 pause = RETRY_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -150,8 +152,9 @@ class Database:
         log.info("policies", serving=self.serving)
 
     def _set_up(self, up: bool, reason: str = "") -> None:
-        if up != self.up:
-            log.info("database", up=up, reason=reason)
+        if (up, self.refusal) != self._logged:
+            (log.error if self.refusal else log.info)("database", up=up, reason=reason)
+        self._logged = up, self.refusal
         self.up = up
         DATABASE_UP.set(up)
 

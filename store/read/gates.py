@@ -25,7 +25,7 @@ from store.records import FAILED, Arm, Record
 from store.schema.tables import CLAIMABLE, LIVE, ONCE_SERVED
 from store.tenants import bare, task_family
 from store.values.rewards import TERMS_OF_POLICY, rewards
-from store.versions import Actor, PolicyState, PolicyVersion, version_of
+from store.versions import VERSION_COLUMNS, Actor, PolicyState, PolicyVersion, version_of
 
 _GATED: Final = text(
     f"""
@@ -35,7 +35,7 @@ _GATED: Final = text(
 )
 _STANDING: Final = text(
     f"""
-    SELECT p.*, now() AS now, frozen, base_share
+    SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen, base_share
     FROM policies p JOIN (
         SELECT name, frozen_at IS NOT NULL AS frozen, COALESCE(share, 0) AS base_share
         FROM policies WHERE version = 0) b USING (name)

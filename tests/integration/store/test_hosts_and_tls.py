@@ -1,10 +1,12 @@
 """A PostgreSQL as it is sold: over TLS, on several hosts."""
 
 import asyncio
+import os
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,53 @@ async def test_schema_is_migrated_over_tls(
     monkeypatch.setenv("DATABASE_URL", url)
     done = await pawl("migrate")
     assert (done.exit_code, done.output) == (0, "")
+
+
+@asynccontextmanager
+async def refusing(code: str, message: str) -> AsyncIterator[int]:
+    """A server without TLS that answers each client with an error."""
+    error = f"SFATAL\0VFATAL\0C{code}\0M{message}\0\0".encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while (await reader.readexactly(len(SSL_REQUEST))) == SSL_REQUEST:
+                writer.write(b"N")
+            writer.write(b"E" + (len(error) + 4).to_bytes(4) + error)
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "localhost", 0) as listening:
+        yield listening.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "parameters", "code", "said"),
+    [
+        ("nobody.invalid", "", "", "correct the host in DATABASE_URL"),
+        ("localhost:{tls}", "sslmode=disable", "", "needs sslmode=require in DATABASE_URL"),
+        ("localhost:{plain}", "sslmode=require", "", "needs sslmode=disable in DATABASE_URL"),
+        ("127.0.0.1:{tls}", "sslmode=verify-full&sslrootcert={}", "", "the host that the cert"),
+        ("localhost:{plain}", "", "28000", "needs sslmode=require in DATABASE_URL; else let"),
+        ("localhost:{plain}", "", "28P01", "correct user and password in DATABASE_URL"),
+    ],
+)
+async def test_migrate_says_in_one_line_why_it_cannot_and_what_to_do(
+    tls_port: int, certificate: Path, hosts: str, parameters: str, code: str, said: str
+) -> None:
+    async with refusing(code, "no entry") as plain:
+        named = hosts.format(tls=tls_port, plain=plain)
+        url = f"postgresql://u:secret@{named}/d?{parameters.format(certificate)}".rstrip("?")
+        done = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "pawl.cli", "migrate"),
+            env={**os.environ, "DATABASE_URL": url},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, error = await done.communicate()
+    [line] = error.decode().splitlines()
+    assert done.returncode == 2
+    assert line.startswith("pawl: the database cannot be used: ")
+    assert said in line
+    assert "secret" not in line
 
 
 async def test_proxy_stores_calls_over_tls(

@@ -1,12 +1,20 @@
-"""The one revision: up, down, no drift from the tables, and events that PostgreSQL keeps."""
+"""The one revision: up, down, no drift from the tables, newer ones, and events that stay."""
 
+import json
+import re
+from pathlib import Path
+
+import aiohttp
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from store.database import make_engine
+from store.errors import NewerSchema, StoreError
 from store.schema.migrate import check, downgrade, upgrade
+from tests.integration.conftest import running, settings_for
 from tests.support.ledger.lineage import promote, trained
+from tests.support.waiting import eventually
 
 
 async def tables(url: str) -> set[str]:
@@ -40,6 +48,61 @@ async def test_migrating_twice_changes_nothing(database_url: str) -> None:
     before = await tables(database_url)
     await upgrade(database_url)
     assert await tables(database_url) == before
+
+
+async def note_revision(url: str, revision: str) -> None:
+    """Note a revision as a newer version of Pawl does."""
+    engine = make_engine(url)
+    async with engine.begin() as connection:
+        await connection.execute(
+            text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision}
+        )
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("revision", ["0002_serves_0001", "0010_serves_0001"])
+async def test_newer_schema_that_serves_this_version_is_used(
+    database_url: str, revision: str
+) -> None:
+    await note_revision(database_url, revision)
+    await upgrade(database_url)
+
+
+@pytest.mark.parametrize("revision", ["0002", "0003_serves_0002", "of_a_fork"])
+async def test_newer_schema_that_does_not_serve_this_version_is_refused(
+    database_url: str, revision: str
+) -> None:
+    await note_revision(database_url, revision)
+    remedy = re.escape("install the version that made it, or downgrade with that one")
+    with pytest.raises(NewerSchema, match=f"has the schema {revision}, .*{remedy}"):
+        await upgrade(database_url)
+
+
+async def test_newer_schema_is_downgraded_by_the_newer_version_only(database_url: str) -> None:
+    await note_revision(database_url, "0002_serves_0001")
+    with pytest.raises(NewerSchema, match="by `pawl migrate --down 0001`"):
+        await downgrade(database_url, "0001")
+
+
+async def test_unknown_revision_is_refused_by_name(database_url: str) -> None:
+    with pytest.raises(StoreError, match="'0009'"):
+        await upgrade(database_url, "0009")
+
+
+async def test_proxy_before_a_newer_schema_spools_and_says_why(
+    database_url: str, tmp_path: Path
+) -> None:
+    await note_revision(database_url, "0002")
+    settings = settings_for(database_url, "http://127.0.0.1:9/v1", tmp_path)
+    async with running(settings), aiohttp.ClientSession() as session:
+
+        async def says_why() -> bool:
+            async with session.get(f"http://{settings.admin_listen}/readyz") as reply:
+                ready = json.loads(await reply.read())
+            refuses = ready["database"] == "refuses us (NewerSchema): records wait on disk"
+            return refuses and ready["status"] == "degraded"
+
+        await eventually(says_why)
 
 
 @pytest.mark.parametrize(
