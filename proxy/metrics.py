@@ -4,17 +4,20 @@ Workers and ingester count in shared files, and the ingester adds up (`proxy.sha
 gauge's `multiprocess_mode` says how its values are joined.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import Final, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from proxy.errors import ProxyError, Unexpected
 from proxy.shared_memory import registry
+from proxy.trainable import Reason
+from store.records import ToolStatus
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
@@ -206,6 +209,29 @@ SERVING = Gauge(
 DATABASE_UP = Gauge(
     "pawl_database_up", "1 while PostgreSQL answers.", multiprocess_mode="livemostrecent"
 )
+
+
+def refusals(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
+    """Return the classes of errors that a request may be refused with; others stop the start."""
+    for error in kind.__subclasses__():
+        if error is Unexpected or error.status != ProxyError.status:
+            yield error
+        yield from refusals(error)
+
+
+SLOW_STEPS: Final = ("head", "body", "write")
+# What is counted by rule, route, policy or version begins with its first event.
+KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
+    NOT_TRAINABLE: [get_args(Reason)],
+    WITHHELD: [("not_json", "unreadable")],
+    CALL_SECONDS: [("true", "false")],
+    REFUSED: [
+        [*(error.__name__ for error in refusals()), *(f"slow_{step}" for step in SLOW_STEPS)]
+    ],
+    OUTDATED: [("episodes", "calls", "statements", "letters", "unspent")],
+    FEEDBACK: [("reward", "tool_status", "other"), ("known", "pending")],
+    TOOL_STATUS: [get_args(ToolStatus)],
+}
 
 
 TOTAL: Final = "_total"

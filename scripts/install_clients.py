@@ -2,14 +2,18 @@
 
 Their packages conflict with the model server's, so they get an environment of their own, made
 by the uv in `.venv`. It contains Node too, and the frameworks of the examples' agents, which need
-no more than that (`--python`). A second run with nothing changed returns at once.
-Exit status: 0 also if npm could not install the Node clients; 1 if the Python clients failed.
+no more than that (`--python`); and Debian's Prometheus, unless there is one. A second run with
+nothing changed returns at once.
+Exit status: 0 also if npm could not install the Node clients, or apt could not download Prometheus;
+1 if the Python clients failed.
 """
 
+import glob
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 from install import ROOT, VENV, fingerprint, is_current, run
 
@@ -55,6 +59,34 @@ def install_node() -> bool:
     return status == 0
 
 
+def install_prometheus() -> None:
+    """Unpack Debian's Prometheus, and the tool that reads Alertmanager's configuration.
+
+    Nothing outside of `.venv-clients` changes, and nobody needs to be root. It fails where there is
+    no apt, or Debian cannot be reached; the tests with Prometheus are then skipped.
+    """
+    binaries = os.path.join(CLIENTS, "bin")
+    wanted = ("prometheus", "amtool")
+    path = binaries + os.pathsep + os.environ["PATH"]
+    if all(shutil.which(name, path=path) for name in wanted):
+        return
+    print("pawl: unpacking the Prometheus that the tests drive", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["-o", "Dir::State::Lists=" + folder, "-o", "Dir::Cache=" + folder]
+        options = ["-o", "APT::Sandbox::User=root", "-o", "Acquire::http::Timeout=20", *own]
+        apt = ["apt-get", "-qq", *options]
+        try:
+            subprocess.check_call([*apt, "update"], cwd=folder)
+            packages = ["prometheus", "prometheus-alertmanager"]
+            subprocess.check_call([*apt, "download", *packages], cwd=folder)
+            for package in glob.glob(os.path.join(folder, "*.deb")):
+                subprocess.check_call(["dpkg-deb", "--extract", package, folder])
+            for name in wanted:
+                shutil.copy2(os.path.join(folder, "usr", "bin", name), binaries)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"pawl: no Prometheus ({error}): its tests are skipped", file=sys.stderr)
+
+
 def main() -> None:
     """Install the clients that are missing or outdated; with `--python`, those of Python alone."""
     wanted = fingerprint(INPUTS)
@@ -66,6 +98,7 @@ def main() -> None:
     wanted = fingerprint(NODE_INPUTS)
     if not (os.path.isdir(MODULES) and is_current(NODE_STAMP, wanted)) and install_node():
         _write(NODE_STAMP, wanted)
+    install_prometheus()
 
 
 def _write(stamp: str, wanted: str) -> None:

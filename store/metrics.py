@@ -1,8 +1,11 @@
-"""Define the metric that every process has, whichever it is."""
+"""Define the metric that every process has, and begin counters at 0."""
 
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Final
 
 from prometheus_client import Gauge
+from prometheus_client.metrics import MetricWrapperBase
 
 from store import __version__
 
@@ -17,3 +20,13 @@ BUILD: Final = Gauge(
 def count_build() -> None:
     """Show this process's version in its metrics."""
     BUILD.labels(__version__).set(1)
+
+
+def begin_at_zero(known: Mapping[MetricWrapperBase, Iterable[Iterable[str]]]) -> None:
+    """Show a 0 for all combinations of each metric's label values that are known in advance.
+
+    A counter that is first seen at 1 has not grown by Prometheus's `rate` and `increase`.
+    """
+    for metric, values in known.items():
+        for labels in product(*values):
+            metric.labels(*labels)

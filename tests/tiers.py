@@ -19,6 +19,7 @@ SLOW: Final = (
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
     "tests/integration/docs/test_dockerfiles.py",
+    "tests/integration/docs/test_prometheus.py",
     "tests/integration/docs/test_wheel.py",
     "tests/integration/docs/test_code_blocks.py::test_page_about_keys_runs",
     "tests/integration/faults/test_durability.py::test_segment_cut_at_any_byte_loses_only_the_cut_record",

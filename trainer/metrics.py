@@ -4,17 +4,18 @@ from typing import Final, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from store.metrics import begin_at_zero
 from trainer.updates.circuit_breaker import PauseReason
 
 UPDATES = Counter(
     "pawl_updates_total",
-    "Updates: `trained`, `no_signal` (all advantages were 0), `released` (given back), `rejected`"
-    " (the version failed its probe) or `failed`.",
+    "Updates: `trained`, `no_signal` (all advantages were 0), `released` (given back) or `rejected`"
+    " (the version failed its probe).",
     ["policy", "outcome"],
 )
 UPDATE_SECONDS = Histogram(
     "pawl_update_seconds",
-    "Seconds from a claim to the promotion of the new version.",
+    "Seconds from a claim to the publication of the new version.",
     ["policy"],
     buckets=(1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280),
 )
@@ -77,6 +78,19 @@ SLOTS = Gauge(
 VERSION = Gauge(
     "pawl_trained_version", "Newest version that was promoted, by whomever.", ["policy"]
 )
+
+
+def begin_policy(policy: str) -> None:
+    """Show that a policy has had no update in this process yet."""
+    outcomes = ("trained", "no_signal", "released", "rejected")
+    of_policy = [[policy]]
+    begin_at_zero(
+        {
+            UPDATES: [*of_policy, outcomes],
+            UPDATE_SECONDS: of_policy,
+            EPISODES: [*of_policy, ["trained"]],
+        }
+    )
 
 
 def show_pause(policy: str, reason: PauseReason | None) -> None:

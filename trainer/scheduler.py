@@ -18,7 +18,7 @@ from store.errors import ClaimLost
 from store.records import Record
 from trainer.errors import FilesUnread, UpstreamAway
 from trainer.loop import Loop
-from trainer.metrics import LEFT
+from trainer.metrics import LEFT, begin_policy
 
 log = structlog.get_logger()
 
@@ -54,6 +54,7 @@ class PolicyWorker:
         self._not_before = 0.0
         self._failures = 0
         self._waiting_was_logged = False
+        begin_policy(policy)
 
     def lost(self) -> None:
         """Forget the hold on the policy, which ended with its connection."""

@@ -40,6 +40,7 @@ from pawl.steward.rollback import (
 )
 from pawl.steward.watching import READ_AGAIN, Watching
 from store.database import explain, is_no_records_fault, is_unavailable
+from store.metrics import begin_at_zero
 from store.read.gates import (
     Gated,
     Standing,
@@ -72,6 +73,10 @@ Moved = list[tuple[PolicyVersion, PolicyState, str]]
 
 
 Judged = Literal["trial", "watch"]
+# What a version may become by the gate.
+MOVES: Final[tuple[PolicyState, ...]] = (
+    *("canary", "serving", "published", "rolled_back", "rejected"),
+)
 REMEDY = (
     "they lie outside of gate.reward_range and count as its ends, so a version that is worse may"
     " look as good: set it to your rewards' lowest and highest, for the versions to come"
@@ -97,6 +102,7 @@ class PolicyGate:
         self._why_unwatched: str | None = None
         self._failure: str | None = None
         self.before: RollbackTarget | None = None
+        begin_at_zero({GATE_MOVES: [[name], MOVES]})
 
     def failed(self, error: Exception | None) -> None:
         """Show whether the policy can be judged; log a failure once, however often it comes."""

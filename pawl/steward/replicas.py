@@ -15,13 +15,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.database import open_engine
 from pawl.steward.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
 from store.database import explain, is_no_records_fault
+from store.metrics import begin_at_zero
 from store.settings import StoreSettings
 from store.version_queries import list_servable
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, UpstreamAway
 from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
-from trainer.publishing.reconciler import Reconciler, is_servable
+from trainer.publishing.reconciler import OUTCOMES, Reconciler, is_servable
 
 log = structlog.get_logger()
 
@@ -96,6 +97,8 @@ class ReplicaController:
         self._servable = servable
         self._poll_s = poll_s
         self._up: bool | None = None
+        failures = (outcome for outcome, _ in OUTCOMES.values())
+        begin_at_zero({LOADS: [[url], ("loaded", "replaced", "refused", *failures)]})
         REPLICA_UP.labels(url).set(0)
         MISSING.labels(url).set(0)
 

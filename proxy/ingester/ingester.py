@@ -22,13 +22,13 @@ from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeletedLetters, remove_outdated
 from proxy.keys import Gate, KeyFile
-from proxy.metrics import EVAL_EPISODES, EVAL_REWARD
+from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, KNOWN
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.database import is_no_records_fault, is_unavailable
-from store.metrics import count_build
+from store.metrics import begin_at_zero, count_build
 from store.read.evaluations import evaluations
 from store.write.feedback_keys import forget_keys
 
@@ -109,6 +109,7 @@ async def _working(
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
     count_build()
+    begin_at_zero(KNOWN)
     admin = await listen_on(app, settings.admin_listen)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")

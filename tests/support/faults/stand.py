@@ -64,7 +64,7 @@ class Stand:
         self.ended_by_itself: list[str] = []
         self.postgres = EmbeddedPostgres(folder)
         self.url = self.postgres.ensure_running()
-        self._environment = {
+        self.environment = {
             **os.environ,
             "DATABASE_URL": self.url,
             "PAWL_UPSTREAM_URL": upstream_url,
@@ -78,7 +78,7 @@ class Stand:
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "pawl.cli", "proxy", "--workers", str(self.workers)]
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+            return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def processes(self, kind: str) -> list[psutil.Process]:
         """Return the supervisor's workers, or its ingester; of an empty kind all of them."""

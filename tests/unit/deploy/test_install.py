@@ -136,6 +136,7 @@ def installer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(
         install_clients, "install_python", lambda: install_clients.done.append("python")
     )
+    monkeypatch.setattr(install_clients, "install_prometheus", lambda: None)
     return install_clients
 
 
