@@ -270,13 +270,18 @@ class Gate:
         # Requests need a key.
         self._asks = True
 
+    @property
+    def knows(self) -> bool:
+        """Return whether the keys are known: until then nobody is let in."""
+        return self._known is not None
+
     def take(self, ring: KeyRing | None) -> None:
         """Replace the known keys. None: they cannot be read, and the old ones stay valid.
 
         The old ones also stay if the ring says that no key was ever made: then somebody removed
-        the file. For `anyone`, unseen keys are unknown ones.
+        the file. Keys that were not seen yet are unknown, but for `loopback`.
         """
-        if ring is not None and not ring.seen and self._access == "anyone":
+        if ring is not None and not ring.seen and self._access != "loopback":
             ring = None
         if (ring is None or not ring.made) and self._known is not None and self._known.made:
             return

@@ -69,6 +69,8 @@ def data_handler(
         if exchange.target == HEALTH and exchange.method == "GET":
             if stopping():
                 exchange.reply(503, b"", [JSON], b'{"status": "stopping"}')
+            elif not gate.knows:
+                exchange.reply(503, b"", [JSON], b'{"status": "keys unknown"}')
             else:
                 exchange.reply(200, b"", [JSON], b'{"status": "ok"}')
             return

@@ -120,7 +120,7 @@ def test_known_keys_stay_valid_when_they_cannot_be_read_any_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("access", "refusal"), [("loopback", None), ("anyone", KeysUnknown), ("keys", NoKey)]
+    ("access", "refusal"), [("loopback", None), ("anyone", KeysUnknown), ("keys", KeysUnknown)]
 )
 def test_replica_that_has_not_seen_the_keys_is_open_to_its_machine_at_most(
     access: Access, refusal: object

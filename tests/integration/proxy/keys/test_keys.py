@@ -173,15 +173,18 @@ async def test_prometheus_scrapes_before_and_after_the_first_key(
         await scraped(await asyncio.to_thread(create, "metrics", "--scope", "read"), 200)
 
 
-async def test_new_replica_without_a_database_answers_no_call_of_anyone(
-    upstream: FakeUpstream, tmp_path: Path
+@pytest.mark.parametrize("access", ["anyone", "keys"])
+async def test_new_replica_without_a_database_answers_no_call_and_gets_none(
+    access: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
-    settings = settings_for(AWAY, upstream.url, tmp_path).model_copy(update={"access": "anyone"})
+    settings = settings_for(AWAY, upstream.url, tmp_path).model_copy(update={"access": access})
     async with running(settings), aiohttp.ClientSession() as session:
         proxy = Proxy(settings, make_engine(AWAY), session)
         reply = await proxy.chat()
         assert (reply.status, reply.headers["x-pawl-fault"]) == (503, "proxy")
         assert int(reply.headers["Retry-After"]) >= 1
+        # A load balancer asks first.
+        assert (await proxy.ask("GET", "/healthz")).status == 503
         assert await status(proxy, "/metrics", {}, "admin") == 503
 
 
