@@ -381,9 +381,11 @@ class Drainer:
                     raise
                 moved = None
                 await self.count()
-            if moved == 0 or not self.waiting:
+            if moved == 0:
                 return
             if moved is None:
+                if not self.waiting:
+                    return
                 await asyncio.sleep(RETRY_S)
 
     async def drain_once(self) -> int | None:

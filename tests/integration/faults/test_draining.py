@@ -98,6 +98,7 @@ async def test_rest_at_the_end_waits_for_a_database_that_is_away(
     engine = spooled.engine
     await draining
     assert await spooled.stored() == 5
+    assert spooled.segments() == []
     await away.dispose()
 
 
