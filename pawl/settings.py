@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode, SettingsError
 
 from proxy.settings import ProxySettings
-from store.settings import SECRETS, Listen, Settings, StoreSettings
+from store.settings import Listen, Settings, StoreSettings, secrets_folder
 from trainer.settings import Cards, ServerSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
@@ -128,9 +128,9 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
         given = {name: value or "" for name, value in dotenv_values(".env").items()} | given
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadSettings(f".env cannot be read: {error}; write it as UTF-8") from error
-    folder = given.get("PAWL_SECRETS_DIR") or SECRETS
+    folder = secrets_folder(given.get("PAWL_SECRETS_DIR"))
     try:
-        secrets = [name.upper() for name in os.listdir(folder)] if os.path.isdir(folder) else []
+        secrets = [name.upper() for name in os.listdir(folder)] if folder else []
     except OSError as error:
         raise _unread_secret(error) from error
     known = known_variables()

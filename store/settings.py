@@ -162,12 +162,17 @@ def _is_folder(path: Path) -> Path:
     return path
 
 
+def secrets_folder(named: Path | str | None) -> Path | None:
+    """Return the folder of secrets, by default Docker's, or None if it is not there."""
+    folder = Path(named or SECRETS)
+    return folder if os.path.isdir(folder) else None
+
+
 class _SecretFiles(SecretsSettingsSource):
-    """Read the folder that the sources before this one name, if it is there."""
+    """Read the folder that the sources before this one name."""
 
     def __call__(self) -> dict[str, Any]:
-        folder = self.current_state.get("secrets_dir") or SECRETS
-        self.secrets_dir = folder if os.path.isdir(folder) else None
+        self.secrets_dir = secrets_folder(self.current_state.get("secrets_dir"))
         return super().__call__()
 
 

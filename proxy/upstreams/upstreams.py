@@ -18,7 +18,7 @@ from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
 from proxy.upstreams.litellm import LitellmUpstream
 from proxy.upstreams.server import Key, Upstream
-from store.settings import SECRETS
+from store.settings import secrets_folder
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()
@@ -291,11 +291,9 @@ def _environment(secrets: Path | None) -> dict[str, str]:
     Settings are read in the same way, and keys stand beside them.
     """
     from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
-    return _secrets(secrets or SECRETS) | from_file | os.environ
-
-
-def _secrets(folder: Path) -> dict[str, str]:
-    files = folder.iterdir() if folder.is_dir() else ()
+    folder = secrets_folder(secrets)
+    files = folder.iterdir() if folder else ()
     # Not all are ours.
     readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
-    return {file.name: file.read_text(errors="replace").strip() for file in readable}
+    values = {file.name: file.read_text(errors="replace").strip() for file in readable}
+    return values | from_file | os.environ
