@@ -134,7 +134,7 @@ _REMEDIES: Final = (
     ),
     (asyncpg.InvalidCatalogNameError, "make it with createdb, or correct DATABASE_URL"),
     (asyncpg.InsufficientPrivilegeError, "grant this to the user that DATABASE_URL names"),
-    (_AWAY, "start PostgreSQL, or correct DATABASE_URL"),
+    (OSError, "start PostgreSQL, or correct DATABASE_URL"),
 )
 
 
@@ -168,6 +168,11 @@ def is_refusal(error: BaseException) -> bool:
 def is_no_records_fault(error: BaseException) -> bool:
     """Return whether no record can be stored now, whatever it contains."""
     return is_unavailable(error) or is_refusal(error)
+
+
+def is_deadlock(error: BaseException) -> bool:
+    """Return whether PostgreSQL ended the transaction as it and others waited for each other."""
+    return isinstance(_driver_error(error), asyncpg.DeadlockDetectedError)
 
 
 def explain(error: BaseException) -> str:

@@ -16,12 +16,15 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
-from store.database import make_engine
+from store.database import is_deadlock, make_engine
 from store.errors import NewerSchema, StoreError
 
 # Any process may migrate when it starts; this advisory lock lets one at a time do so.
 MIGRATION_LOCK = 0x5041574C
+# Processes that work on take the tables' locks in orders of their own.
+MOST_DEADLOCKS: Final = 50
 _REVISION: Final = re.compile(r"(?P<number>\d+)(_serves_(?P<first>\d+))?", re.ASCII)
 
 
@@ -105,8 +108,15 @@ async def _run(database_url: str, action: Callable[[Config], object]) -> None:
             raise StoreError(f"the schema cannot be migrated: {error}") from error
 
     try:
-        async with engine.begin() as connection:
-            await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
-            await connection.run_sync(migrate)
+        for deadlocks in range(MOST_DEADLOCKS + 1):
+            try:
+                async with engine.begin() as connection:
+                    lock = f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"
+                    await connection.exec_driver_sql(lock)
+                    await connection.run_sync(migrate)
+                return
+            except DBAPIError as error:
+                if deadlocks == MOST_DEADLOCKS or not is_deadlock(error):
+                    raise
     finally:
         await engine.dispose()

@@ -1,5 +1,6 @@
 """The one revision: up, down, no drift from the tables, newer ones, and events that stay."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -8,12 +9,16 @@ import aiohttp
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.database import make_engine
 from store.errors import NewerSchema, StoreError
+from store.schema import migrate
 from store.schema.migrate import check, downgrade, upgrade
+from store.schema.tables import metadata
 from tests.integration.conftest import running, settings_for
 from tests.support.ledger.lineage import promote, trained
+from tests.support.ledger.newer_schema import newer_migrations
 from tests.support.waiting import eventually
 
 
@@ -82,6 +87,29 @@ async def test_newer_schema_is_downgraded_by_the_newer_version_only(database_url
     await note_revision(database_url, "0002_serves_0001")
     with pytest.raises(NewerSchema, match="by `pawl migrate --down 0001`"):
         await downgrade(database_url, "0001")
+
+
+async def test_migration_that_meets_a_deadlock_is_tried_again(
+    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = newer_migrations(tmp_path)
+    monkeypatch.setattr(migrate, "files", lambda _: newer)
+    first, *_, last = metadata.tables
+    async with engine.connect() as other, engine.connect() as looking:
+        # It has the patience, so the migration is the one that PostgreSQL ends.
+        await other.execute(text("SET LOCAL deadlock_timeout = '60s'"))
+        await other.execute(text(f"SELECT FROM {last}"))
+        migrating = asyncio.create_task(upgrade(database_url))
+
+        async def waits() -> bool:
+            query = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation IS NOT NULL"
+            return bool(await looking.scalar(text(query)))
+
+        await eventually(waits)
+        await other.execute(text(f"SELECT FROM {first}"))
+        await other.rollback()
+    await migrating
+    await downgrade(database_url, "0001")
 
 
 async def test_unknown_revision_is_refused_by_name(database_url: str) -> None:

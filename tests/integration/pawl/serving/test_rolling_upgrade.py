@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
-import pytest
 from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from tests.conftest import ROOT
+from tests.support.ledger.newer_schema import REVISION, newer_migrations
 from tests.support.servers.fake_upstream import DONE, FakeUpstream, stream_chunks
 from tests.support.waiting import eventually, until
 
@@ -28,32 +27,6 @@ PIECES: Final = 12
 PIECE_S: Final = 0.05
 LOOK_S: Final = 0.1
 DELAY_S: Final = "1.5"
-# In every table a column that this version's queries do not know, and an index.
-EXPANDS: Final = '''
-"""Expand every table."""
-
-import sqlalchemy as sa
-from alembic import op
-
-from store.schema.tables import metadata
-
-revision, down_revision = "0002_serves_0001", "0001"
-
-
-def upgrade() -> None:
-    """Add the columns."""
-    for name in metadata.tables:
-        op.add_column(name, sa.Column("of_0002", sa.Text()))
-        op.create_index(f"ix_{name}_of_0002", name, ["of_0002"])
-'''
-
-
-@pytest.fixture
-def newer(tmp_path: Path) -> Path:
-    """Return a folder that makes any Pawl that imports from it first know one more revision."""
-    shutil.copytree(ROOT / "migrations", tmp_path / "newer" / "migrations")
-    (tmp_path / "newer/migrations/versions/0002_added.py").write_text(EXPANDS)
-    return tmp_path / "newer"
 
 
 class OneProxy:
@@ -207,9 +180,11 @@ async def slowly(request: web.Request) -> web.StreamResponse:
 
 
 async def test_proxies_are_upgraded_by_turns_without_a_failed_or_lost_call(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, newer: Path, tmp_path: Path
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     upstream.behave = slowly
+    # Whatever imports from there first is of the newer version.
+    newer = newer_migrations(tmp_path / "newer").parent
     environment = {
         "DATABASE_URL": database_url,
         "PAWL_UPSTREAM_URL": upstream.url,
@@ -237,6 +212,6 @@ async def test_proxies_are_upgraded_by_turns_without_a_failed_or_lost_call(
         rewards = await connection.execute(
             text("SELECT CAST(call_id AS text) FROM feedback WHERE value = 0.5")
         )
-    assert revision == "0002_serves_0001"
+    assert revision == REVISION
     answered = sorted(clients.answered)
     assert (sorted(calls.scalars()), sorted(rewards.scalars())) == (answered, answered)
