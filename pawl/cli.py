@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "proxy": "pawl.commands.processes:proxy",
     "trainer": "pawl.commands.processes:trainer",
     "steward": "pawl.commands.processes:steward",
+    "adapters": "pawl.commands.processes:adapters",
     "up": "pawl.commands.local:up",
     "demo": "pawl.commands.local:demo",
     "example": "pawl.commands.local:example",

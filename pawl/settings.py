@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
 from dotenv import dotenv_values
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, HttpUrl, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode, SettingsError
 
 from proxy.settings import ProxySettings
 from store.settings import Listen, Settings, StoreSettings, secrets_folder
-from trainer.settings import Cards, ServerSettings, TrainerSettings
+from trainer.settings import Cards, ServerSettings, SourceSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
 Kind = TypeVar("Kind", bound=Settings)
@@ -106,13 +106,30 @@ class StewardSettings(ServerSettings):
     )
 
 
+class AdaptersSettings(SourceSettings):
+    """Hold the settings of `pawl adapters`, which fetches for one model server."""
+
+    upstream_url: HttpUrl = Field(
+        default=HttpUrl("http://127.0.0.1:8000/v1"),
+        description="base URL of the model server, with its /v1",
+    )
+    adapters_listen: Listen = Field(
+        default="127.0.0.1:8104",
+        description="address of `pawl adapters`, which trainer and steward have, with /v1, in "
+        "place of the model server's own",
+    )
+
+
 class UnreadSettings(Exception):
     """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
 
 def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
-    kinds = (ProxySettings, TrainerSettings, StackSettings, StewardSettings, ClientSettings)
+    kinds = (
+        *(ProxySettings, TrainerSettings, StackSettings),
+        *(StewardSettings, AdaptersSettings, ClientSettings),
+    )
     names = {name for kind in kinds for name in kind.model_fields} - {"database_url"}
     return {PREFIX + name.upper() for name in names}
 

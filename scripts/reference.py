@@ -23,7 +23,7 @@ import proxy.metrics
 import store.metrics
 import trainer.metrics
 from pawl.cli import app
-from pawl.settings import ClientSettings, StackSettings, StewardSettings
+from pawl.settings import AdaptersSettings, ClientSettings, StackSettings, StewardSettings
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
 from trainer.recipes.recipe import Recipe
@@ -36,6 +36,7 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Proxy": ProxySettings,
     "Trainer": TrainerSettings,
     "Steward": StewardSettings,
+    "Adapters": AdaptersSettings,
     "Local stack": StackSettings,
     "Clients": ClientSettings,
 }

@@ -72,6 +72,13 @@ class UpstreamAway(TrainerError):
     """Report that the model server does not answer; the trainer keeps asking."""
 
 
+class NotFetched(UpstreamAway):
+    """Report that a machine could not get a version's files; nothing is spent, it is tried again.
+
+    At publishing, a model server that cannot get them counts as one that is away.
+    """
+
+
 class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 

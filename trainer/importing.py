@@ -26,6 +26,7 @@ from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
 from trainer.publishing.foreign import WEIGHTS, read_config, why_another_base, why_not_plain
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
+from trainer.publishing.sources import trainers_files
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import Recording, Recovery
@@ -53,7 +54,8 @@ async def import_adapter(
     check_gate(chosen, recipe)
     config = read_config(directory)
     _refuse(directory, why_not_plain(config, recipe.lora))
-    async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
+    replicas = Replicas(settings.server_urls, files=trainers_files(settings))
+    async with engine.connect() as guard, replicas as servers:
         try:
             await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)

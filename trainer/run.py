@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
-from prometheus_client import start_http_server
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.admin_port import listen_on
 from store.database import is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.metrics import count_build
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
-from store.settings import address
 from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.distributed import Leader, follow, has_companions, is_follower
 from trainer.learners.kernels.process import give_freed_memory_back, keep_freed_memory
@@ -27,6 +28,7 @@ from trainer.metrics import show_pause
 from trainer.policies import Chosen, chosen_policies, load_recipes
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
+from trainer.publishing.sources import is_http, serve_files, trainers_files
 from trainer.recipes.recipe import Recipe
 from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
@@ -80,7 +82,7 @@ async def _work(
     once: bool,
 ) -> None:
     async with AsyncExitStack() as stack:
-        replicas = Replicas(settings.server_urls, settings.adapter_slots)
+        replicas = Replicas(settings.server_urls, settings.adapter_slots, trainers_files(settings))
         servers = await stack.enter_async_context(replicas)
         policies, model = await _policies_and_model(settings, chosen, servers)
         by_policy = {n: r.model_dump(mode="json") for n, r in zip(policies, recipes, strict=True)}
@@ -88,10 +90,9 @@ async def _work(
         stack.callback(trackers.close)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)
-        host, port = address(settings.trainer_listen)
         count_build()
-        httpd, _ = start_http_server(port, host)
-        stack.callback(httpd.shutdown)
+        port = await listen_on(port_app(settings), settings.trainer_listen)
+        stack.push_async_callback(port.cleanup)
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [
             _worker(
@@ -120,6 +121,19 @@ async def _work(
                         breaker.doubt("the model servers were away, and may be others now")
                         show_pause(policy, breaker.reason)
             await asyncio.sleep(RETRY_S)
+
+
+def port_app(settings: TrainerSettings) -> web.Application:
+    """Return what the port answers: `/metrics`, and versions' files where the source is HTTP."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    if settings.adapter_source is not None and is_http(settings.adapter_source):
+        serve_files(app, settings.adapter_dir)
+    return app
 
 
 async def _follow(

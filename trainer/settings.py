@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator, Field, HttpUrl
+from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl
 from pydantic_settings import NoDecode
 
-from store.settings import Listen, PoliciesFile, StoreSettings
+from store.settings import Listen, PoliciesFile, Settings, StoreSettings
 
 # Adapter slots of a server that does not say: what `pawl up` and the Compose file give their vLLM.
 USUAL_SLOTS: Final = 8
@@ -32,7 +32,38 @@ Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_numbered)]
 
 
-class ServerSettings(StoreSettings):
+def _is_url(value: str) -> str:
+    if not re.match(r"[a-z][a-z0-9+.-]*://.", value):
+        raise ValueError(
+            "it is no URL: write http://HOST:PORT/adapters, with the address of the trainer's"
+            " PAWL_TRAINER_LISTEN, or a folder of an object store, such as s3://BUCKET/FOLDER"
+        )
+    return value.rstrip("/")
+
+
+class SourceSettings(Settings):
+    """Hold where the files of versions are, and where those get them who do not see them."""
+
+    adapter_dir: Path = Field(
+        default=Path("var/adapters"),
+        description="folder of policy versions, which steward and model servers see under the same "
+        "path; with PAWL_ADAPTER_SOURCE each machine has one of its own",
+    )
+    adapter_source: Annotated[str, AfterValidator(_is_url)] | None = Field(
+        default=None,
+        description="URL that versions are fetched from by those who do not share the trainer's "
+        "folder: http://TRAINER:8102/adapters, which the trainer then serves, or a folder of an "
+        "object store (s3://, gs:// and so on), to which it uploads",
+    )
+    adapter_disk_gb: float = Field(
+        default=20.0,
+        gt=0,
+        description="most that fetched versions take on a disk, in GB; those that were asked for "
+        "longest ago are removed, but for what the model server has loaded",
+    )
+
+
+class ServerSettings(StoreSettings, SourceSettings):
     """Hold the addresses of the model server's replicas, which trainer and steward load into."""
 
     upstream_url: HttpUrl = Field(
@@ -61,10 +92,6 @@ class ServerSettings(StoreSettings):
 class TrainerSettings(ServerSettings):
     """Hold the settings that `pawl trainer` reads from `PAWL_*`."""
 
-    adapter_dir: Path = Field(
-        default=Path("var/adapters"),
-        description="folder of policy versions; the model server reads it too",
-    )
     recipe: str = Field(
         default="default", description="path of a TOML file, or the name of a packaged recipe"
     )
@@ -79,7 +106,9 @@ class TrainerSettings(ServerSettings):
         description="folder or name of the base model; unset: as the model server reports it",
     )
     trainer_listen: Listen = Field(
-        default="127.0.0.1:8102", description="address of the trainer's /metrics"
+        default="127.0.0.1:8102",
+        description="address of the trainer's /metrics, and of /adapters where PAWL_ADAPTER_SOURCE "
+        "is http://",
     )
     poll_s: float = Field(
         default=1.0, gt=0, description="pause between checks of the store, in seconds"

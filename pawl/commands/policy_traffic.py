@@ -33,6 +33,7 @@ from store.version_queries import numbered_version, was_called_back
 from store.version_states import change_state, lock_policies
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.publishing.model_server import Replicas
+from trainer.publishing.sources import others_files
 
 Result = TypeVar("Result")
 VersionName = Annotated[
@@ -165,7 +166,8 @@ def with_servers(work: Callable[[AsyncEngine, Replicas], Awaitable[Result]]) -> 
 
     async def run(engine: AsyncEngine) -> Result:
         settings = read_settings(StewardSettings)
-        async with Replicas(settings.server_urls, settings.adapter_slots) as replicas:
+        files = others_files(settings)
+        async with Replicas(settings.server_urls, settings.adapter_slots, files) as replicas:
             return await work(engine, replicas)
 
     return with_engine(run)

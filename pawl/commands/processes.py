@@ -1,4 +1,4 @@
-"""Define `pawl proxy`, `pawl trainer`, `pawl steward` and `pawl migrate`: one part of Pawl each."""
+"""Define `pawl proxy`, `trainer`, `steward`, `adapters` and `migrate`: one part of Pawl each."""
 
 import asyncio
 import os
@@ -129,14 +129,47 @@ def steward() -> None:
     """
     from pawl.settings import StewardSettings
     from pawl.steward.run import steward as run
+    from trainer.errors import TrainerError
 
     settings = read_settings(StewardSettings)
     try:
         asyncio.run(run(settings))
+    except TrainerError as error:
+        fail(str(error))
     except OSError as error:
         fail(
             f"the steward cannot start: {error.strerror or error}. If its port is taken, stop the "
             "program that listens on it, or set PAWL_STEWARD_LISTEN"
+        )
+
+
+def adapters() -> None:
+    """Fetch adapters for a model server that does not share the trainer's folder.
+
+    Runs beside one model server (PAWL_UPSTREAM_URL) and takes its place for trainer and steward,
+    which have the address PAWL_ADAPTERS_LISTEN in PAWL_UPSTREAM_URL or PAWL_REPLICA_URLS; the proxy
+    keeps the server's own. A version that is to be loaded is fetched from PAWL_ADAPTER_SOURCE into
+    PAWL_ADAPTER_DIR, which the model server reads, and checked; then the server loads it. All else
+    that they ask is passed on.
+
+    SIGTERM or Ctrl-C ends it with status 0; the next start goes on with what is half fetched.
+    Status 2: its port is taken, or a setting cannot be used.
+    """
+    from pawl.adapters import run
+    from pawl.settings import AdaptersSettings
+    from trainer.errors import TrainerError
+
+    settings = read_settings(AdaptersSettings)
+    if settings.adapter_source is None:
+        fail("PAWL_ADAPTER_SOURCE is not set: `pawl adapters` fetches from there")
+    try:
+        asyncio.run(run(settings))
+    except TrainerError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(
+            f"it cannot start: {error.strerror or error}. If its port is taken, stop the program"
+            " that listens on it, or set PAWL_ADAPTERS_LISTEN"
         )
 
 

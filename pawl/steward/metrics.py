@@ -14,7 +14,8 @@ LOADS = Counter(
     "pawl_steward_loads_total",
     "Tries to load an adapter that a replica lacked or had with other files: `loaded`, `replaced`"
     " (it had other files), `refused`, `altered` (the files have changed since they were written),"
-    " `unread` (they cannot be read) or `misserved` (it was served otherwise than trained).",
+    " `unread` (they cannot be read or fetched for now) or `misserved` (it was served otherwise"
+    " than trained).",
     ["replica", "outcome"],
 )
 ALTERED = Gauge(

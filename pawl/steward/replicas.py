@@ -19,7 +19,7 @@ from store.metrics import begin_at_zero
 from store.settings import StoreSettings
 from store.version_queries import list_servable
 from store.versions import PolicyVersion
-from trainer.errors import FilesAltered, FilesUnread, Misserved, UpstreamAway
+from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
 from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
 from trainer.publishing.reconciler import OUTCOMES, Reconciler, is_servable
@@ -141,7 +141,7 @@ def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[st
         for name, error in controller.reconciler.troubles.items():
             if isinstance(error, FilesAltered):
                 altered[name] = str(error)
-            elif isinstance(error, FilesUnread):
+            elif isinstance(error, FilesUnread | NotFetched):
                 unread[name] = str(error)
             elif isinstance(error, Misserved):
                 misserved.setdefault(url, {})[name] = str(error)

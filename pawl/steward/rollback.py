@@ -19,7 +19,7 @@ from store.records import Record
 from store.version_queries import numbered_version, version_before, was_called_back
 from store.version_states import change_state, lock_policies, roll_back
 from store.versions import Actor, PolicyVersion
-from trainer.errors import FilesUnread, PublishError, UpstreamAway
+from trainer.errors import FilesUnread, NotFetched, PublishError, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.pacing import LONGEST_PIN_S, fewest_slots
 from trainer.publishing.publisher import PROXY_REFRESH_S
@@ -85,10 +85,10 @@ async def load_again(replicas: Replicas, before: RollbackTarget) -> Loaded:
     try:
         async with asyncio.timeout(LOAD_S):
             has_it = await replicas.ask(lambda server: _load(server, before))
+    except (PublishError, FilesUnread, NotFetched) as error:
+        return Loaded(version=version, why_not=str(error), refused=True)
     except UpstreamAway as error:
         return Loaded(version=version, why_not=str(error))
-    except (PublishError, FilesUnread) as error:
-        return Loaded(version=version, why_not=str(error), refused=True)
     except TimeoutError:
         late = f"it was not loaded within {LOAD_S:g} s"
         return Loaded(version=version, why_not=late, refused=True)

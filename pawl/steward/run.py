@@ -12,9 +12,10 @@ from pawl.processes import stop_event
 from pawl.settings import StewardSettings
 from pawl.steward.gating import Gating
 from pawl.steward.replicas import ReplicaController, ServableVersions, show_troubles
-from proxy.admin_port import listen_on
+from store.admin_port import listen_on
 from store.metrics import count_build
 from trainer.publishing.model_server import Replicas
+from trainer.publishing.sources import others_files
 
 log = structlog.get_logger()
 
@@ -24,12 +25,13 @@ async def steward(settings: StewardSettings) -> None:
 
     Raises:
         OSError: its port cannot be listened on.
+        TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
     poll_s = settings.steward_poll_s
     async with AsyncExitStack() as exits:
         replicas = await exits.enter_async_context(
-            Replicas(settings.server_urls, settings.adapter_slots)
+            Replicas(settings.server_urls, settings.adapter_slots, others_files(settings))
         )
         servable = ServableVersions(settings, poll_s)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]

@@ -14,7 +14,6 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.admin_port import listen_on
 from proxy.errors import SpoolInUse
 from proxy.feedback import KeyFiles
 from proxy.ingester.admin import OwnersFile, admin_app, unsettled
@@ -27,6 +26,7 @@ from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
+from store.admin_port import listen_on
 from store.database import is_no_records_fault, is_unavailable
 from store.metrics import begin_at_zero, count_build
 from store.read.evaluations import evaluations

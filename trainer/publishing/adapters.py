@@ -103,6 +103,16 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
     return place
 
 
+def write_hashes(folder: Path) -> str:
+    """Give a folder that is no version a manifest of its files alone; return that one's SHA-256.
+
+    By it the folder can be fetched and checked as a version's.
+    """
+    hashes = {name: sha256_of(folder / name) for name in SERVED}
+    (folder / MANIFEST).write_bytes(msgspec.json.encode({"sha256": hashes}))
+    return sha256_of(folder / MANIFEST)
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a version's folder, or None if there is no such version."""
     manifest = _manifest(folder)
@@ -250,23 +260,25 @@ MOUNT: Final = (
 )
 
 
-async def check_files(version: PolicyVersion) -> None:
+async def check_files(version: PolicyVersion, folder: Path | None = None) -> None:
     """Check the files of a version that is about to be loaded; they are read in a thread.
+
+    They are in `folder`, if that is not where the trainer has them.
 
     Raises:
         FilesAltered: they are not those that were written, or are not there.
     """
-    why = await asyncio.to_thread(why_altered, version)
+    why = await asyncio.to_thread(why_altered, version, folder)
     if why is not None:
         raise FilesAltered(f"{version.served_name} is not loaded: {why}")
 
 
-def why_altered(version: PolicyVersion) -> str | None:
+def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | None:
     """Return why the files of a version are not those that its update wrote, or None if they are.
 
-    Files that are not there at all are not those either.
+    Files that are not there at all are not those either. `folder` is as in `check_files`.
     """
-    folder = Path(version.adapter_path or "")
+    folder = folder or Path(version.adapter_path or "")
     try:
         manifest = read_manifest(folder)
         if manifest is None:

@@ -23,7 +23,7 @@ from store.version_queries import (
     versions_with_files,
 )
 from store.versions import SERVABLE, PolicyVersion
-from trainer.errors import UpstreamAway
+from trainer.errors import NotFetched, UpstreamAway
 from trainer.publishing import adapters
 from trainer.publishing.model_server import TIMEOUT_S, ModelServer, Replicas
 
@@ -157,7 +157,13 @@ class Cleaning:
         if marked:
             versions, back = await self._versions()
             log.info("versions_deleted", policy=self._policy, versions=sorted(marked))
-        await asyncio.to_thread(self._remove, versions, back)
+        folders = dict(adapters.folders(self._root, self._policy))
+        for number in leftovers(versions, folders):
+            await self._delete(folders.pop(number))
+        for number in old_states(versions, back, folders):
+            state = folders[number] / adapters.STATE
+            if state.exists():
+                await asyncio.to_thread(_remove_if_possible, shutil.rmtree, state)
 
     async def _mark(self, versions: list[PolicyVersion], back: RollbackTargets) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""
@@ -187,15 +193,14 @@ class Cleaning:
             return None
         return {name for models in listed.values() for name in models}
 
-    def _remove(self, versions: list[PolicyVersion], back: RollbackTargets) -> None:
-        """Remove the folders that are left over, and the optimiser states that are not kept."""
-        folders = dict(adapters.folders(self._root, self._policy))
-        for number in leftovers(versions, folders):
-            _remove_if_possible(adapters.remove, folders.pop(number))
-        for number in old_states(versions, back, folders):
-            state = folders[number] / adapters.STATE
-            if state.exists():
-                _remove_if_possible(shutil.rmtree, state)
+    async def _delete(self, folder: Path) -> None:
+        """Delete a version's files: at the source first, which nobody else would find again."""
+        try:
+            await self._servers.files.withdraw(folder)
+        except NotFetched as error:
+            log.error("files_not_deleted", folder=str(folder), reason=str(error))
+        else:
+            await asyncio.to_thread(_remove_if_possible, adapters.remove, folder)
 
     async def _versions(self) -> tuple[list[PolicyVersion], RollbackTargets]:
         async with self._engine.connect() as connection:

@@ -15,8 +15,10 @@ import aiohttp
 import structlog
 
 from store.records import Record
+from store.schema.tables import MANIFEST_SHA256
 from store.settings import without_login
-from trainer.errors import PublishError, TrainerError, UpstreamAway
+from trainer.errors import NotFetched, PublishError, TrainerError, UpstreamAway
+from trainer.publishing.sources import AdapterFiles
 
 log = structlog.get_logger()
 
@@ -34,6 +36,8 @@ NEUTRAL: Final[Mapping[str, float]] = {
 # A list of models needs no engine: a server that takes longer for it counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
+# A `pawl adapters` says so that it has not the files; no model server says that of a load.
+NOT_FETCHED: Final = 424
 # What reading an answer ends in that has not, or not in that shape, what was asked for.
 _NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
 
@@ -57,9 +61,13 @@ class ModelServer:
     the adapter, and `PublishError` where it refuses, or does not report what was asked for.
     """
 
-    def __init__(self, base_url: str) -> None:
-        """Store the base URL, with its `/v1`; `async with` opens the connection pool."""
+    def __init__(self, base_url: str, files: AdapterFiles | None = None) -> None:
+        """Store the base URL, with its `/v1`; `async with` opens the connection pool.
+
+        `files` are how versions get to machines that do not share the trainer's folder.
+        """
         self._base_url = base_url.rstrip("/")
+        self.files = files or AdapterFiles()
         # What logs, metrics and messages call the server.
         self.url = without_login(self._base_url)
 
@@ -98,20 +106,25 @@ class ModelServer:
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
 
-    async def load(self, name: str, folder: Path) -> None:
+    async def load(self, name: str, folder: Path, manifest_sha256: str | None = None) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
 
         Several processes may do so at once: the server takes one of them and refuses the others,
-        and what it lists afterwards decides.
+        and what it lists afterwards decides. A `pawl adapters` before the server fetches the files
+        and checks them by the manifest's hash, which vLLM itself ignores.
 
         Raises:
             PublishError: the server refuses it, or serves other files under that name.
+            NotFetched: the server's machine cannot get the files for now.
         """
         refusal: TrainerError | None = None
         listed = (await self.models()).get(name)
         if listed is None:
-            body = {"lora_name": name, "lora_path": str(folder)}
+            await self.files.offer(folder)
+            body = {"lora_name": name, "lora_path": str(folder), MANIFEST_SHA256: manifest_sha256}
             status, answer = await self._request("POST", "/load_lora_adapter", body)
+            if status == NOT_FETCHED:
+                raise NotFetched(f"{self.url} did not load {name}: {_message(answer)}")
             if status != 200:
                 refusal = await self._refusal(
                     status,
@@ -284,22 +297,29 @@ class Replicas:
         returns: how often one answered that had been away: it may be another one since.
     """
 
-    def __init__(self, base_urls: Sequence[str], slots: int | None = None) -> None:
-        """Create a client for each base URL; `async with` opens them."""
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        slots: int | None = None,
+        files: AdapterFiles | None = None,
+    ) -> None:
+        """Create a client for each base URL; `async with` opens them, and closes `files`."""
         self.slots = slots
-        self.each = tuple(ModelServer(url) for url in base_urls)
+        self.files = files or AdapterFiles()
+        self.each = tuple(ModelServer(url, self.files) for url in base_urls)
         self._away: set[ModelServer] = set()
         self.returns = 0
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Open a connection pool for each replica."""
+        self._open.push_async_callback(self.files.close)
         for server in self.each:
             await self._open.enter_async_context(server)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close all connection pools."""
+        """Close all connection pools, and end what is under way for the files."""
         await self._open.aclose()
 
     async def ask(
@@ -342,13 +362,23 @@ class Replicas:
             name: model for name, model in first.items() if all(name in listed for listed in others)
         }
 
-    async def load(self, name: str, folder: Path) -> tuple[ModelServer, ...]:
+    async def load(
+        self, name: str, folder: Path, manifest_sha256: str | None = None
+    ) -> tuple[ModelServer, ...]:
         """Load an adapter on every replica that answers and lacks it; return those that have it."""
-        return tuple(await self.ask(lambda server: server.load(name, folder)))
+        return tuple(await self.ask(lambda server: server.load(name, folder, manifest_sha256)))
 
     async def unload(self, name: str) -> None:
         """Unload an adapter from every replica that answers; an unknown name is no error."""
         await self.ask(lambda server: server.unload(name))
+
+
+def _message(answer: object) -> str:
+    """Return the message of an error as OpenAI's API has it, or all that was said."""
+    try:
+        return str(answer["error"]["message"])  # type: ignore[index]
+    except (LookupError, TypeError):
+        return str(answer)
 
 
 async def _settled(work: Awaitable[T]) -> list[T] | Exception:

@@ -93,7 +93,9 @@ class Publisher:
         try:
             check_forgetting(version, self.gate)
             await check_files(version)
-            loaded = await self.servers.load(version.served_name, Path(version.adapter_path))
+            loaded = await self.servers.load(
+                version.served_name, Path(version.adapter_path), version.manifest_sha256
+            )
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
             await self._reject(version, error)

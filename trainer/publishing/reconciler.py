@@ -20,6 +20,7 @@ from trainer.errors import (
     FilesAltered,
     FilesUnread,
     Misserved,
+    NotFetched,
     PublishError,
     TrainerError,
     UpstreamAway,
@@ -43,6 +44,7 @@ LONGEST_PAUSE_S: Final = 60.0
 OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
     FilesAltered: ("altered", "adapter_altered"),
     FilesUnread: ("unread", "adapter_unread"),
+    NotFetched: ("unread", "adapter_unread"),
     Misserved: ("misserved", "adapter_misserved"),
 }
 
@@ -90,17 +92,19 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
     Raises:
         FilesAltered: the files are not those that were written; it is not loaded.
         FilesUnread: they cannot be read for now; it is not loaded.
+        NotFetched: they cannot be fetched for now, here or by the server; it is not loaded.
         PublishError: the server refuses it.
         Misserved: the server serves it otherwise than it was trained; it is unloaded again.
         UpstreamAway: the server does not answer.
     """
-    await check_files(version)
+    folder = Path(version.adapter_path or "")
+    await check_files(version, await server.files.fetch(folder, version.manifest_sha256))
     listed = await server.models()
     if has_other_files(version, listed):
         other = listed[version.served_name].get("root")
         log.error("adapter_has_other_files", version=version.served_name, served=other)
         await server.unload(version.served_name)
-    await server.load(version.served_name, Path(version.adapter_path or ""))
+    await server.load(version.served_name, folder, version.manifest_sha256)
     await check_served(server, version)
 
 
@@ -112,9 +116,13 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     Raises:
         Misserved: it serves it otherwise, or refuses to say.
         FilesUnread: the manifest cannot be read for now.
+        NotFetched: it cannot be fetched for now.
         UpstreamAway: it does not answer.
     """
-    rows = await asyncio.to_thread(probe_of, Path(version.adapter_path or ""))
+    path = Path(version.adapter_path or "")
+    rows = await asyncio.to_thread(
+        probe_of, await server.files.fetch(path, version.manifest_sha256)
+    )
     if not rows:
         return
     name = version.served_name
@@ -231,7 +239,7 @@ class Reconciler:
             return False
         try:
             await load_version(self.server, version)
-        except (PublishError, FilesUnread) as error:
+        except (PublishError, FilesUnread, NotFetched) as error:
             self._note_failure(name, error)
             return False
         self.troubles.pop(name, None)
@@ -247,9 +255,11 @@ class Reconciler:
             return
         try:
             if is_in_trouble:
-                await check_files(version)
+                path = Path(version.adapter_path or "")
+                fetched = await self.server.files.fetch(path, version.manifest_sha256)
+                await check_files(version, fetched)
             await check_served(self.server, version)
-        except (PublishError, FilesUnread, AdapterError) as error:
+        except (PublishError, FilesUnread, NotFetched, AdapterError) as error:
             self._note_failure(name, error)
             return
         self.troubles.pop(name, None)

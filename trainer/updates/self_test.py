@@ -16,8 +16,9 @@ import structlog
 
 from store.values.sampling import Distribution
 from trainer.batches import Row, bare_row
-from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
+from trainer.errors import LearnerError, NotFetched, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
+from trainer.publishing.adapters import MANIFEST, write_hashes, written_sha256
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import Compared, why_misfit
 from trainer.recipes.recipe import Recipe
@@ -48,7 +49,7 @@ class ServerSelfTest:
     ) -> None:
         """Store what is tested; `folder` is that of the policy's versions."""
         self._learner = learner
-        self._folder = folder / TRIAL
+        self._folder = folder.resolve() / TRIAL
         self._servers = servers
         self._name = f"{policy}@{TRIAL}"
         self._recipe = recipe
@@ -94,12 +95,19 @@ class ServerSelfTest:
             rows = await in_thread(self._learner, self._write)
             return await self._of_servers(servers, rows)
         finally:
+            try:
+                await self._servers.files.withdraw(self._folder)
+            except NotFetched as error:
+                # The next test writes over it.
+                log.warning("trial_not_withdrawn", reason=str(error))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        return self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
+        rows = self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
+        write_hashes(self._folder)
+        return rows
 
     async def _of_servers(self, servers: Sequence[ModelServer], rows: Sequence[Row]) -> str | None:
         """Ask one after the other: the learner computes for one at a time."""
@@ -121,7 +129,8 @@ class ServerSelfTest:
     async def _of_server(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         try:
             await server.unload(self._name)
-            await server.load(self._name, self._folder.resolve())
+            manifest_sha256 = written_sha256(self._folder / MANIFEST)
+            await server.load(self._name, self._folder, manifest_sha256)
             compared = await self._compare(server, rows)
         except PublishError as error:
             return str(error)

@@ -1,8 +1,10 @@
 """A real vLLM server on the CPU: base model and adapter in one batch, each gets its own answer."""
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import torch
 
 from benchmarks.stack import answers, free_port, running, wait_for
 from pawl.stack.vllm import vllm_environment
+from tests.support.servers.fetching import fetching_at, trainers_port
+from trainer.publishing.adapters import write_hashes
+from trainer.publishing.model_server import ModelServer
 
 BASE, ADAPTER = "base", "strong-adapter"
 PROMPT = "The capital of France is"
@@ -135,6 +140,33 @@ def test_prompt_log_probabilities_beside_other_requests_do_not_end_the_engine(
     alone, beside, answers = asyncio.run(_probed_while_busy(server_url))
     assert beside == pytest.approx(alone, abs=1e-4)
     assert len(answers) == 6
+
+
+async def _fetched_and_loaded(url: str, adapter: Path, tmp_path: Path) -> list[Answer]:
+    """Load a version that the server does not see but through `pawl adapters`, and ask for it."""
+    written = tmp_path / "trainer" / "m" / "1"
+    shutil.copytree(adapter, written)
+    digest = write_hashes(written)
+    async with AsyncExitStack() as exits:
+        port = await exits.enter_async_context(trainers_port(tmp_path / "trainer"))
+        made = await exits.enter_async_context(
+            fetching_at(f"{url}/v1", port.source, tmp_path / "own")
+        )
+        server = await exits.enter_async_context(ModelServer(made))
+        await server.load("m@1", written, digest)
+        shutil.rmtree(tmp_path / "trainer")
+        fetched = await _answers(url, ["m@1", BASE])
+        await server.unload("m@1")
+        await _load_adapters(url, adapter, ["its-own"])
+        return [*fetched, *await _answers(url, ["its-own"])]
+
+
+def test_server_computes_with_what_pawl_adapters_fetched(
+    server_url: str, adapter_dir: Path, tmp_path: Path
+) -> None:
+    fetched, base, adapter = asyncio.run(_fetched_and_loaded(server_url, adapter_dir, tmp_path))
+    assert_same(fetched, adapter)
+    assert fetched.ids != base.ids
 
 
 def test_stock_operations_still_answer_rows_without_an_adapter_from_the_last_slot() -> None:

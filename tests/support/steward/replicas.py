@@ -20,8 +20,9 @@ from tests.support.servers.fake_server import FakeModelServer
 from tests.support.steward.trials import settings_of
 from tests.support.waiting import awaited
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
-from trainer.publishing.model_server import ModelServer
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
+from trainer.publishing.sources import AdapterFiles
 
 POLL_S = 0.05
 
@@ -83,12 +84,14 @@ class RunningSteward:
 
 
 @asynccontextmanager
-async def stewarding(engine: AsyncEngine, *urls: str) -> AsyncIterator[RunningSteward]:
+async def stewarding(
+    engine: AsyncEngine, *urls: str, files: AdapterFiles | None = None
+) -> AsyncIterator[RunningSteward]:
     """Run a steward of these replicas, in this process."""
     servable = ServableVersions(settings_of(engine), POLL_S)
     async with AsyncExitStack() as exits:
-        servers = [await exits.enter_async_context(ModelServer(url)) for url in urls]
-        controllers = [ReplicaController(server, servable, POLL_S) for server in servers]
+        replicas = await exits.enter_async_context(Replicas(urls, files=files))
+        controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
         work = [servable.follow(), *(controller.follow() for controller in controllers)]
         tasks = [asyncio.create_task(part) for part in work]
         try:

@@ -115,6 +115,8 @@ class FakeLearner:
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
         self.trials += 1
         self._server.logprobs[f"{self._policy}@{folder.name}"] = self.trial_logprob
+        for name in adapters.SERVED:
+            (folder / name).write_text(f"{name} of trial {self.trials}")
         return self.probe_rows()
 
     def probe_rows(self) -> list[Row]:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
-from proxy.admin_port import listen_on
+from store.admin_port import listen_on
 from tests.support.servers.raw_upstream import raw_ask
 
 HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"

@@ -1,0 +1,175 @@
+"""Stand before a model server that does not share the trainer's folder, and fetch for it.
+
+Trainer and steward ask this process as they would the server. Before a load it fetches the version
+into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and lets that load it from
+there. All else is passed on as it is, but that versions are listed with the trainer's path. Agents'
+calls never come here.
+"""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from pawl.processes import stop_event
+from pawl.settings import AdaptersSettings
+from store.admin_port import listen_on
+from store.schema.tables import MANIFEST_SHA256
+from store.settings import without_login
+from trainer.errors import NotFetched
+from trainer.publishing.model_server import NOT_FETCHED, TIMEOUT_S
+from trainer.publishing.sources import FetchedFiles
+
+log = structlog.get_logger()
+
+# What trainer and steward ask a model server, but for the load.
+PASSED_ON: Final = (
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("POST", "/v1/completions"),
+)
+# Of a prompt's log-probabilities, in either direction.
+MOST_BODY: Final = 64 * 2**20
+
+
+async def run(settings: AdaptersSettings) -> None:
+    """Fetch and pass on until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: its port cannot be listened on.
+        TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
+    """
+    stop = stop_event()
+    async with AsyncExitStack() as exits:
+        limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        session = await exits.enter_async_context(aiohttp.ClientSession(timeout=limit))
+        server = AdapterServer(settings, session)
+        exits.push_async_callback(server.files.close)
+        port = await listen_on(server.app(), settings.adapters_listen)
+        exits.push_async_callback(port.cleanup)
+        log.info("adapters_up", replica=server.url, folder=str(server.files.root))
+        await stop.wait()
+    log.info("adapters_down")
+
+
+class AdapterServer:
+    """Answer for one model server."""
+
+    def __init__(self, settings: AdaptersSettings, session: aiohttp.ClientSession) -> None:
+        """Store which server it is, and open the source of its files."""
+        base_url = str(settings.upstream_url)
+        self.files = FetchedFiles(settings, self._loaded)
+        self.url = without_login(base_url)
+        self._root_url = base_url.rstrip("/").removesuffix("/v1")
+        self._session = session
+
+    def app(self) -> web.Application:
+        """Return what the port answers."""
+        app = web.Application(client_max_size=MOST_BODY)
+        for method, path in PASSED_ON:
+            app.router.add_route(method, path, self._pass_on)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/load_lora_adapter", self._load)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload)
+        return app
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        return await self._ask(request.method, request.path, await request.read())
+
+    async def _load(self, request: web.Request) -> web.Response:
+        """Fetch a version and let the server load it; its answer is passed on."""
+        body = await _object(request)
+        manifest_sha256 = body.pop(MANIFEST_SHA256, None)
+        folder = Path(str(body.get("lora_path")))
+        try:
+            place = await self.files.fetch(folder, manifest_sha256)
+        except NotFetched as error:
+            return _refusal(NOT_FETCHED, str(error))
+        return await self._ask("POST", request.path, {**body, "lora_path": str(place)})
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        """Let the server unload a version, whose files it may still read for a while."""
+        body = await _object(request)
+        policy, _, version = str(body.get("lora_name")).rpartition("@")
+        if version.isdecimal():
+            self.files.touch(policy, version)
+        return await self._ask("POST", request.path, body)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        """List the server's models, with the paths that their files have at the trainer."""
+        try:
+            listed = await self._listed()
+        except aiohttp.ClientError as error:
+            return _refusal(502, f"the model server does not answer ({type(error).__name__})")
+        for model in listed["data"]:
+            if model.get("root"):
+                model["root"] = self.files.at_trainer(str(model["root"]))
+        return web.json_response(listed)
+
+    async def _listed(self) -> dict[str, Any]:
+        """Return the server's list of its models.
+
+        Raises:
+            ClientError: it does not give one.
+        """
+        try:
+            async with self._session.get(f"{self._root_url}/v1/models") as response:
+                listed = await response.json()
+            if not all(isinstance(model, dict) for model in listed["data"]):
+                raise ValueError
+        except (TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise aiohttp.ClientError("no list of models") from error
+        return dict(listed)
+
+    async def _loaded(self) -> set[Path]:
+        """Return the folders of what the server has loaded, and may read at any time.
+
+        Raises:
+            NotFetched: it does not say.
+        """
+        try:
+            listed = await self._listed()
+        except aiohttp.ClientError as error:
+            raise NotFetched(f"{self.url} does not list what it has loaded: {error}") from error
+        return {Path(str(model.get("root"))) for model in listed["data"]}
+
+    async def _ask(self, method: str, path: str, body: bytes | dict[str, Any]) -> web.Response:
+        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        headers = {"Content-Type": "application/json"} if method == "POST" else {}
+        try:
+            async with self._session.request(
+                method, self._root_url + path, headers=headers, **data
+            ) as response:
+                return web.Response(
+                    status=response.status,
+                    body=await response.read(),
+                    headers={"Content-Type": response.headers.get("Content-Type", "text/plain")},
+                )
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return _refusal(502, f"the model server does not answer ({type(error).__name__})")
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object that a request has as its body.
+
+    Raises:
+        HTTPBadRequest: it has none.
+    """
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="the body must be a JSON object")
+    return body
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)

@@ -1,0 +1,320 @@
+"""What is fetched is what the trainer wrote, or is not there; it goes on where it ended."""
+
+import errno
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
+
+from store.ids import new_id
+from trainer.errors import NotFetched, TrainerError
+from trainer.publishing import sources
+from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
+from trainer.publishing.sources import AdapterFiles, FetchedFiles, UploadedFiles, others_files
+from trainer.settings import SourceSettings
+
+WEIGHTS = SERVED[1]
+# Of a version's weights here, and of what is read of them at once.
+SIZE, CHUNK = 1000, 300
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """The trainer's folder."""
+    return tmp_path / "trainer's"
+
+
+def write(root: Path, version: int = 1, policy: str = "org/m #1") -> Path:
+    def save(folder: Path) -> None:
+        (folder / SERVED[0]).write_text("{}")
+        (folder / WEIGHTS).write_bytes(bytes([version]) * SIZE)
+        (folder / "trainer").mkdir()
+        (folder / "trainer" / "optimizer.pt").write_bytes(b"state")
+
+    new = NewVersion(
+        policy=policy,
+        version=version,
+        update_id=new_id(),
+        parent_version=0,
+        outcomes=(),
+        metrics={},
+        probe=(),
+    )
+    return write_version(root, new, save)
+
+
+class Served:
+    """A trainer's port that counts what is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.app = web.Application(middlewares=[self._note])
+        sources.serve_files(self.app, root)
+        self.ranges: list[str] = []
+        self.is_away = False
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.is_away:
+            raise web.HTTPServiceUnavailable
+        if request.path.endswith(WEIGHTS) and "Range" in request.headers:
+            self.ranges.append(request.headers["Range"].removeprefix("bytes="))
+        found: web.StreamResponse = await handler(request)
+        return found
+
+
+@asynccontextmanager
+async def serving(root: Path) -> AsyncIterator[tuple[Served, str]]:
+    """Give a trainer's port, and the source that it is."""
+    served = Served(root)
+    async with TestServer(served.app) as server:
+        yield served, str(server.make_url(sources.PATH))
+
+
+@asynccontextmanager
+async def fetching(url: str, root: Path, **settings: Any) -> AsyncIterator[FetchedFiles]:
+    files = others_files(SourceSettings(adapter_source=url, adapter_dir=root, **settings))
+    assert isinstance(files, FetchedFiles)
+    try:
+        yield files
+    finally:
+        await files.close()
+
+
+def same(one: Path, other: Path) -> bool:
+    return all((one / n).read_bytes() == (other / n).read_bytes() for n in (MANIFEST, *SERVED))
+
+
+def kept(root: Path) -> list[str]:
+    """Return the versions, and what is half fetched, that are there."""
+    return sorted(folder.name for folder in root.glob("*/*"))
+
+
+@pytest.mark.parametrize("kind", ["http", "file"])
+async def test_fetched_version_is_what_the_trainer_wrote(
+    trainer: Path, tmp_path: Path, kind: str
+) -> None:
+    written = write(trainer)
+    async with serving(trainer) as (served, url):
+        source = url if kind == "http" else f"file://{trainer}"
+        async with fetching(source, tmp_path / "own") as files:
+            place = await files.fetch(written, sha256_of(written / MANIFEST))
+            assert place == tmp_path / "own" / written.parent.name / "1"
+            assert same(place, written)
+            assert not (place / "trainer").exists()
+            assert files.at_trainer(str(place)) == str(written)
+            # Once it is there the source is not asked.
+            served.is_away = True
+            assert await files.fetch(written, None) == place
+
+
+async def test_without_a_source_files_are_where_the_trainer_has_them(trainer: Path) -> None:
+    files = others_files(SourceSettings(adapter_dir=trainer))
+    assert await files.fetch(trainer / "m" / "1", "0" * 64) == trainer / "m" / "1"
+
+
+async def test_half_fetched_version_goes_on_where_it_ended(
+    trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "CHUNK", CHUNK)
+    written = write(trainer)
+    # Each try is another process's, and has time for one piece.
+    monkeypatch.setattr(sources, "FETCH_S", 0.0)
+    async with serving(trainer) as (served, url):
+        for had in (300, 600, 900):
+            async with fetching(url, tmp_path / "own") as files:
+                with pytest.raises(NotFetched, match=rf"is half fetched: {had} of 1,000 bytes"):
+                    await files.fetch(written, None)
+                assert "1" not in kept(tmp_path / "own")
+        async with fetching(url, tmp_path / "own") as files:
+            assert same(await files.fetch(written, None), written)
+    assert served.ranges == ["0-299", "300-599", "600-899", "900-999"]
+    assert kept(tmp_path / "own") == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * SIZE), "not the file that was"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 2 * SIZE), "not the file that was"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "has no org--m #1/1"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), "not the one that its update wrote"),
+        (lambda folder: (folder / MANIFEST).unlink(), "has no org--m #1/1"),
+    ],
+)
+async def test_version_that_is_not_as_it_was_written_is_not_kept(
+    trainer: Path, tmp_path: Path, damage: Any, why: str
+) -> None:
+    written = write(trainer)
+    digest = sha256_of(written / MANIFEST)
+    backup = {path: path.read_bytes() for path in written.iterdir() if path.is_file()}
+    damage(written)
+    own = tmp_path / "own"
+    async with serving(trainer) as (_, url), fetching(url, own) as files:
+        with pytest.raises(NotFetched, match=why):
+            await files.fetch(written, digest)
+        assert not list(own.glob(f"*/*/{WEIGHTS}"))
+        for path, data in backup.items():
+            path.write_bytes(data)
+        assert same(await files.fetch(written, digest), written)
+
+
+async def test_source_that_is_away_is_told_from_one_that_lacks_the_version(
+    trainer: Path, tmp_path: Path
+) -> None:
+    written = write(trainer)
+    async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
+        served.is_away = True
+        with pytest.raises(NotFetched, match=r"503.*check PAWL_ADAPTER_SOURCE"):
+            await files.fetch(written, None)
+        served.is_away = False
+        await files.fetch(written, None)
+    # Nobody listens any more.
+    async with fetching(url, tmp_path / "other") as files:
+        with pytest.raises(NotFetched, match="which is tried again"):
+            await files.fetch(written, None)
+
+
+async def test_altered_copy_is_fetched_anew(trainer: Path, tmp_path: Path) -> None:
+    written = write(trainer)
+    async with fetching(f"file://{trainer}", tmp_path / "own") as files:
+        place = await files.fetch(written, None)
+        (place / WEIGHTS).write_bytes(b"altered")
+        assert same(await files.fetch(written, None), written)
+    # What is not a copy is nobody's to remove.
+    async with fetching(f"file://{tmp_path / 'own'}", trainer) as files:
+        (written / WEIGHTS).write_bytes(b"altered")
+        with pytest.raises(NotFetched, match="was not fetched, and its files are not those"):
+            await files.fetch(written, None)
+    assert (written / WEIGHTS).read_bytes() == b"altered"
+
+
+async def test_full_disk_leaves_nothing_behind(
+    trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    written, own = write(trainer), tmp_path / "own"
+    async with fetching(f"file://{trainer}", own) as files:
+        with monkeypatch.context() as patched:
+            patched.setattr(sources, "sync", full)
+            with pytest.raises(NotFetched, match="No space left on device"):
+                await files.fetch(written, None)
+        assert kept(own) == []
+        assert same(await files.fetch(written, None), written)
+
+
+async def test_versions_asked_for_longest_ago_make_room(trainer: Path, tmp_path: Path) -> None:
+    own, loaded = tmp_path / "own", set[Path]()
+    written = [write(trainer, number, "m") for number in (1, 2, 3, 4)]
+
+    async def in_use() -> set[Path]:
+        return loaded
+
+    def age() -> None:
+        for number, mark in enumerate(sorted(own.glob("*/*/.fetched"))):
+            then = time.time() - 10 * sources.IDLE_S + number
+            os.utime(mark, (then, then))
+
+    # So much has room that of these versions two fit.
+    settings = SourceSettings(
+        adapter_source=f"file://{trainer}", adapter_dir=own, adapter_disk_gb=2.9 * SIZE / 1e9
+    )
+    files = FetchedFiles(settings, in_use)
+    for folder in written[:2]:
+        await files.fetch(folder, None)
+    # Asked for just now, they may still be read.
+    with pytest.raises(NotFetched, match="raise PAWL_ADAPTER_DISK_GB"):
+        await files.fetch(written[2], None)
+    age()
+    files.touch("m", "1")
+    await files.fetch(written[2], None)
+    assert kept(own) == ["1", "3"]
+    age()
+    # The server has it.
+    loaded.add(own / "m" / "1")
+    await files.fetch(written[3], None)
+    assert kept(own) == ["1", "4"]
+    await files.close()
+
+
+@pytest.mark.parametrize("folder", ["/", "/x", "/m/..", "/../1", "/m/.1"])
+async def test_path_that_is_no_versions_is_refused(trainer: Path, folder: str) -> None:
+    async with fetching(f"file://{trainer}", trainer) as files:
+        with pytest.raises(NotFetched, match="not the folder of a version"):
+            await files.fetch(Path(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"m/1/{WEIGHTS}", 206),
+        (f"m/1/{MANIFEST}", 206),
+        ("m/1/trainer/optimizer.pt", 404),
+        ("m/1/trainer%2foptimizer.pt", 404),
+        ("m/1/", 404),
+        ("m/1", 404),
+        ("", 404),
+        (f"m/2/{WEIGHTS}", 404),
+        (f"m/.1-half/{WEIGHTS}", 404),
+        (f"..%2f..%2fsecret/1/{WEIGHTS}", 404),
+        (f"m/..%2f..%2fsecret/{WEIGHTS}", 404),
+        (f"%2e%2e/secret/{WEIGHTS}", 404),
+        (f"m%00/1/{WEIGHTS}", 404),
+    ],
+)
+async def test_trainer_serves_nothing_but_versions_files(
+    trainer: Path, path: str, status: int
+) -> None:
+    write(trainer, 1, "m")
+    (trainer / "m" / ".1-half").mkdir()
+    (trainer.parent / "secret").mkdir()
+    for folder in (trainer / "m" / ".1-half", trainer.parent / "secret"):
+        (folder / WEIGHTS).write_text("secret")
+    async with TestClient(TestServer(Served(trainer).app)) as client:
+        asked = URL(f"{client.make_url('/')}adapters/{path}", encoded=True)
+        async with client.session.get(asked, headers={"Range": "bytes=0-1"}) as reply:
+            assert reply.status == status
+
+
+async def test_uploaded_version_is_fetched_and_withdrawn(trainer: Path, tmp_path: Path) -> None:
+    written, store = write(trainer), tmp_path / "store"
+    uploaded = UploadedFiles(f"file://{store}")
+    await uploaded.offer(written)
+    async with fetching(f"file://{store}", tmp_path / "own") as files:
+        assert same(await files.fetch(written, sha256_of(written / MANIFEST)), written)
+        assert not (store / written.parent.name / "1" / "trainer").exists()
+        # What is there already, as another process finds it, is not uploaded again.
+        before = (store / written.parent.name / "1" / WEIGHTS).stat().st_mtime_ns
+        await UploadedFiles(f"file://{store}").offer(written)
+        assert (store / written.parent.name / "1" / WEIGHTS).stat().st_mtime_ns == before
+        await uploaded.withdraw(written)
+        assert kept(store) == []
+        # And nothing is lost by asking again.
+        await uploaded.withdraw(written)
+        await uploaded.offer(written)
+        assert kept(store) == ["1"]
+
+
+def test_http_source_is_the_trainers_own_folder() -> None:
+    settings = SourceSettings(adapter_source="http://trainer:8102/adapters/")
+    assert type(sources.trainers_files(settings)) is AdapterFiles
+    assert settings.adapter_source == "http://trainer:8102/adapters"
+
+
+@pytest.mark.parametrize("source", ["nosuch://bucket/folder", "adlx://bucket"])
+def test_unknown_kind_of_source_is_an_error_at_the_start(source: str) -> None:
+    with pytest.raises(TrainerError, match="PAWL_ADAPTER_SOURCE"):
+        others_files(SourceSettings(adapter_source=source))
+
+
+def test_source_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="write http://HOST:PORT/adapters"):
+        SourceSettings(adapter_source="trainer:8102")

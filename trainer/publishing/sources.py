@@ -1,0 +1,481 @@
+"""Bring versions' files to machines that do not see the trainer's PAWL_ADAPTER_DIR.
+
+All processes have one source, PAWL_ADAPTER_SOURCE: `http://TRAINER/adapters`, which the trainer
+serves from its folder, or a folder of an object store, to which it uploads. Steward and `pawl
+adapters` read it through fsspec, each into a PAWL_ADAPTER_DIR of its own.
+
+A version is fetched into a folder beside its place, which is renamed once the SHA-256 of each file
+is the manifest's, and that of the manifest the database's. What is half fetched stays, so that the
+next try goes on from there, also after a kill.
+"""
+
+import asyncio
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import structlog
+from aiohttp import web
+
+from store.files import sync
+from store.records import Record
+from store.settings import without_login
+from trainer.errors import NotFetched, TrainerError
+from trainer.publishing.adapters import MANIFEST, SERVED, remove, sha256_of
+from trainer.settings import SourceSettings
+
+log = structlog.get_logger()
+
+# The trainer serves versions below this path.
+PATH: Final = "/adapters"
+CHUNK: Final = 4 * 2**20
+MOST_MANIFEST: Final = 256 * 2**20
+# Whoever asks for a version waits so long; a longer fetch goes on, for whoever asks next.
+WAIT_S: Final = 60.0
+# So long one fetch may keep others waiting; the next try goes on where it ended.
+FETCH_S: Final = 600.0
+# A model server reads the files of a version again for requests that began before it was unloaded.
+IDLE_S: Final = 300.0
+# In each folder that was fetched: where the trainer has it. Its time of change is when it was asked
+# for last.
+_MARK: Final = ".fetched"
+
+
+class Hashes(Record, frozen=True, kw_only=True):
+    """Hold what a fetch reads of a manifest: the SHA-256 of each served file."""
+
+    sha256: dict[str, str]
+
+
+class AdapterFiles:
+    """Do nothing: this process and the model servers see the trainer's folder."""
+
+    async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
+        """Return where the files are here of the version that the trainer has in `folder`.
+
+        Its manifest's SHA-256 may be known.
+
+        Raises:
+            NotFetched: they cannot be fetched for now, or are not those that were written.
+        """
+        return folder
+
+    async def offer(self, folder: Path) -> None:
+        """Have the files of a version at the source, where model servers look for them.
+
+        Raises:
+            NotFetched: the source does not answer, or refuses.
+        """
+
+    async def withdraw(self, folder: Path) -> None:
+        """Remove from the source what is about to be removed here.
+
+        Raises:
+            NotFetched: the source does not answer, or refuses.
+        """
+
+    async def close(self) -> None:
+        """End what is under way."""
+
+
+def trainers_files(settings: SourceSettings) -> AdapterFiles:
+    """Return how the trainer hands out its files; by HTTP it only waits to be asked.
+
+    Raises:
+        TrainerError: there is no such kind of source.
+    """
+    if settings.adapter_source is None or is_http(settings.adapter_source):
+        return AdapterFiles()
+    return UploadedFiles(settings.adapter_source)
+
+
+def others_files(settings: SourceSettings) -> AdapterFiles:
+    """Return how every other process gets the trainer's files.
+
+    Raises:
+        TrainerError: there is no such kind of source.
+    """
+    return AdapterFiles() if settings.adapter_source is None else FetchedFiles(settings)
+
+
+def is_http(source: str) -> bool:
+    """Return whether the trainer itself is the source."""
+    return source.startswith(("http://", "https://"))
+
+
+class Source:
+    """Read and write the files at PAWL_ADAPTER_SOURCE; its methods block."""
+
+    def __init__(self, url: str) -> None:
+        """Store the URL.
+
+        Raises:
+            TrainerError: there is no such kind of source, or its package is missing.
+        """
+        # Its import takes time, and most processes have no source.
+        import fsspec
+
+        self.shown = without_login(url)
+        self._is_http = is_http(url)
+        # Object stores have no folders; a disk has, which is for trying it out.
+        options: dict[str, Any] = {"auto_mkdir": True} if url.startswith("file:") else {}
+        if self._is_http:
+            limit = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=30)
+            options = {"encoded": True, "client_kwargs": {"timeout": limit}}
+        try:
+            self.system, self._top = fsspec.url_to_fs(
+                url.rstrip("/"), use_listings_cache=False, **options
+            )
+        except (ImportError, ValueError) as error:
+            raise TrainerError(
+                f"PAWL_ADAPTER_SOURCE is {self.shown}, which cannot be read: {error}"
+            ) from error
+
+    def place(self, folder: Path, name: str = "") -> str:
+        """Return where a version's folder, or a file of it, is at the source."""
+        parts = [*folder.parts[-2:], *([name] if name else [])]
+        return "/".join([self._top, *(map(quote, parts) if self._is_http else parts)])
+
+    @contextmanager
+    def asking(self, folder: Path) -> Iterator[None]:
+        """Give any error of the source within this block its meaning.
+
+        Raises:
+            NotFetched: the source has not what is asked for, does not answer, or refuses.
+        """
+        try:
+            yield
+        except NotFetched:
+            raise
+        # Each kind of store has exceptions of its own.
+        except Exception as error:
+            why = error
+            # By HTTP fsspec says so of all that goes wrong.
+            if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+                why = error.__cause__
+            if isinstance(why, FileNotFoundError) or getattr(why, "status", None) == 404:
+                raise NotFetched(
+                    f"{self.shown} has no {_name(folder)}: it was deleted, or PAWL_ADAPTER_SOURCE"
+                    " is not where its trainer serves or uploads versions"
+                ) from error
+            raise NotFetched(
+                f"{self.shown} does not give or take {_name(folder)}"
+                f" ({type(why).__name__}: {str(why)[:200]}), which is tried again: check"
+                " PAWL_ADAPTER_SOURCE, and that it can be reached from here"
+            ) from error
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Return the size of each served file of a version, in bytes."""
+        with self.asking(folder):
+            return {name: int(self.system.size(self.place(folder, name)) or 0) for name in SERVED}
+
+    def pieces(self, folder: Path, name: str, start: int = 0) -> Iterator[bytes]:
+        """Yield a file of a version from byte `start` on, in pieces."""
+        with self.asking(folder):
+            # Without a cache it asks for each piece when it is read.
+            options = {"block_size": CHUNK, "cache_type": "none"}
+            with self.system.open(self.place(folder, name), "rb", **options) as file:
+                file.seek(start)
+                while piece := file.read(CHUNK):
+                    yield bytes(piece)
+
+
+InUse = Callable[[], Awaitable[Collection[Path]]]
+
+
+async def _nothing() -> Collection[Path]:
+    return ()
+
+
+class UploadedFiles(AdapterFiles):
+    """Upload versions to an object store before they are loaded, and remove them again."""
+
+    def __init__(self, url: str) -> None:
+        """Open the store at `url`.
+
+        Raises:
+            TrainerError: there is no such kind of store.
+        """
+        self._source = Source(url)
+        # The manifests that were uploaded, or found there, by the folder.
+        self._there: dict[Path, str] = {}
+        self._lock = asyncio.Lock()
+
+    async def offer(self, folder: Path) -> None:
+        """Upload a version that is not there yet, its manifest last."""
+        async with self._lock:
+            await asyncio.to_thread(self._upload, folder)
+
+    def _upload(self, folder: Path) -> None:
+        with self._source.asking(folder):
+            manifest = (folder / MANIFEST).read_bytes()
+            digest = sha256(manifest).hexdigest()
+            if self._there.get(folder) == digest:
+                return
+            system, place = self._source.system, self._source.place
+            listed = place(folder, MANIFEST)
+            if not system.exists(listed) or system.cat_file(listed) != manifest:
+                for name in (*SERVED, MANIFEST):
+                    system.put_file(str(folder / name), place(folder, name))
+                log.info("adapter_uploaded", folder=_name(folder))
+        self._there[folder] = digest
+
+    async def withdraw(self, folder: Path) -> None:
+        """Remove a version from the store."""
+        await asyncio.to_thread(self._remove, folder)
+
+    def _remove(self, folder: Path) -> None:
+        self._there.pop(folder, None)
+        with self._source.asking(folder):
+            if self._source.system.exists(self._source.place(folder)):
+                self._source.system.rm(self._source.place(folder), recursive=True)
+
+
+class FetchedFiles(AdapterFiles):
+    """Fetch versions to this machine's disk, one at a time, and keep those asked for last."""
+
+    def __init__(self, settings: SourceSettings, in_use: InUse = _nothing) -> None:
+        """Open the source; `in_use` returns the folders that stay although nobody asks for them.
+
+        Raises:
+            TrainerError: there is no such kind of source.
+        """
+        self._source = Source(settings.adapter_source or "")
+        self.root = settings.adapter_dir.resolve()
+        self._in_use = in_use
+        self._most = int(settings.adapter_disk_gb * 1e9)
+        self._lock = asyncio.Lock()
+        self._stopped = threading.Event()
+        # What is under way, and what failed when nobody waited any more.
+        self._fetches: dict[tuple[Path, str | None], asyncio.Task[Path]] = {}
+
+    async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
+        """Fetch a version, unless its files are here, and right."""
+        key = (folder, manifest_sha256)
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            fetch = self._fetches[key] = asyncio.create_task(self._fetch(*key))
+            fetch.add_done_callback(lambda done: self._note_end(key, done))
+        await asyncio.wait([fetch], timeout=WAIT_S)
+        if not fetch.done():
+            raise NotFetched(f"{_name(folder)} is still being fetched, which goes on")
+        self._fetches.pop(key, None)
+        return fetch.result()
+
+    def _note_end(self, key: tuple[Path, str | None], fetch: asyncio.Task[Path]) -> None:
+        """Forget a fetch that succeeded; the next who asks is told of a failure."""
+        if fetch.cancelled() or fetch.exception() is None:
+            self._fetches.pop(key, None)
+
+    async def close(self) -> None:
+        """End what is under way after the piece that is read now; the next start goes on there."""
+        self._stopped.set()
+        await asyncio.gather(*self._fetches.values(), return_exceptions=True)
+
+    def touch(self, policy: str, version: str) -> None:
+        """Keep a version for some minutes longer, if it was fetched."""
+        mark = self._place(Path(policy.replace("/", "--")) / version) / _MARK
+        if mark.exists():
+            mark.touch()
+
+    def at_trainer(self, place: str) -> str:
+        """Return where the trainer has what is in `place` here: elsewhere, if it was fetched."""
+        mark = Path(place) / _MARK
+        try:
+            is_here = mark.parent.parent.parent == self.root
+            return (is_here and mark.read_text()) or place
+        except (OSError, ValueError):
+            return place
+
+    def _place(self, folder: Path) -> Path:
+        """Return where a version is kept here."""
+        parts = folder.parts[-2:]
+        if len(parts) < 2 or any(part[:1] in (".", "/") for part in parts):
+            raise NotFetched(f"{folder} is not the folder of a version, POLICY/VERSION")
+        return self.root.joinpath(*parts)
+
+    async def _fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
+        async with self._lock:
+            try:
+                if self._stopped.is_set():
+                    raise NotFetched("the process is about to end")
+                in_use = await self._in_use()
+                return await asyncio.to_thread(self._ensure, folder, manifest_sha256, in_use)
+            except NotFetched as error:
+                log.error("adapter_not_fetched", folder=str(folder), reason=str(error))
+                raise
+
+    def _ensure(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
+        """Do the work of `fetch`."""
+        place = self._place(folder)
+        mark = place / _MARK
+        try:
+            is_whole = _is_whole(place, expected)
+            if not is_whole and place.exists() and not mark.exists():
+                raise NotFetched(
+                    f"{place} was not fetched, and its files are not those that were written;"
+                    " restore it from a backup, or remove it"
+                )
+            if not is_whole:
+                self._fetch_folder(folder, place, expected, in_use)
+            if mark.exists() and mark.read_text() != str(folder):
+                mark.write_text(str(folder))
+            elif mark.exists():
+                mark.touch()
+        except OSError as error:
+            raise NotFetched(
+                f"{_name(folder)} cannot be kept in {self.root} ({error.strerror or error}): check"
+                " that disk, or lower PAWL_ADAPTER_DISK_GB"
+            ) from error
+        return place
+
+    def _fetch_folder(
+        self, folder: Path, place: Path, expected: str | None, in_use: Collection[Path]
+    ) -> None:
+        started = time.monotonic()
+        manifest = self._manifest(folder, expected)
+        digest = sha256(manifest).hexdigest()
+        sizes = self._source.sizes(folder)
+        # Named by its content, so that what is half fetched goes on with the same.
+        partial = place.with_name(f".{place.name}-{digest[:16]}")
+        self._make_room(sum(sizes.values()), {place, partial}, in_use)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / _MARK).write_text(str(folder))
+            for name, right in _hashes(manifest).items():
+                self._fetch_file(folder, partial / name, sizes[name], right, started + FETCH_S)
+            (partial / MANIFEST).write_bytes(manifest)
+            for path in (partial / MANIFEST, partial):
+                sync(path)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Others need the room more; the next try begins anew.
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        remove(place)
+        partial.rename(place)
+        sync(place.parent)
+        seconds = round(time.monotonic() - started, 2)
+        log.info("adapter_fetched", folder=str(place), seconds=seconds)
+
+    def _manifest(self, folder: Path, expected: str | None) -> bytes:
+        """Return the manifest as the source has it, if it is the one that is expected."""
+        manifest = b""
+        for piece in self._source.pieces(folder, MANIFEST):
+            manifest += piece
+            if len(manifest) > MOST_MANIFEST:
+                raise NotFetched(f"the manifest of {_name(folder)} at the source is far too large")
+        if expected not in (None, sha256(manifest).hexdigest()):
+            raise NotFetched(
+                f"the manifest of {_name(folder)} at the source is not the one that its update"
+                " wrote: it was changed, or PAWL_ADAPTER_SOURCE is another trainer's"
+            )
+        if set(_hashes(manifest)) != set(SERVED):
+            raise NotFetched(f"the manifest of {_name(folder)} at the source names other files")
+        return manifest
+
+    def _make_room(self, needed: int, own: set[Path], in_use: Collection[Path]) -> None:
+        """Remove versions, those asked for longest ago first, until `needed` bytes fit.
+
+        `own` are the folders of the version that needs them.
+
+        Raises:
+            NotFetched: those that are in use leave too little.
+        """
+        for going in self.root.glob("*/.*-removed"):
+            # A kill left it.
+            shutil.rmtree(going)
+        asked_at = {
+            mark.parent: mark.stat().st_mtime
+            for mark in self.root.glob(f"*/*/{_MARK}")
+            if mark.parent not in own
+        }
+        sizes = {other: sum(f.stat().st_size for f in other.iterdir()) for other in asked_at}
+        held = sum(sizes.values())
+        for other in sorted(asked_at, key=lambda other: asked_at[other]):
+            is_idle = asked_at[other] < time.time() - IDLE_S and other not in in_use
+            if held + needed > self._most and is_idle:
+                remove(other)
+                held -= sizes[other]
+        if held + needed > self._most:
+            raise NotFetched(
+                f"it has {needed / 1e9:.3g} GB, and what is in use or was asked for lately has"
+                f" {held / 1e9:.3g} GB: raise PAWL_ADAPTER_DISK_GB, which is {self._most / 1e9:g}"
+            )
+
+    def _fetch_file(
+        self, folder: Path, path: Path, size: int, expected: str, ends_at: float
+    ) -> None:
+        """Fetch what is missing of one file, and check it; one that is wrong is removed."""
+        with path.open("ab") as file:
+            if file.tell() < size:
+                for piece in self._source.pieces(folder, path.name, file.tell()):
+                    file.write(piece)
+                    is_late = self._stopped.is_set() or time.monotonic() > ends_at
+                    if is_late and file.tell() < size:
+                        raise NotFetched(
+                            f"{_name(folder)} is half fetched: {file.tell():,} of {size:,} bytes"
+                            f" of {path.name} are here; the next try goes on from there"
+                        )
+                    if file.tell() > size:
+                        break
+        sync(path)
+        if sha256_of(path) != expected:
+            path.unlink()
+            raise NotFetched(
+                f"{path.name} of {_name(folder)} is not the file that was written: its SHA-256 is"
+                " not the manifest's. What was fetched is removed, and fetched anew at the next try"
+            )
+
+
+def _hashes(manifest: bytes) -> dict[str, str]:
+    """Return the SHA-256 of each served file that a manifest names; none if it is no manifest."""
+    try:
+        return msgspec.json.decode(manifest, type=Hashes).sha256
+    except msgspec.DecodeError:
+        return {}
+
+
+def _is_whole(folder: Path, expected: str | None) -> bool:
+    """Return whether the files of a version are here, and right."""
+    if not (folder / MANIFEST).exists():
+        return False
+    manifest = (folder / MANIFEST).read_bytes()
+    hashes = _hashes(manifest)
+    return (
+        expected in (None, sha256(manifest).hexdigest())
+        and set(hashes) == set(SERVED)
+        and all((folder / name).exists() for name in SERVED)
+        and all(sha256_of(folder / name) == right for name, right in hashes.items())
+    )
+
+
+def _name(folder: Path) -> str:
+    return "/".join(folder.parts[-2:])
+
+
+def serve_files(app: web.Application, root: Path) -> None:
+    """Let `app` answer GET for the served files and the manifest of each version below `root`.
+
+    A request may ask for a range of bytes. Nothing else of the folder can be asked for.
+    """
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        policy, version, name = (request.match_info[part] for part in ("policy", "version", "name"))
+        # Unquoted, so that they may have anything in them.
+        is_plain = all(Path(part).name == part and part[:1] != "." for part in (policy, version))
+        path = root / policy / version / name
+        if not (is_plain and name in (MANIFEST, *SERVED) and path.is_file()):
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
+
+    app.router.add_get(f"{PATH}/{{policy}}/{{version}}/{{name}}", send)
