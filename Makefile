@@ -5,7 +5,7 @@ PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo example test slow serving check format docs lock clean
+.PHONY: help install demo example test slow serving check format docs lock images clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ docs: install  ## generate docs/reference/ from the code
 
 lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
+
+images:  ## Pawl's container images, with the engine that is here or with one made here (ARGS="proxy cpu")
+	@scripts/images.sh $(ARGS)
 
 clean:  ## remove .venv and everything that ran here
 	@rm -rf .venv build .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -3,12 +3,17 @@
 #
 # It is the Docker that answers here, or else podman. Where neither does, root on Debian gets
 # one: Debian 13's Docker Engine, Buildx and Compose in a root file system and a mount namespace of
-# their own, one for the whole machine.
-# `scripts/engine.sh --stop` ends it, and the containers with it; images and volumes stay.
+# their own, one for the whole machine. There, this checkout and /tmp are at their own paths, and the
+# rest of the machine below /host.
+#
+# `scripts/engine.sh --images IMAGE...` pulls what is not here; what cannot be pulled gets a stand-in
+# (scripts/stand_ins.Dockerfile).
+# `scripts/engine.sh --stop` ends the engine made here, and its containers; images and volumes stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 engine=/var/lib/pawl-engine
 path=/usr/sbin:/usr/bin:/sbin:/bin
+bundle=/etc/ssl/certs/ca-certificates.crt
 
 fail() {
     echo "pawl: $*" >&2
@@ -21,24 +26,23 @@ daemon() {
     pid=$(cat "$engine/run/docker.pid" 2>/dev/null) && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] && echo "$pid"
 }
 
-prepare() {
+root_file_system() { # root_file_system FOLDER SUITE PACKAGES
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null ||
-        fail "no container engine answers: start Docker (with Compose 2.24 or newer) or podman; one is prepared here for root on Debian only"
+        fail "no container engine or no image registry answers: start Docker (with Compose 2.24 or newer) or podman; only for root on Debian they are made here"
     command -v debootstrap >/dev/null || { apt-get update -qq && apt-get install -qq --yes debootstrap; } >&2
-    [ -e "$engine/.whole" ] && return
-    echo "pawl: preparing a container engine in $engine (a minute)" >&2
-    rm -rf --one-file-system "$engine"
-    debootstrap --variant=minbase --include=ca-certificates,netbase,iptables,docker.io,docker-cli,docker-compose,docker-buildx \
-        trixie "$engine" >&2
-    touch "$engine/.whole"
+    rm -rf --one-file-system "$1"
+    debootstrap --variant=minbase ${3:+--include="$3"} "$2" "$1" >&2
 }
 
-# The rest of this machine is at /host in there.
 start() {
-    prepare
+    if [ ! -e "$engine/.whole" ]; then
+        echo "pawl: preparing a container engine in $engine (a minute)" >&2
+        root_file_system "$engine" trixie ca-certificates,netbase,iptables,docker.io,docker-cli,docker-compose,docker-buildx
+        touch "$engine/.whole"
+    fi
     mkdir -p "$engine/host"
     cp /etc/resolv.conf "$engine/etc/resolv.conf"
-    cp /etc/ssl/certs/ca-certificates.crt "$engine/etc/ssl/certs/ca-certificates.crt"
+    [ ! -e $bundle ] || cp $bundle "$engine$bundle"
     rm -f "$engine/run/docker.pid"
     R=$engine PATH=$path setsid unshare --mount --propagation private sh -ec '
         mount --bind "$R" "$R"
@@ -48,26 +52,55 @@ start() {
         exec dockerd --exec-opt native.cgroupdriver=cgroupfs' \
         >"$engine/var/log/dockerd.log" 2>&1 </dev/null &
     for _ in $(seq 100); do
-        pid=$(daemon) && run docker info >/dev/null 2>&1 && return
+        pid=$(daemon) && beside docker info >/dev/null 2>&1 && return
         sleep 0.3
     done
     fail "the container engine does not start; the reason is in $engine/var/log/dockerd.log"
 }
 
-# Run a command beside the daemon, in this checkout, which is at its own path there too.
-run() {
+# Run a command beside our daemon.
+beside() {
     nsenter --target "$pid" --mount --root -- env PATH=$path HOME=/root \
         sh -ec 'mountpoint -q "$0" || { mkdir -p "$0"; mount --bind "/host$0" "$0"; }; cd "$0"; exec "$@"' "$PWD" "$@"
+}
+
+stand_in() { # stand_in IMAGE
+    local name=${1%%:*} suite=testing python
+    name=${name##*/}
+    [ "$name" != python ] || suite=trixie
+    grep -qE "^FROM \S+ AS $name\$" scripts/stand_ins.Dockerfile || fail "$1 cannot be pulled, and has no stand-in"
+    echo "pawl: $1 cannot be pulled; making a stand-in" >&2
+    if ! run image inspect "debian:$suite-slim" >/dev/null 2>&1; then
+        local root=/tmp/pawl-debian-$suite
+        root_file_system "$root" "$suite"
+        rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/* "$root"/usr/share/{doc,man,locale}/*
+        tar --directory "$root" --exclude='./proc/*' --exclude='./sys/*' --exclude='./dev/*' --create . | run import - "debian:$suite-slim"
+        rm -rf --one-file-system "$root"
+    fi
+    python=$(PYTHON=python3.11 scripts/find_python.sh)
+    python=$("$python" -c 'import sys; print(sys.base_prefix)')
+    run build --target "$name" --build-context "interpreter=$outside$python" --tag "$1" --file scripts/stand_ins.Dockerfile scripts
 }
 
 if [ "${1-}" = --stop ]; then
     pid=$(daemon) && kill "$pid" && tail --pid="$pid" -f /dev/null
     exit 0
 fi
+# Before a path of this machine, to find it from the engine.
+outside=""
 if docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1; then
-    exec docker "$@"
+    run() { docker "$@"; }
 elif podman info >/dev/null 2>&1; then
-    exec podman "$@"
+    run() { podman "$@"; }
+else
+    outside=/host
+    run() { beside docker "$@"; }
+    pid=$(daemon) || start
 fi
-pid=$(daemon) || start
-run docker "$@"
+if [ "${1-}" = --images ]; then
+    for image in "${@:2}"; do
+        run image inspect "$image" >/dev/null 2>&1 || run pull "$image" 2>/dev/null || stand_in "$image"
+    done
+else
+    run "$@"
+fi

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Locks every role to exact versions: requirements/{proxy,litellm,trainer,cpu,gpu}.txt, the serving
-# role with its tests' tools (serving-tests.txt: `make serving`), and the clients that the tests
-# drive (clients.txt, in an environment of their own).
+# Locks every role to exact versions: requirements/{proxy,litellm,trainer,cpu,gpu}.txt, the
+# image with torch's and vLLM's CPU builds (trainer-cpu.txt), the serving role with its tests' tools
+# (serving-tests.txt: `make serving`), and the clients that the tests drive (clients.txt, in an
+# environment of their own).
 # `cpu` is what `make install` installs without a GPU (all roles and the
 # development tools); the others are held to its versions wherever they share a
 # package. The files name no index, so that any mirror can serve them. What images and servers install
-# has hashes; in `cpu` and `gpu` torch's build, and so its hash, is the installer's choice.
+# has hashes; in `*cpu` and `gpu` torch's build, and so its hash, is the installer's choice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
@@ -28,6 +29,8 @@ lock_from() { # lock_from SOURCE FILE FIND_LINKS ARGS...
 
 lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
   --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev
+lock requirements/trainer-cpu.txt "${PIP_FIND_LINKS:-$find_links}" -c requirements/cpu.txt \
+  --extra trainer --extra serve-cpu --extra demo
 # The CUDA build of torch wants a triton of its own.
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"

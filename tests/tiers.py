@@ -18,7 +18,7 @@ SLOW: Final = (
     "tests/integration/pawl/steward/test_canaries_killed.py",
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
-    "tests/integration/docs/test_dockerfiles.py",
+    "tests/integration/docs/test_images.py",
     "tests/integration/docs/test_prometheus.py",
     "tests/integration/docs/test_wheel.py",
     "tests/integration/docs/test_code_blocks.py::test_page_about_keys_runs",
