@@ -14,16 +14,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.keys import KeyPublisher
 from proxy.lookup import url_file
-from proxy.metrics import DATABASE_UP, SERVING
+from proxy.metrics import DATABASE_UP, REWARD, REWARD_SUM, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
 from store.database import explain, is_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
+from store.metrics import begin_at_zero
 from store.schema.migrate import upgrade
 from store.version_queries import versions_with_files
-from store.versions import PolicyVersion
+from store.versions import WITH_TRAFFIC, PolicyVersion
 
 log = structlog.get_logger()
 
@@ -149,6 +150,10 @@ class Database:
         self.serving = serving_of(versions)
         for policy, version in self.serving.items():
             SERVING.labels(policy).set(version)
+        for one in versions:
+            if one.state in WITH_TRAFFIC:
+                earner = [[one.name], [str(one.version)]]
+                begin_at_zero({REWARD: earner, REWARD_SUM: earner})
         log.info("policies", serving=self.serving)
 
     def _set_up(self, up: bool, reason: str = "") -> None:

@@ -75,6 +75,10 @@ async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> Non
     assert await awaited(missing, lambda missed: not missed) == []
 
 
+async def test_version_with_traffic_begins_with_no_rewards(proxy: Proxy) -> None:
+    assert {"policy", "version"} <= (await scrape(proxy)).get("pawl_reward_count", set())
+
+
 async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:
     await proxy.chat("/episode/e")
     await proxy.feedback({"episode": "e", "value": 1.0})
