@@ -55,12 +55,30 @@ securityContext:
 {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end }}
 {{- end }}
 
+{{/* The settings of a role: include "pawl.env" (list . "proxy" (dict "PAWL_LISTEN" "0.0.0.0:8100")). */}}
 {{- define "pawl.env" -}}
-- {name: PAWL_SECRETS_DIR, value: /etc/pawl/secrets}
-{{- if .Values.vllm.enabled }}
-- {name: PAWL_UPSTREAM_URL, value: "http://{{ .Release.Name }}-vllm:8000/v1"}
+{{- $root := index . 0 }}
+{{- $role := index . 1 }}
+{{- $release := $root.Release.Name }}
+{{- $values := $root.Values }}
+{{- $env := dict }}
+{{- if ne $role "adapters" }}
+{{- $_ := set $env "PAWL_SECRETS_DIR" "/etc/pawl/secrets" }}
 {{- end }}
-{{- range $name, $value := .Values.settings }}
+{{- if $values.vllm.enabled }}
+{{- $_ := set $env "PAWL_UPSTREAM_URL" (printf "http://%s-vllm:8000/v1" $release) }}
+{{- end }}
+{{- if and $values.trainer.enabled (not $values.adapters.existingClaim) }}
+{{- $_ := set $env "PAWL_ADAPTER_SOURCE" (printf "http://%s-trainer:8102/adapters" $release) }}
+{{- end }}
+{{- $env = mergeOverwrite $env $values.settings }}
+{{- if and (has $role (list "trainer" "steward")) (not $values.adapters.existingClaim) }}
+{{- with ternary (list (printf "http://%s-vllm:8104/v1" $release)) $values.adapters.servers $values.vllm.enabled }}
+{{- $_ := set $env "PAWL_UPSTREAM_URL" (first .) }}
+{{- $_ := set $env "PAWL_REPLICA_URLS" (rest . | join ",") }}
+{{- end }}
+{{- end }}
+{{- range $name, $value := mergeOverwrite $env (index . 2) }}
 - {name: {{ $name }}, value: {{ include "pawl.text" $value | quote }}}
 {{- end }}
 {{- end }}
@@ -90,7 +108,11 @@ securityContext:
 
 {{- define "pawl.adapters" -}}
 - name: adapters
-  persistentVolumeClaim: {claimName: {{ .Values.adapters.existingClaim | default (printf "%s-adapters" .Release.Name) }}}
+  {{- if .Values.adapters.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .Values.adapters.existingClaim }}}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
 {{- end }}
 
 {{/* Downloaded models, and what compilers leave behind. */}}

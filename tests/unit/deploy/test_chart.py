@@ -20,7 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pawl.settings import StewardSettings, refuse_unread
+from pawl.settings import AdaptersSettings, StewardSettings, refuse_unread
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstreams import check_upstreams
 from store import __version__
@@ -58,18 +58,39 @@ class Pod(NamedTuple):
 
     @property
     def container(self) -> Object:
-        """The only one."""
-        [container] = self.spec["containers"]
-        found: Object = container
-        return found
+        """The one that is named as its role."""
+        return self.containers[self.role]
+
+    @property
+    def containers(self) -> dict[str, Object]:
+        """By name."""
+        return {one["name"]: one for one in self.spec["containers"]}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Its variables, each of which is given once."""
-        variables = self.container["env"]
-        named = {one["name"]: one.get("value", "") for one in variables}
-        assert len(named) == len(variables)
-        return named
+        """Its container's variables."""
+        return environment(self.container)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """All of its ports, by name."""
+        ports = [x for one in self.containers.values() for x in one.get("ports", [])]
+        return {one["name"]: one["containerPort"] for one in ports}
+
+
+def environment(container: Object) -> dict[str, str]:
+    """A container's variables, each of which is given once."""
+    named = {one["name"]: one.get("value", "") for one in container["env"]}
+    assert len(named) == len(container["env"])
+    return named
+
+
+def mounts(container: Object) -> dict[str, tuple[str, bool]]:
+    """A container's volumes: where they are, and whether it may write."""
+    return {
+        one["name"]: (one["mountPath"], not one.get("readOnly", False))
+        for one in container["volumeMounts"]
+    }
 
 
 def pods(objects: list[Object]) -> dict[str, Pod]:
@@ -145,11 +166,12 @@ def test_pods_are_restricted(render: Render, values: str) -> None:
         assert (user.get("runAsUser"), user.get("runAsGroup")) == (
             (None, None) if values == "openshift" else (2000, 0)
         )
-        assert pod.container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for container in pod.containers.values():
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
         assert pod.spec["automountServiceAccountToken"] is False
         assert not any(key.startswith("host") for key in pod.spec)
         assert not any("hostPath" in volume for volume in pod.spec["volumes"])
@@ -159,9 +181,10 @@ def test_pods_are_restricted(render: Render, values: str) -> None:
 def test_images_are_those_of_compose_in_their_versions(render: Render, values: str) -> None:
     services = compose()["services"]
     images = {name: service["image"] for name, service in services.items()}
-    images["migrate"] = images["proxy"]
+    images["migrate"] = images["adapters"] = images["proxy"]
     for pod in pods(render(values)).values():
-        assert pod.container["image"] == images[pod.role]
+        for name, container in pod.containers.items():
+            assert container["image"] == images[name]
 
 
 def test_chart_is_of_this_version() -> None:
@@ -172,14 +195,13 @@ def test_chart_is_of_this_version() -> None:
 @pytest.mark.parametrize("values", VALUES)
 def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
     objects = render(values)
-    claims = {"adapters", "models"} if values == "claims" else {"models"}
-    claims |= of_kind(objects, "PersistentVolumeClaim").keys()
+    claims = {"adapters", "models"} | of_kind(objects, "PersistentVolumeClaim").keys()
     for pod in pods(objects).values():
         made = of_kind(objects, "StatefulSet").get(f"pawl-{pod.role}")
         made_volumes = made["spec"]["volumeClaimTemplates"] if made else []
         volumes = {one["name"] for one in pod.spec["volumes"]}
         volumes |= {one["metadata"]["name"] for one in made_volumes}
-        assert {one["name"] for one in pod.container["volumeMounts"]} == volumes
+        assert {name for one in pod.containers.values() for name in mounts(one)} == volumes
         for volume in pod.spec["volumes"]:
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             assert claim is None or claim in claims
@@ -189,12 +211,11 @@ def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
         chosen = [
             p for p in pods(objects).values() if selects(service["spec"]["selector"], p.labels)
         ]
-        [port] = service["spec"]["ports"]
         assert chosen
         for pod in chosen:
             # The migration's has no port, and has ended before a Service looks for any.
-            ports = {one["name"] for one in pod.container.get("ports", [])}
-            assert port["targetPort"] in ports or pod.role in ("migrate", "vllm")
+            wanted = {port["targetPort"] for port in service["spec"]["ports"]}
+            assert wanted <= pod.ports.keys() or pod.role in ("migrate", "vllm")
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -219,10 +240,9 @@ def test_settings_are_usable(
         pod = pods(objects).get(role)
         if pod is None:
             continue
-        mounts = {(x["name"], x["mountPath"]) for x in pod.container["volumeMounts"]}
         # `config` is in the images' WORKDIR.
-        assert ("config", "/var/lib/pawl/config") in mounts
-        assert ("secrets", pod.environment["PAWL_SECRETS_DIR"]) in mounts
+        assert mounts(pod.container)["config"] == ("/var/lib/pawl/config", False)
+        assert mounts(pod.container)["secrets"] == (pod.environment["PAWL_SECRETS_DIR"], False)
         told = {
             name: value.replace("/etc/pawl", str(tmp_path))
             for name, value in pod.environment.items()
@@ -234,9 +254,9 @@ def test_settings_are_usable(
             settings = kind()
         assert isinstance(settings, ProxySettings | StewardSettings | TrainerSettings)
         assert settings.database_url is not None
-        ports = {one["containerPort"] for one in pod.container["ports"]}
         listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
-        assert {address(listen) for listen in listens} == {("0.0.0.0", port) for port in ports}
+        wanted = {("0.0.0.0", port) for port in pod.ports.values()}
+        assert {address(listen) for listen in listens} == wanted
         if isinstance(settings, ProxySettings):
             check_upstreams(settings)
         if isinstance(settings, TrainerSettings):
@@ -262,8 +282,8 @@ def test_spool_outlives_its_replica(render: Render, values: str) -> None:
     [proxies] = of_kind(render(values), "StatefulSet").values()
     [claim] = proxies["spec"]["volumeClaimTemplates"]
     pod = pods(render(values))["proxy"]
-    mounts = {one["name"]: one["mountPath"] for one in pod.container["volumeMounts"]}
-    assert mounts[claim["metadata"]["name"]] == pod.environment["PAWL_SPOOL_DIR"]
+    spool = mounts(pod.container)[claim["metadata"]["name"]]
+    assert spool == (pod.environment["PAWL_SPOOL_DIR"], True)
     kept = {"whenScaled": "Retain", "whenDeleted": "Retain"}
     assert proxies["spec"]["persistentVolumeClaimRetentionPolicy"] == kept
 
@@ -277,15 +297,55 @@ def test_autoscaler_alone_says_how_many_proxies_run(render: Render) -> None:
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 20)
 
 
-def test_adapters_have_one_path_everywhere_and_one_writer(render: Render) -> None:
-    found = pods(render("vllm"))
-    mounts = {
-        role: {(x["mountPath"], x.get("readOnly", False)) for x in pod.container["volumeMounts"]}
-        for role, pod in found.items()
-    }
+def test_shared_adapters_have_one_path_and_one_writer(render: Render) -> None:
+    found = pods(render("monitoring"))
     path = found["trainer"].environment["PAWL_ADAPTER_DIR"]
-    assert (path, False) in mounts["trainer"]
-    assert (path, True) in mounts["steward"] & mounts["vllm"]
+    assert mounts(found["trainer"].container)["adapters"] == (path, True)
+    for role in ("steward", "vllm"):
+        assert mounts(found[role].container)["adapters"] == (path, False)
+    assert "adapters" not in found["vllm"].containers
+    servers = {found[role].environment["PAWL_UPSTREAM_URL"] for role in ROLES}
+    assert servers == {"http://pawl-vllm:8000/v1"}
+
+
+@pytest.mark.parametrize(
+    ("values", "replicas"),
+    [
+        ("vllm", ["http://pawl-vllm:8104/v1"]),
+        ("providers", ["http://vllm-0.models:8104/v1", "http://vllm-1.models:8104/v1"]),
+    ],
+)
+def test_adapters_that_are_not_shared_are_fetched_from_the_trainer(
+    render: Render, values: str, replicas: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = render(values)
+    found = pods(objects)
+    [claim] = of_kind(objects, "PersistentVolumeClaim").values()
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    source = "http://pawl-trainer:8102/adapters"
+    assert (found["trainer"].ports["metrics"], "pawl-trainer" in of_kind(objects, "Service")) == (
+        8102,
+        True,
+    )
+    for role in ("trainer", "steward"):
+        told = found[role].environment
+        assert told["PAWL_ADAPTER_SOURCE"] == source
+        servers = [told["PAWL_UPSTREAM_URL"], *told["PAWL_REPLICA_URLS"].split(",")]
+        assert [one for one in servers if one] == replicas
+        assert mounts(found[role].container)["adapters"] == (told["PAWL_ADAPTER_DIR"], True)
+    assert found["proxy"].environment["PAWL_UPSTREAM_URL"].endswith(":8000/v1")
+    if values == "vllm":
+        beside = found["vllm"].containers["adapters"]
+        with monkeypatch.context() as inside:
+            for name, value in environment(beside).items():
+                inside.setenv(name, value)
+            settings = AdaptersSettings()
+        assert (settings.adapter_source, settings.upstream_url.port) == (source, 8000)
+        assert address(settings.adapters_listen) == ("0.0.0.0", found["vllm"].ports["adapters"])
+        folder = str(settings.adapter_dir)
+        assert mounts(beside)["adapters"] == (folder, True)
+        assert mounts(found["vllm"].container)["adapters"] == (folder, False)
+        assert "secrets" not in mounts(beside)
 
 
 def test_vllm_is_started_as_in_compose(render: Render) -> None:
@@ -333,11 +393,10 @@ def test_monitors_name_the_jobs_that_rules_ask_for(render: Render) -> None:
             for one in of_kind(objects, "Service").values()
             if selects(wanted, one["metadata"]["labels"])
         ]
-        [port] = service["spec"]["ports"]
-        assert port["name"] == endpoint["port"]
+        named = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
+        target = named[endpoint["port"]]
         for pod in pods(objects).values():
-            names = {one["name"] for one in pod.container.get("ports", [])}
-            if selects(service["spec"]["selector"], pod.labels) and port["targetPort"] in names:
+            if selects(service["spec"]["selector"], pod.labels) and target in pod.ports:
                 jobs.add(relabel["replacement"].replace("$1", pod.role))
                 # vLLM asks for no key, and is shown none.
                 assert ("authorization" in endpoint) == (pod.role != "vllm")
@@ -360,7 +419,9 @@ def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
         selects(policy["spec"]["podSelector"]["matchLabels"], pod.labels)
         for pod in pods(render("network")).values()
     )
-    told = {json.dumps(rule["ports"]): rule["from"] for rule in policy["spec"]["ingress"]}
+    *others, own_pods = policy["spec"]["ingress"]
+    assert own_pods == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
+    told = {json.dumps(rule["ports"]): rule["from"] for rule in others}
     given = yaml.safe_load(VALUES["network"].read_text())["networkPolicy"]
     assert told == {
         '[{"port": 8100}]': given["clients"],
@@ -408,6 +469,8 @@ def test_values_in_documents_are_taken_together(
         ("proxy.pod.hostNetwork=true", "'hostNetwork'"),
         ("trainer.env[0].name=PAWL_SEED", "/trainer/env/0/name"),
         ("user=0", "/user"),
+        ("adapters.existingClaim=", "/adapters"),
+        ("adapters.servers[0]=http://vllm:8104", "/adapters/servers/0"),
         ("vllm.enabled=true", "'PAWL_MODEL'"),
         ("vllm.enabled=true", "/settings/PAWL_UPSTREAM_URL"),
     ],
