@@ -11,7 +11,7 @@ import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import OfTenant, in_database, with_engine, with_zone
+from pawl.commands.common import OfTenant, fail, in_database, with_engine, with_zone
 from pawl.commands.policy_lookup import PolicyName, chosen_version, numbered, policy_versions
 from pawl.settings import StewardSettings, read_settings
 from pawl.steward.evidence import OnTrial
@@ -32,6 +32,7 @@ from store.tenants import scoped
 from store.version_queries import numbered_version, was_called_back
 from store.version_states import change_state, lock_policies
 from store.versions import Actor, PolicyState, PolicyVersion
+from trainer.errors import TrainerError
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.sources import others_files
 
@@ -163,10 +164,13 @@ def freeze(
 
 def with_servers(work: Callable[[AsyncEngine, Replicas], Awaitable[Result]]) -> Result:
     """Run `work` with the database and all replicas of the model server; return its result."""
+    settings = read_settings(StewardSettings)
+    try:
+        files = others_files(settings)
+    except TrainerError as error:
+        fail(str(error))
 
     async def run(engine: AsyncEngine) -> Result:
-        settings = read_settings(StewardSettings)
-        files = others_files(settings)
         async with Replicas(settings.server_urls, settings.adapter_slots, files) as replicas:
             return await work(engine, replicas)
 

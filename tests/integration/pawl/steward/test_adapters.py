@@ -148,6 +148,34 @@ async def test_what_the_server_says_is_passed_on(two: list[Apart], root: Path) -
             await server.load("m@1", written)
 
 
+@pytest.mark.parametrize(
+    ("command", "source", "why"),
+    [
+        ("adapters", "", "PAWL_ADAPTER_SOURCE is not set"),
+        ("adapters", "gs://bucket/adapters", "install gcsfs"),
+        ("steward", "nosuch://bucket", "Protocol not known: nosuch"),
+        ("policies promote m@1", "nosuch://bucket", "Protocol not known: nosuch"),
+    ],
+)
+async def test_source_that_cannot_be_read_is_an_error_at_the_start(
+    tmp_path: Path, command: str, source: str, why: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "pawl.cli", *command.split()),
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),
+            "PAWL_ADAPTER_SOURCE": source,
+        },
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert why in said.decode()
+    assert len(said.splitlines()) == 1
+
+
 async def test_killed_process_goes_on_where_it_was(
     server: FakeModelServer, root: Path, tmp_path: Path
 ) -> None:
