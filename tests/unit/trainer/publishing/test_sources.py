@@ -1,5 +1,6 @@
 """What is fetched is what the trainer wrote, or is not there; it goes on where it ended."""
 
+import asyncio
 import errno
 import os
 import time
@@ -58,9 +59,12 @@ class Served:
         sources.serve_files(self.app, root)
         self.ranges: list[str] = []
         self.is_away = False
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     @web.middleware
     async def _note(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        await self.goes_on.wait()
         if self.is_away:
             raise web.HTTPServiceUnavailable
         if request.path.endswith(WEIGHTS) and "Range" in request.headers:
@@ -136,6 +140,23 @@ async def test_half_fetched_version_goes_on_where_it_ended(
             assert same(await files.fetch(written, None), written)
     assert served.ranges == ["0-299", "300-599", "600-899", "900-999"]
     assert kept(tmp_path / "own") == ["1"]
+
+
+async def test_long_fetch_goes_on_and_its_end_is_told_to_who_asks_next(
+    trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write(trainer)
+    async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
+        monkeypatch.setattr(sources, "WAIT_S", 0.01)
+        served.goes_on.clear()
+        with pytest.raises(NotFetched, match="is still being fetched"):
+            await files.fetch(written, "0" * 64)
+        served.goes_on.set()
+        monkeypatch.setattr(sources, "WAIT_S", 60.0)
+        # It failed meanwhile, or does so now, and is not begun again for that.
+        with pytest.raises(NotFetched, match="not the one that its update wrote"):
+            await files.fetch(written, "0" * 64)
+        assert same(await files.fetch(written, None), written)
 
 
 @pytest.mark.parametrize(
