@@ -43,7 +43,8 @@ start() {
     mkdir -p "$engine/host"
     cp /etc/resolv.conf "$engine/etc/resolv.conf"
     [ ! -e $bundle ] || cp $bundle "$engine$bundle"
-    rm -f "$engine/run/docker.pid"
+    # What an engine that was killed has left.
+    rm -rf "$engine"/run/docker "$engine"/run/docker.pid
     R=$engine PATH=$path setsid unshare --mount --propagation private sh -ec '
         mount --bind "$R" "$R"
         for folder in proc sys dev tmp; do mount --rbind "/$folder" "$R/$folder"; done
