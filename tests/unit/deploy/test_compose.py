@@ -589,6 +589,14 @@ def test_each_package_of_an_image_is_locked_with_hashes(lock: str) -> None:
     assert [line for line in text.splitlines() if "--hash=sha256:" not in line] == []
 
 
+def test_the_cpu_images_lock_has_the_proxys_packages_and_only_the_developers_versions() -> None:
+    proxy, image, ours = (
+        set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        for name in ("proxy.txt", "trainer-cpu.txt", "cpu.txt")
+    )
+    assert proxy <= image <= ours
+
+
 def test_the_two_images_are_built_alike() -> None:
     def copied(role: str) -> list[str]:
         steps = [rest for name, rest in instructions(f"Dockerfile.{role}") if name == "COPY"]
