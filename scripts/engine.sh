@@ -62,7 +62,15 @@ start() {
 # Run a command beside our daemon.
 beside() {
     nsenter --target "$pid" --mount --root -- env PATH=$path HOME=/root \
-        sh -ec 'mountpoint -q "$0" || { mkdir -p "$0"; mount --bind "/host$0" "$0"; }; cd "$0"; exec "$@"' "$PWD" "$@"
+        sh -ec '
+            # Not yet there, or replaced by another of that name.
+            if ! [ "$0" -ef "/host$0" ]; then
+                umount -l "$0" 2>/dev/null || true
+                mkdir -p "$0"
+                mount --bind "/host$0" "$0"
+            fi
+            cd "$0"
+            exec "$@"' "$PWD" "$@"
 }
 
 stand_in() { # stand_in IMAGE
