@@ -34,7 +34,7 @@ from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.spool.recorder import Recorder
 from proxy.spool.segments import CapturedCall
-from store.link.settle import known_targets
+from store.questions import known_targets
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
 from store.tenants import bare, same_tenant
@@ -172,7 +172,7 @@ class IdempotencyStore:
         if taken is not None and taken != body_hash:
             raise _reused(key)
         key_state = await self._lookup.ask(
-            lambda connection: take_key(connection, key, body_hash), within_s=LOOK_UP_S
+            lambda driver: take_key(driver, key, body_hash), within_s=LOOK_UP_S
         )
         if key_state is KeyState.ANOTHERS:
             if taken is None:
@@ -185,7 +185,7 @@ class IdempotencyStore:
             if taken is None:
                 await asyncio.to_thread(self._files.give_back, key)
                 await self._lookup.ask(
-                    lambda connection: give_key_back(connection, key, body_hash),
+                    lambda driver: give_key_back(driver, key, body_hash),
                     within_s=LOOK_UP_S,
                 )
             raise
@@ -319,7 +319,7 @@ class FeedbackEndpoint:
         missing = targets - known
         if missing:
             in_ledger = await self._lookup.ask(
-                lambda connection: known_targets(connection, missing), within_s=LOOK_UP_S
+                lambda driver: known_targets(driver, missing), within_s=LOOK_UP_S
             )
             known |= in_ledger or set[tuple[str, str]]()
         return known

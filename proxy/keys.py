@@ -29,7 +29,6 @@ from typing import Final
 
 import msgspec
 import structlog
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
 from proxy.http.exchange import Exchange
@@ -37,7 +36,7 @@ from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
 from store.files import sync, whole_folder, write_private
-from store.keys import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of, key_ring
+from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of
 
 log = structlog.get_logger()
 
@@ -509,31 +508,3 @@ class KeyFile:
         except OSError:
             return "lost"
         return status.st_mtime_ns, status.st_ino
-
-
-class KeyPublisher:
-    """Keep the file of keys up to date with the database; only the ingester does so."""
-
-    def __init__(self, spool_dir: Path) -> None:
-        """Begin with an unknown file: the first `bring` writes it."""
-        self._file = KeyFile(spool_dir)
-        self._written: KeyRing | None = None
-
-    async def bring(self, connection: AsyncConnection) -> None:
-        """Read the keys from the database, and write the file if they or the file changed.
-
-        A failing disk is logged, and tried again at the next call: the caller must not take it for
-        a lost database.
-        """
-        ring = await key_ring(connection)
-        if ring == self._written and not self._file.changed():
-            return
-        try:
-            await asyncio.to_thread(self._file.write, ring)
-        except OSError as error:
-            self._written = None
-            log.error("workers_not_told", what="keys", reason=str(error))
-            return
-        self._file.changed()
-        self._written = ring
-        log.info("keys", made=ring.made, standing=len(ring.grants))

@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.settings import ProxySettings
-from store.database import is_unavailable, make_engine
+from store.driver import Connect, connector, is_away
 
 log = structlog.get_logger()
 
@@ -27,14 +26,16 @@ class Lookup:
         """Take the database's URL from the settings, or from the file of an embedded server."""
         self._configured_url = settings.database_url
         self._url_file = url_file(settings.spool_dir)
-        self._engine: AsyncEngine | None = None
+        self._connect: Connect | None = None
+        # Connections that are open, and not in use.
+        self._idle: list[Any] = []
         self._not_before = 0.0
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def ask(
-        self, question: Callable[[AsyncConnection], Awaitable[Answer]], *, within_s: float
+        self, question: Callable[[Any], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
-        """Return the query's result, or None if the database does not give it within `within_s`.
+        """Return what `question` finds on a connection of the driver, or None after `within_s`.
 
         As many are asked at once as there are connections. One whose turn does not come in time
         gets None, too, and says nothing about the database: its client asks too much.
@@ -50,30 +51,40 @@ class Lookup:
             self._turns.release()
 
     async def _asked(
-        self, question: Callable[[AsyncConnection], Awaitable[Answer]], within_s: float
+        self, question: Callable[[Any], Awaitable[Answer]], within_s: float
     ) -> Answer | None:
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return None
         try:
-            engine = self._connect()
-            if engine is None:
+            url = self._url() if self._connect is None else None
+            if url is not None:
+                self._connect = connector(url)
+            if self._connect is None:
                 return None
-            async with asyncio.timeout(within_s), engine.connect() as connection:
-                return await question(connection)
+            async with asyncio.timeout(within_s):
+                return await self._on_connection(self._connect, question)
         except Exception as error:
             # No call and no feedback may fail because of the database, whatever the error is.
             self._not_before = loop.time() + PAUSE_S
-            tell = log.warning if is_unavailable(error) else log.exception
+            tell = log.warning if is_away(error) else log.exception
             tell("lookup_failed", reason=type(error).__name__)
             return None
 
-    def _connect(self) -> AsyncEngine | None:
-        if self._engine is None:
-            url = self._url()
-            if url is not None:
-                self._engine = make_engine(url, pool_size=AT_ONCE)
-        return self._engine
+    async def _on_connection(
+        self, connect: Connect, question: Callable[[Any], Awaitable[Answer]]
+    ) -> Answer:
+        driver = self._idle.pop() if self._idle else None
+        if driver is None or driver.is_closed():
+            driver = await connect()
+        try:
+            answer = await question(driver)
+        except BaseException:
+            # Nobody knows where it stands.
+            driver.terminate()
+            raise
+        self._idle.append(driver)
+        return answer
 
     def _url(self) -> str | None:
         if self._configured_url is not None:
@@ -81,10 +92,10 @@ class Lookup:
         # The ingester that starts an embedded server writes the URL of its socket into this file.
         return self._url_file.read_text() if self._url_file.exists() else None
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connections to the database."""
-        if self._engine is not None:
-            await self._engine.dispose()
+        for driver in self._idle:
+            driver.terminate()
 
 
 def url_file(spool_dir: Path) -> Path:

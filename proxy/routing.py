@@ -17,7 +17,7 @@ import msgspec
 from proxy.errors import NotAllowed
 from proxy.formats.base import WireFormat
 from proxy.formats.registry import FORMATS
-from store.keys import Scope
+from store.grants import Scope
 
 FEEDBACK: Final = "/feedback"
 

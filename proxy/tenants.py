@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
-from sqlalchemy.ext.asyncio import AsyncConnection
-
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
 from proxy.formats.base import ModelRequest, WireFormat
 from proxy.http.wire import Headers, is_of_any_tenant
@@ -26,7 +24,7 @@ from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
 from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
 from proxy.upstreams.upstreams import shown
-from store.link.settle import known_responses
+from store.questions import known_responses
 from store.tenants import DEFAULT, own_digests, scoped
 
 
@@ -444,8 +442,8 @@ async def check_continued(
     digests = {name: own_digests(name, [fingerprint])[0] for name in (tenant, *others)}
     names = {scoped(name, named): name for name in (tenant, *others)}
 
-    async def ask(connection: AsyncConnection) -> set[str]:
-        return await known_responses(connection, list(names), dialect)
+    async def ask(driver: Any) -> set[str]:
+        return await known_responses(driver, list(names), dialect)
 
     clock = asyncio.get_running_loop().time
     deadline = clock() + WAIT_S

@@ -34,9 +34,9 @@ from proxy.routing import Kind, find_route
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.upstreams import open_upstreams
-from store.keys import KeyRing
+from store.grants import KeyRing
 from store.policy_table import open_policies
-from store.version_queries import pinned_episodes
+from store.questions import pinned_episodes
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()
@@ -211,7 +211,7 @@ async def serving(
         await asyncio.gather(*beside, return_exceptions=True)
         await parts.upstreams.close()
         await parts.recorder.close()
-        await parts.lookup.close()
+        parts.lookup.close()
         parts.intake.close()
         log.info("worker_down")
 

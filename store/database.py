@@ -1,8 +1,7 @@
-"""Connect to PostgreSQL, and tell what its errors mean.
+"""Work with PostgreSQL by SQLAlchemy, and tell what errors mean.
 
-Each process has one engine, with time limits so that nothing waits for the database forever.
-Callers wait and retry while the database is unavailable. One that accepts no record at all for now,
-whatever the record contains, counts as unavailable too.
+Each process but a worker, which has the driver alone, has one engine, with time limits so that
+nothing waits for the database forever.
 """
 
 import asyncio
@@ -18,12 +17,9 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from store.driver import STATEMENT_TIMEOUT_S, connector, is_away
 from store.errors import NewerSchema
 from store.settings import read_url
-
-# For all hosts together.
-CONNECT_TIMEOUT_S = 5.0
-STATEMENT_TIMEOUT_S = 60.0
 
 
 def to_json(value: object) -> str:
@@ -36,27 +32,15 @@ def make_engine(
 ) -> AsyncEngine:
     """Make an engine for `database_url`; it connects on first use.
 
-    Its hosts are tried in their order, as libpq does. A statement may take `limit_s` seconds.
+    A statement may take `limit_s` seconds.
 
     Raises:
         StoreError: see `read_url`.
     """
-    dsns, timeout_s = read_url(database_url)
-    connect_s = timeout_s or CONNECT_TIMEOUT_S / len(dsns)
-
-    async def connect() -> "asyncpg.Connection[asyncpg.Record]":
-        # The driver itself would have one time limit for all hosts: the first one takes it all.
-        for dsn in dsns[:-1]:
-            try:
-                return await asyncpg.connect(dsn, timeout=connect_s, command_timeout=limit_s)
-            except Exception as error:
-                if not is_unavailable(error):
-                    raise
-        return await asyncpg.connect(dsns[-1], timeout=connect_s, command_timeout=limit_s)
-
     return create_async_engine(
-        dsns[0].replace("postgresql:", "postgresql+asyncpg:", 1),
-        async_creator=connect,
+        # Which of its hosts is connected to is the driver's part.
+        read_url(database_url)[0][0].replace("postgresql:", "postgresql+asyncpg:", 1),
+        async_creator=connector(database_url, limit_s),
         pool_size=pool_size,
         pool_pre_ping=True,
         json_serializer=to_json,
@@ -90,26 +74,7 @@ async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
 
 
 # While a connection is being made, SQLAlchemy does not wrap asyncpg's own errors.
-_AWAY: Final = (
-    OSError,
-    TimeoutError,
-    OperationalError,
-    InterfaceError,
-    PoolTimeout,
-    asyncpg.PostgresConnectionError,
-    asyncpg.InterfaceError,
-    asyncpg.OperatorInterventionError,
-    asyncpg.InvalidCatalogNameError,
-    # During a failover no host may be the primary.
-    asyncpg.TargetServerAttributeNotMatched,
-    # No record is at fault: full disk, deadlock, read-only standby, schema being migrated.
-    asyncpg.InsufficientResourcesError,
-    asyncpg.TransactionRollbackError,
-    asyncpg.PostgresSystemError,
-    asyncpg.ReadOnlySQLTransactionError,
-    asyncpg.SyntaxOrAccessError,
-    asyncpg.InvalidCachedStatementError,
-)
+_AWAY: Final = (OperationalError, InterfaceError, PoolTimeout)
 # PostgreSQL answers, and no outage ends in this: somebody has to do something. The second is a
 # wrong password, or a role that may not connect.
 _REFUSES: Final = (
@@ -138,26 +103,11 @@ _REMEDIES: Final = (
 )
 
 
-def _was_ended(error: BaseException) -> bool:
-    """Return whether the server ended the session while asyncpg was still reading why.
-
-    Until it has seen the end of the connection, asyncpg counts the message as an operation that is
-    in progress (MagicStack/asyncpg issue 1069).
-    """
-    return isinstance(error, asyncpg.InternalClientError) and "another operation" in str(error)
-
-
 def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    driver_error = _driver_error(error)
-    if driver_error is not error and is_unavailable(driver_error):
-        return True
-    # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
-    # then the record is at fault, and waiting would not help.
-    away = isinstance(error, _AWAY) or _was_ended(error)
-    return away and not isinstance(error, ValueError)
+    return isinstance(error, _AWAY) or is_away(_driver_error(error))
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""API keys: what they allow, how they are hashed, and the table that keeps them.
+"""API keys: how they are made, and the table that keeps them.
 
 A key is `pawl_ID_SECRET`: a public id and 256 random bits. Only its SHA-256 is stored; such a
 secret needs no slower hash (docs/decisions/066-keys.md).
@@ -7,8 +7,7 @@ secret needs no slower hash (docs/decisions/066-keys.md).
 import re
 import secrets
 from datetime import datetime
-from hashlib import sha256
-from typing import Final, Literal, get_args
+from typing import Final
 
 import msgspec
 from sqlalchemy import ColumnElement, select, text, true, update
@@ -16,56 +15,26 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import BadKey, UnknownKey
+from store.grants import (
+    ID_BYTES,
+    MARK,
+    NO_LIMITS,
+    SCOPES,
+    Grant,
+    KeyRing,
+    Limits,
+    Scope,
+    hash_of,
+)
 from store.records import Record
 from store.schema.tables import STANDING, api_keys
 from store.tenants import DEFAULT, PATTERN
 
-MARK: Final = b"pawl_"
-ID_BYTES: Final = 8
 SECRET_BYTES: Final = 32
 
-Scope = Literal["infer", "feedback", "read", "train", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 # No name looks like an id: `pawl keys revoke` takes either.
 _NAME: Final = re.compile(r"(?![0-9a-f]{16}\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TENANT: Final = re.compile(rf"{PATTERN}\Z")
-
-
-class Limits(Record, frozen=True, kw_only=True):
-    """Limit the requests of a key to each port of one proxy. None: no limit.
-
-    `per_minute` is how many may begin in any 60 seconds, `at_once` how many may run. Once calls
-    that ended in the last 60 seconds took `tokens_per_minute` tokens, no other may begin.
-    """
-
-    per_minute: int | None = None
-    at_once: int | None = None
-    tokens_per_minute: int | None = None
-
-
-NO_LIMITS: Final = Limits()
-
-
-class Grant(Limits, frozen=True, kw_only=True):
-    """What a worker knows of a key: its SHA-256, and what its bearer may do."""
-
-    id: str
-    hash: bytes
-    scopes: tuple[Scope, ...]
-    tenant: str = DEFAULT
-
-
-class KeyRing(Record, frozen=True, kw_only=True):
-    """The grants of all keys that are not revoked, and the tenants that ever had a key.
-
-    `made`: a key was made at some time. `seen`: the database said so; a proxy that has not reached
-    it yet does not know.
-    """
-
-    made: bool
-    seen: bool = True
-    grants: tuple[Grant, ...] = ()
-    tenants: tuple[str, ...] = ()
 
 
 class ApiKey(Record, frozen=True, kw_only=True):
@@ -101,11 +70,6 @@ def new_secret() -> tuple[str, str]:
 def id_of(key: str) -> str:
     """Return the public id in a key."""
     return key[len(MARK) : len(MARK) + 2 * ID_BYTES]
-
-
-def hash_of(key: bytes) -> bytes:
-    """Return the hash by which a key is stored, 32 bytes."""
-    return sha256(key).digest()
 
 
 def check_name(name: str) -> str:

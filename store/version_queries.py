@@ -226,21 +226,6 @@ _IDLE: Final = text(
     ORDER BY p.version
     """
 )
-_PINNED: Final = text(
-    """
-    SELECT p.policy, e.key, p.latest
-    FROM episodes e JOIN episode_policies p ON p.episode_id = COALESCE(e.root, e.id)
-    WHERE (e.method <> 'own' OR e.linked) AND e.last_call_at > now() - interval '1 day'
-    ORDER BY e.last_call_at DESC LIMIT :most
-    """
-)
-_PINNED_VERSION: Final = text(
-    """
-    SELECT p.latest FROM episodes e JOIN episode_policies p
-        ON p.episode_id = COALESCE(e.root, e.id)
-    WHERE e.key = :key AND p.policy = :policy
-    """
-)
 # The one that had the traffic before it, as far as that can be loaded again; or the base model.
 # That is told by times: an operator may have given it back to an older one in between. The base
 # model's beginning has no time. What was trained on from one that was rolled back may have what
@@ -398,26 +383,6 @@ async def idle_versions(
     since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
     values = {"name": name, "states": list(states), "since": since, "first": lowest_id_at(since)}
     return [version_of(row) for row in await connection.execute(_IDLE, values)]
-
-
-async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
-    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
-
-    The version is the one that an episode goes on with: one that had to leave its first has moved
-    to a newer one. An episode that became a part of another goes on with that episode's. At most
-    `most`.
-    """
-    rows = await connection.execute(_PINNED, {"most": most})
-    return [(row.policy, row.key, row.latest) for row in rows]
-
-
-async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
-    """Return the version of `policy` that an episode goes on with.
-
-    None: it has no call of that policy yet.
-    """
-    version = await connection.scalar(_PINNED_VERSION, {"key": episode, "policy": policy})
-    return None if version is None else int(version)
 
 
 async def version_before(connection: AsyncConnection, version: PolicyVersion) -> PolicyVersion:

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from xdist.scheduler import LoadScopeScheduling
 
 from pawl.processes import large_imports
-from store import database
+from store import driver
 from store.database import make_engine
 from store.embedded import DATABASE, EmbeddedPostgres
 from store.schema.migrate import upgrade
@@ -105,7 +105,7 @@ def _clean_environment() -> None:
 def _patient_connections() -> Iterator[None]:
     """Let a test's own connections wait out a busy machine; the processes it starts are as sold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "CONNECT_TIMEOUT_S", 60.0)
+        patch.setattr(driver, "CONNECT_TIMEOUT_S", 60.0)
         yield
 
 

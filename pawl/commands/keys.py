@@ -75,7 +75,8 @@ def create(flags: KeyFlags) -> None:
     Status 2: a key that is not revoked has this name already, a scope is unknown, or a tenant other
     than the default one was to have a key with the scope admin.
     """
-    from store.keys import Limits, create_key, read_scopes
+    from store.grants import Limits
+    from store.keys import create_key, read_scopes
 
     scopes = read_scopes(flags.scope)
     limits = Limits(

@@ -44,9 +44,9 @@ from proxy.tool_events import ToolStatusError, parse_tool_status
 from proxy.upstreams.server import Reply, check_redirect, comes_in_events, readable
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
 from store.ids import new_name
+from store.questions import pinned_version
 from store.records import EVAL, CallStatus, ToolEvent
 from store.tenants import DEFAULT, scoped
-from store.version_queries import pinned_version
 
 log = structlog.get_logger()
 
@@ -310,7 +310,7 @@ class Call:
         if policy is None or versions.knows(policy, episode):
             return
         version = await self.parts.lookup.ask(
-            lambda connection: pinned_version(connection, policy, episode), within_s=PIN_S
+            lambda driver: pinned_version(driver, policy, episode), within_s=PIN_S
         )
         if version is not None:
             versions.pin(policy, episode, version)

@@ -7,12 +7,13 @@ one did, and lets the same keys in.
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import structlog
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.keys import KeyPublisher
+from proxy.keys import KeyFile
 from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, REWARD, REWARD_SUM, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
@@ -21,6 +22,8 @@ from store.database import explain, is_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
+from store.grants import KeyRing
+from store.keys import key_ring
 from store.metrics import begin_at_zero
 from store.schema.migrate import upgrade
 from store.version_queries import versions_with_files
@@ -32,6 +35,34 @@ WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 # Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
 LOOK_S: Final = 5.0
+
+
+class KeyPublisher:
+    """Keep the file of keys up to date with the database."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        """Begin with an unknown file: the first `bring` writes it."""
+        self._file = KeyFile(spool_dir)
+        self._written: KeyRing | None = None
+
+    async def bring(self, connection: AsyncConnection) -> None:
+        """Read the keys from the database, and write the file if they or the file changed.
+
+        A failing disk is logged, and tried again at the next call: the caller must not take it for
+        a lost database.
+        """
+        ring = await key_ring(connection)
+        if ring == self._written and not self._file.changed():
+            return
+        try:
+            await asyncio.to_thread(self._file.write, ring)
+        except OSError as error:
+            self._written = None
+            log.error("workers_not_told", what="keys", reason=str(error))
+            return
+        self._file.changed()
+        self._written = ring
+        log.info("keys", made=ring.made, standing=len(ring.grants))
 
 
 class Database:

@@ -6,42 +6,22 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 (docs/decisions/011-joins-in-the-store.md).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.link.claimable import count_late, refresh_wholes, score_episodes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.link.outages import AMONG, Span, find_in_outage, find_under_way, set_aside
+from store.questions import Target, stored_targets
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
-from store.tenants import bare, same_tenant
+from store.tenants import same_tenant
 from store.values.digests import MATCHES
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
-# By kind of target: name, episode and call of those whose names are in the one parameter. A call's
-# id is stored without its tenant, who is known by the episode's key (`_kept_names`).
-_STORED: Final[Mapping[str, str]] = {
-    "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
-    "response": """SELECT response_id, episode_id, id, response_id FROM transitions
-        WHERE response_id = ANY($1)""",
-    "call": """SELECT t.id::text, t.episode_id, t.id, e.key
-        FROM transitions t JOIN episodes e ON e.id = t.episode_id
-        WHERE t.id = ANY($1::text[]::uuid[])""",
-}
-
-
-class Target(NamedTuple):
-    """Name a target that feedback may use, with the episode and call that it stands for."""
-
-    kind: str
-    name: str
-    episode_id: UUID
-    call_id: UUID | None
 
 
 class Written(msgspec.Struct):
@@ -174,43 +154,6 @@ async def _match(driver: Any, written: Written) -> dict[UUID, UUID]:
     return {row[0]: row[1] for row in matched}
 
 
-async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
-    """Return those of the (kind, name) pairs that are stored, on the driver's own connection."""
-    asked = set(wanted)
-    return [
-        Target(kind, name, episode_id, call_id)
-        for kind, names in _by_kind(asked).items()
-        for name, episode_id, call_id in _kept_names(kind, await driver.fetch(_STORED[kind], names))
-        if (kind, name) in asked
-    ]
-
-
-async def known_targets(
-    connection: AsyncConnection, wanted: Iterable[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Return those of the (kind, name) pairs that are stored."""
-    asked = set(wanted)
-    return {
-        (kind, name)
-        for kind, names in _by_kind(asked).items()
-        for name, *_ in _kept_names(kind, await connection.exec_driver_sql(_STORED[kind], (names,)))
-        if (kind, name) in asked
-    }
-
-
-def _by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    by_kind: dict[str, list[str]] = {}
-    for kind, name in wanted:
-        by_kind.setdefault(kind, []).append(bare(name) if kind == "call" else name)
-    return by_kind
-
-
-def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
-    """Yield name, episode and call of stored targets: of a call the name that its tenant has."""
-    for name, episode_id, call_id, of_tenant in rows:
-        yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
-
-
 # Joins
 
 # Only the surest level of a call counts, so no others are linked. For a digest that more than
@@ -313,20 +256,3 @@ async def _join(driver: Any, linked: set[UUID]) -> None:
     calls = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
     if calls:
         await driver.execute(_UPDATE_CALLS, *map(list, zip(*calls, strict=True)))
-
-
-# Responses that an API keeps under their ids, to be gone on from
-
-# Other APIs' replies may have any id, also one that their client chose.
-_KNOWN: Final = text(
-    "SELECT DISTINCT response_id FROM transitions"
-    " WHERE response_id = ANY(:names) AND dialect = :dialect"
-)
-
-
-async def known_responses(
-    connection: AsyncConnection, names: Sequence[str], dialect: str
-) -> set[str]:
-    """Return which of these ids, as kept for their tenants, calls of a wire format got."""
-    rows = await connection.execute(_KNOWN, {"names": list(names), "dialect": dialect})
-    return set(rows.scalars())

@@ -6,25 +6,23 @@ kept (docs/decisions/031-idempotency-across-workers.md).
 """
 
 from enum import Enum
-from typing import Final
-
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from typing import Any, Final
 
 KEEP: Final = "1 day"
 
-_STORED: Final = text("SELECT body_hash FROM feedback_requests WHERE idempotency_key = :key")
+_STORED: Final = "SELECT body_hash FROM feedback_requests WHERE idempotency_key = $1"
 # The update changes nothing, but it makes the later of two concurrent requests wait for the first,
 # and returns the first's body hash to it.
-_TAKE: Final = text("""
-    INSERT INTO feedback_keys (idempotency_key, body_hash) VALUES (:key, :hash)
+_TAKE: Final = """
+    INSERT INTO feedback_keys (idempotency_key, body_hash) VALUES ($1, $2)
     ON CONFLICT (idempotency_key) DO UPDATE SET idempotency_key = excluded.idempotency_key
     RETURNING body_hash
-""")
-_GIVE_BACK: Final = text(
-    "DELETE FROM feedback_keys WHERE idempotency_key = :key AND body_hash = :hash"
-)
-_CLEAN: Final = text(f"DELETE FROM feedback_keys WHERE at < now() - interval '{KEEP}'")
+"""
+_GIVE_BACK: Final = "DELETE FROM feedback_keys WHERE idempotency_key = $1 AND body_hash = $2"
+_CLEAN: Final = f"""
+    WITH deleted AS (DELETE FROM feedback_keys WHERE at < now() - interval '{KEEP}' RETURNING 1)
+    SELECT count(*) FROM deleted
+"""
 
 
 class KeyState(Enum):
@@ -35,25 +33,21 @@ class KeyState(Enum):
     ANOTHERS = "another's"
 
 
-async def take_key(connection: AsyncConnection, key: str, body_hash: str) -> KeyState:
-    """Take a key for a body unless another body has it, and commit."""
-    stored = set((await connection.execute(_STORED, {"key": key})).scalars())
+async def take_key(driver: Any, key: str, body_hash: str) -> KeyState:
+    """Take a key for a body unless another body has it."""
+    stored = {row[0] for row in await driver.fetch(_STORED, key)}
     if stored:
         return KeyState.STORED if body_hash in stored else KeyState.ANOTHERS
-    taken = await connection.execute(_TAKE, {"key": key, "hash": body_hash})
-    state = KeyState.OWN if taken.scalar() == body_hash else KeyState.ANOTHERS
-    await connection.commit()
-    return state
+    taken = await driver.fetchval(_TAKE, key, body_hash)
+    return KeyState.OWN if taken == body_hash else KeyState.ANOTHERS
 
 
-async def give_key_back(connection: AsyncConnection, key: str, body_hash: str) -> None:
-    """Free a key whose body was not accepted after all, and commit."""
-    await connection.execute(_GIVE_BACK, {"key": key, "hash": body_hash})
-    await connection.commit()
+async def give_key_back(driver: Any, key: str, body_hash: str) -> None:
+    """Free a key whose body was not accepted after all."""
+    await driver.execute(_GIVE_BACK, key, body_hash)
 
 
-async def forget_keys(connection: AsyncConnection) -> int:
-    """Delete keys that were taken more than a day ago, commit, and return how many."""
-    deleted = await connection.execute(_CLEAN)
-    await connection.commit()
-    return deleted.rowcount
+async def forget_keys(driver: Any) -> int:
+    """Delete keys that were taken more than a day ago, and return how many."""
+    forgotten: int = await driver.fetchval(_CLEAN)
+    return forgotten

@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks.stack import free_port
 from store.database import make_engine
-from store.keys import SCOPES, Scope, create_key, new_secret, revoke_key
+from store.grants import SCOPES, Scope
+from store.keys import create_key, new_secret, revoke_key
 from store.tenants import DEFAULT
 from store.version_states import ensure_base
 from tests.fuzz.ports.document import is_allowed

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.identity.identify import what_is_wrong
 from store import claims
 from store.claim_query import ClaimRule
+from store.database import driver_of
 from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
@@ -80,8 +81,9 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> frozenset[Any]:
 async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngine) -> None:
     kept = about_everything("kept", "kept-word")
     gone = about_everything(f"gone {CANARY}", CANARY)
-    async with engine.connect() as connection:
-        taken = await take_key(connection, f"key {CANARY}", "hash")
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        taken = await take_key(driver, f"key {CANARY}", "hash")
     assert taken is KeyState.OWN
     # What names nothing that is stored cannot be known to be about it.
     await store(engine, *kept, *gone[:-1])

@@ -102,8 +102,7 @@ def test_wheel_is_installed_into_an_empty_environment_and_serves(
     try:
         until_true(lambda: answers(admin, "/readyz"), PATIENCE_S)
         workers = [
-            # Without the pages of libraries, which all workers share.
-            child.memory_full_info().uss / 2**20
+            child.memory_info().rss / 2**20
             for child in psutil.Process(proxy.pid).children()
             if "worker" in child.cmdline()
         ]

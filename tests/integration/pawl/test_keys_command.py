@@ -8,7 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.keys import table
 from store.errors import BadKey, UnknownKey
-from store.keys import hash_of, key_ring, list_keys
+from store.grants import hash_of
+from store.keys import key_ring, list_keys
 from store.schema.tables import metadata
 from tests.integration.pawl.conftest import Pawl
 

@@ -18,6 +18,7 @@ from proxy.feedback import KEEP_S, KeyFiles
 from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
+from store.database import driver_of
 from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy, settings_for, working
@@ -138,21 +139,23 @@ async def test_key_whose_body_was_not_taken_is_free_again(
 
 
 async def test_key_in_the_database_is_its_first_takers_for_a_day(engine: AsyncEngine) -> None:
-    async with engine.connect() as connection:
-        assert await take_key(connection, "k", "a") is KeyState.OWN
-        assert await take_key(connection, "k", "a") is KeyState.OWN
-        assert await take_key(connection, "k", "b") is KeyState.ANOTHERS
-        await give_key_back(connection, "k", "b")
-        assert await take_key(connection, "k", "b") is KeyState.ANOTHERS
-        await give_key_back(connection, "k", "a")
-        assert await take_key(connection, "k", "b") is KeyState.OWN
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        assert await take_key(driver, "k", "a") is KeyState.OWN
+        assert await take_key(driver, "k", "a") is KeyState.OWN
+        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
+        await give_key_back(driver, "k", "b")
+        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
+        await give_key_back(driver, "k", "a")
+        assert await take_key(driver, "k", "b") is KeyState.OWN
         await connection.execute(text("UPDATE feedback_keys SET at = now() - interval '25 hours'"))
-        assert await forget_keys(connection) == 1
+        assert await forget_keys(driver) == 1
     record = msgspec.structs.replace(statement("reward", 1.0, key="k", episode="e"), body_hash="a")
     await Ingester().store(engine, [record])
-    async with engine.connect() as connection:
-        assert await take_key(connection, "k", "a") is KeyState.STORED
-        assert await take_key(connection, "k", "b") is KeyState.ANOTHERS
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        assert await take_key(driver, "k", "a") is KeyState.STORED
+        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
 
 
 def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(

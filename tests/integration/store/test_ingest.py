@@ -9,9 +9,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.database import driver_of
 from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
-from store.link.settle import known_targets
+from store.questions import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import SpoolRecord, ToolCall
 from store.schema.partitions import partition_name
@@ -127,9 +128,10 @@ async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -
 async def test_known_targets(engine: AsyncEngine) -> None:
     record = call(response_id="r1")
     await store(engine, record)
-    async with engine.connect() as connection:
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
         asked = [("episode", "e1"), ("response", "r1"), ("call", str(record.id)), ("episode", "x")]
-        assert await known_targets(connection, asked) == set(asked[:3])
+        assert await known_targets(driver, asked) == set(asked[:3])
 
 
 @pytest.mark.parametrize("changes", [{"status": "lost"}, {"trainable": False, "reason": None}])

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
+from store.database import driver_of
 from store.link.joins import (
     DOUBTFUL_CALL,
     DOUBTFUL_NEED,
@@ -19,10 +20,9 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
-from store.link.settle import known_targets
+from store.questions import known_targets, pinned_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
-from store.version_queries import pinned_episodes
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import same_in_any_order
@@ -94,9 +94,10 @@ async def test_a_joined_key_stays_valid(engine: AsyncEngine) -> None:
     [episode] = await episodes(engine)
     assert len(episode.calls) == 3
     assert [said.value for said in episode.feedback] == [0.5]
-    async with engine.connect() as connection:
-        assert await known_targets(connection, [("episode", "b")]) == {("episode", "b")}
-        pins = {key: version for _, key, version in await pinned_episodes(connection, 10)}
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        assert await known_targets(driver, [("episode", "b")]) == {("episode", "b")}
+        pins = {key: version for _, key, version in await pinned_episodes(driver, 10)}
     assert pins == {"a": 0, "b": 0}
 
 

@@ -12,9 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.claim_query import ClaimRule
 from store.claims import NON_FINITE, Claim, expire, set_aside
+from store.database import driver_of
 from store.link.joins import TOO_LATE
+from store.questions import pinned_episodes, pinned_version
 from store.records import CallRecord, SpoolRecord
-from store.version_queries import idle_versions, pinned_episodes, pinned_version
+from store.version_queries import idle_versions
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.episodes import keys
@@ -241,8 +243,9 @@ async def test_what_one_policy_holds_no_later_part_changes(engine: AsyncEngine) 
 
 async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) -> None:
     await store(engine, *calls_of("e", ["checker", "writer"]), *halves(version=2))
-    async with engine.connect() as connection:
-        pins = {(policy, key): v for policy, key, v in await pinned_episodes(connection, 10)}
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        pins = {(policy, key): v for policy, key, v in await pinned_episodes(driver, 10)}
         assert pins == {
             ("writes", "e"): 1,
             ("checks", "e"): 3,
@@ -252,8 +255,8 @@ async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) 
             ("checks", "second"): 3,
         }
         for (policy, key), version in pins.items():
-            assert await pinned_version(connection, policy, key) == version
-        assert await pinned_version(connection, "m", "e") is None
+            assert await pinned_version(driver, policy, key) == version
+        assert await pinned_version(driver, "m", "e") is None
 
 
 async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine) -> None:

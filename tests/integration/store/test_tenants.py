@@ -14,9 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.feedback_body import parse_feedback
 from store import claims
 from store.claim_query import ClaimRule
+from store.database import driver_of
 from store.deleting import delete_episode
 from store.ids import new_id
-from store.link.settle import known_targets
+from store.questions import known_targets
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
 from store.selecting import Selection, named, selected
 from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
@@ -157,10 +158,11 @@ async def test_targets_of_another_tenant_are_as_unknown_as_those_that_nobody_has
     await Ingester().store(engine, [call])
     names = {"call": str(call.id), "response": "r", "episode": "k"}
     names["episode"] = call.episode.partition(SEPARATOR)[2]
-    async with engine.connect() as connection:
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
         for tenant, known in (("a", 3), ("b", 0), (DEFAULT, 0)):
             wanted = [(kind, scoped(tenant, name)) for kind, name in names.items()]
-            assert len(await known_targets(connection, wanted)) == known
+            assert len(await known_targets(driver, wanted)) == known
 
 
 async def test_a_tenants_episodes_are_deleted_and_no_others_of_their_names(

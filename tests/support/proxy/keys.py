@@ -5,7 +5,8 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys import NO_LIMITS, Limits, Scope, create_key
+from store.grants import NO_LIMITS, Limits, Scope
+from store.keys import create_key
 from store.tenants import DEFAULT
 from tests.integration.conftest import Proxy
 from tests.support.waiting import eventually

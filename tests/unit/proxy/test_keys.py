@@ -29,7 +29,8 @@ from proxy.keys import (
     without_credentials,
 )
 from proxy.settings import Access
-from store.keys import MARK, Grant, KeyRing, Scope, hash_of, new_secret
+from store.grants import MARK, Grant, KeyRing, Scope, hash_of
+from store.keys import new_secret
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:

@@ -95,9 +95,16 @@ def test_what_is_wrong_is_named_without_the_login(url: str, message: str) -> Non
     assert "secret" not in str(raised.value)
 
 
-def test_the_command_line_starts_without_a_database_driver() -> None:
-    modules = "pawl.cli, pawl.serving.supervisor"
-    program = f"import sys, {modules}; print({{'sqlalchemy', 'asyncpg'}} & {{*sys.modules}})"
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("pawl.cli, pawl.serving.supervisor", {"sqlalchemy", "asyncpg"}),
+        # It would be a third of a worker's memory.
+        ("pawl.serving.child, proxy.worker", {"sqlalchemy"}),
+    ],
+)
+def test_process_starts_without_what_it_does_not_use(modules: str, without: set[str]) -> None:
+    program = f"import sys, {modules}; print({without} & {{*sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )

@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import BadKey
-from store.keys import (
-    ID_BYTES,
-    MARK,
-    SCOPES,
-    check_name,
-    check_tenant,
-    hash_of,
-    new_secret,
-    read_scopes,
-)
+from store.grants import ID_BYTES, MARK, SCOPES, hash_of
+from store.keys import check_name, check_tenant, new_secret, read_scopes
 from store.tenants import (
     DEFAULT,
     PATTERN,

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.keys import Limits, Scope
+from store.grants import Limits, Scope
 from tests.integration.conftest import Proxy
 from tests.support.proxy.keys import bearer, made, taken
 from tests.support.servers.fake_upstream import FakeUpstream

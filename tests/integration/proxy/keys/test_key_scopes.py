@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.tenants import FIELDS
-from store.keys import SCOPES
+from store.grants import SCOPES
 from store.tenants import DEFAULT
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, StartProxy

@@ -7,8 +7,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.database import driver_of
+from store.questions import pinned_episodes, pinned_version
 from store.records import CallRecord
-from store.version_queries import idle_versions, pinned_episodes, pinned_version
+from store.version_queries import idle_versions
 from store.version_states import ensure_base
 from store.versions import POLICY_STATES, UNSERVED, PolicyState
 from store.write.ingest import Ingester
@@ -122,8 +124,9 @@ async def test_an_episode_that_moved_uses_its_new_version_alone(
     assert await idle(engine, "published") == [6]
     # The first one may be unloaded, however long the episode goes on.
     assert 1 in await idle(engine, "retired")
-    async with engine.connect() as connection:
-        assert await pinned_version(connection, "m", "e") == 5
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        assert await pinned_version(driver, "m", "e") == 5
 
 
 async def test_a_joined_episode_goes_on_with_the_version_that_its_last_part_moved_to(
@@ -137,8 +140,9 @@ async def test_a_joined_episode_goes_on_with_the_version_that_its_last_part_move
     for record in reversed(records):
         await Ingester().store(engine, [record])
     assert await idle(engine, "published") == [1]
-    async with engine.connect() as connection:
-        pins = {key: version for _, key, version in await pinned_episodes(connection, 10)}
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        pins = {key: version for _, key, version in await pinned_episodes(driver, 10)}
     assert pins == {"first": 5, "second": 5}
 
 

@@ -1,0 +1,77 @@
+"""Connect to PostgreSQL by its driver alone, and tell what the driver's errors mean.
+
+Callers wait and retry while the database is unavailable. One that accepts no record at all for now,
+whatever the record contains, counts as unavailable too.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import asyncpg
+
+from store.settings import read_url
+
+# For all hosts together.
+CONNECT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 60.0
+
+Connect = Callable[[], Awaitable[Any]]
+
+
+def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) -> Connect:
+    """Return what connects to `database_url`; its hosts are tried in their order, as libpq does.
+
+    A statement may take `limit_s` seconds.
+
+    Raises:
+        StoreError: see `read_url`.
+    """
+    dsns, timeout_s = read_url(database_url)
+    connect_s = timeout_s or CONNECT_TIMEOUT_S / len(dsns)
+
+    async def connect() -> Any:
+        # The driver itself would have one time limit for all hosts: the first one takes it all.
+        for dsn in dsns[:-1]:
+            try:
+                return await asyncpg.connect(dsn, timeout=connect_s, command_timeout=limit_s)
+            except Exception as error:
+                if not is_away(error):
+                    raise
+        return await asyncpg.connect(dsns[-1], timeout=connect_s, command_timeout=limit_s)
+
+    return connect
+
+
+_AWAY: Final = (
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.OperatorInterventionError,
+    asyncpg.InvalidCatalogNameError,
+    # During a failover no host may be the primary.
+    asyncpg.TargetServerAttributeNotMatched,
+    # No record is at fault: full disk, deadlock, read-only standby, schema being migrated.
+    asyncpg.InsufficientResourcesError,
+    asyncpg.TransactionRollbackError,
+    asyncpg.PostgresSystemError,
+    asyncpg.ReadOnlySQLTransactionError,
+    asyncpg.SyntaxOrAccessError,
+    asyncpg.InvalidCachedStatementError,
+)
+
+
+def is_away(error: BaseException) -> bool:
+    """Return whether the driver's `error` means that PostgreSQL may come back by itself."""
+    # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
+    # then the record is at fault, and waiting would not help.
+    return (isinstance(error, _AWAY) or _was_ended(error)) and not isinstance(error, ValueError)
+
+
+def _was_ended(error: BaseException) -> bool:
+    """Return whether the server ended the session while asyncpg was still reading why.
+
+    Until it has seen the end of the connection, asyncpg counts the message as an operation that is
+    in progress (MagicStack/asyncpg issue 1069).
+    """
+    return isinstance(error, asyncpg.InternalClientError) and "another operation" in str(error)

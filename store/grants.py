@@ -1,0 +1,55 @@
+"""Say what API keys allow, and by which hash a key is known: all that workers know of them."""
+
+from hashlib import sha256
+from typing import Final, Literal, get_args
+
+from store.records import Record
+from store.tenants import DEFAULT
+
+MARK: Final = b"pawl_"
+ID_BYTES: Final = 8
+
+Scope = Literal["infer", "feedback", "read", "train", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
+
+
+class Limits(Record, frozen=True, kw_only=True):
+    """Limit the requests of a key to each port of one proxy. None: no limit.
+
+    `per_minute` is how many may begin in any 60 seconds, `at_once` how many may run. Once calls
+    that ended in the last 60 seconds took `tokens_per_minute` tokens, no other may begin.
+    """
+
+    per_minute: int | None = None
+    at_once: int | None = None
+    tokens_per_minute: int | None = None
+
+
+NO_LIMITS: Final = Limits()
+
+
+class Grant(Limits, frozen=True, kw_only=True):
+    """What a worker knows of a key: its SHA-256, and what its bearer may do."""
+
+    id: str
+    hash: bytes
+    scopes: tuple[Scope, ...]
+    tenant: str = DEFAULT
+
+
+class KeyRing(Record, frozen=True, kw_only=True):
+    """The grants of all keys that are not revoked, and the tenants that ever had a key.
+
+    `made`: a key was made at some time. `seen`: the database said so; a proxy that has not reached
+    it yet does not know.
+    """
+
+    made: bool
+    seen: bool = True
+    grants: tuple[Grant, ...] = ()
+    tenants: tuple[str, ...] = ()
+
+
+def hash_of(key: bytes) -> bytes:
+    """Return the hash by which a key is stored, 32 bytes."""
+    return sha256(key).digest()

@@ -1,0 +1,110 @@
+"""Ask what workers have to know of the database while they serve.
+
+All of it is asked on the driver's own connection: with SQLAlchemy a worker would take a third more
+memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from store.tenants import bare, same_tenant
+
+# What feedback is about
+
+# By kind of target: name, episode and call of those whose names are in the one parameter. A call's
+# id is stored without its tenant, who is known by the episode's key (`_kept_names`).
+_STORED: Final[Mapping[str, str]] = {
+    "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
+    "response": """SELECT response_id, episode_id, id, response_id FROM transitions
+        WHERE response_id = ANY($1)""",
+    "call": """SELECT t.id::text, t.episode_id, t.id, e.key
+        FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        WHERE t.id = ANY($1::text[]::uuid[])""",
+}
+
+
+class Target(NamedTuple):
+    """Name a target that feedback may use, with the episode and call that it stands for."""
+
+    kind: str
+    name: str
+    episode_id: UUID
+    call_id: UUID | None
+
+
+async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
+    """Return those of the (kind, name) pairs that are stored."""
+    asked = set(wanted)
+    return [
+        Target(kind, name, episode_id, call_id)
+        for kind, names in _by_kind(asked).items()
+        for name, episode_id, call_id in _kept_names(kind, await driver.fetch(_STORED[kind], names))
+        if (kind, name) in asked
+    ]
+
+
+async def known_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return those of the (kind, name) pairs that are stored."""
+    return {(target.kind, target.name) for target in await stored_targets(driver, wanted)}
+
+
+def _by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    by_kind: dict[str, list[str]] = {}
+    for kind, name in wanted:
+        by_kind.setdefault(kind, []).append(bare(name) if kind == "call" else name)
+    return by_kind
+
+
+def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
+    """Yield name, episode and call of stored targets: of a call the name that its tenant has."""
+    for name, episode_id, call_id, of_tenant in rows:
+        yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
+
+
+# Responses that an API keeps under their ids, to be gone on from
+
+# Other APIs' replies may have any id, also one that their client chose.
+_RESPONSES: Final = (
+    "SELECT DISTINCT response_id FROM transitions WHERE response_id = ANY($1) AND dialect = $2"
+)
+
+
+async def known_responses(driver: Any, names: Sequence[str], dialect: str) -> set[str]:
+    """Return which of these ids, as kept for their tenants, calls of a wire format got."""
+    return {row[0] for row in await driver.fetch(_RESPONSES, list(names), dialect)}
+
+
+# Versions that episodes keep
+
+_PINNED: Final = """
+    SELECT p.policy, e.key, p.latest
+    FROM episodes e JOIN episode_policies p ON p.episode_id = COALESCE(e.root, e.id)
+    WHERE (e.method <> 'own' OR e.linked) AND e.last_call_at > now() - interval '1 day'
+    ORDER BY e.last_call_at DESC LIMIT $1
+"""
+_PINNED_VERSION: Final = """
+    SELECT p.latest FROM episodes e JOIN episode_policies p
+        ON p.episode_id = COALESCE(e.root, e.id)
+    WHERE e.key = $1 AND p.policy = $2
+"""
+
+
+async def pinned_episodes(driver: Any, most: int) -> list[tuple[str, str, int]]:
+    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
+
+    The version is the one that an episode goes on with: one that had to leave its first has moved
+    to a newer one. An episode that became a part of another goes on with that episode's. At most
+    `most`.
+    """
+    rows = await driver.fetch(_PINNED, most)
+    return [(row["policy"], row["key"], row["latest"]) for row in rows]
+
+
+async def pinned_version(driver: Any, policy: str, episode: str) -> int | None:
+    """Return the version of `policy` that an episode goes on with.
+
+    None: it has no call of that policy yet.
+    """
+    version: int | None = await driver.fetchval(_PINNED_VERSION, episode, policy)
+    return version
