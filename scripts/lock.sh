@@ -31,6 +31,8 @@ lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
   --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev
 lock requirements/trainer-cpu.txt "${PIP_FIND_LINKS:-$find_links}" -c requirements/cpu.txt \
   --extra trainer --extra serve-cpu --extra demo
+# A GiB that nothing uses without a GPU.
+sed -i '/^triton==/d' requirements/trainer-cpu.txt
 # The CUDA build of torch wants a triton of its own.
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"
