@@ -5,10 +5,10 @@ PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo example test slow serving check format docs lock images clean
+.PHONY: help install demo example test slow serving compose-test check format docs lock images clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install:  ## make .venv with everything in it (PYTHON=python3.12: with this Python)
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/install.py
@@ -30,6 +30,9 @@ slow: install  ## the other tests: kills, full disks, a real vLLM for minutes
 
 serving:  ## the serving role's tests on another Python, without torch (PYTHON=python3.13)
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/serving_tests.py $(ARGS)
+
+compose-test:  ## docker-compose.yml for real: calls, an update, kills, a second start
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/compose_test.py
 
 check: install  ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check $(CODE)
