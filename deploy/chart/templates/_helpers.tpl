@@ -55,6 +55,14 @@ securityContext:
 {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end }}
 {{- end }}
 
+{{/* Where the chart's vLLM fetches versions from, if it does. */}}
+{{- define "pawl.source" -}}
+{{- if not .Values.adapters.existingClaim }}
+{{- $trainer := printf "http://%s-trainer:8102/adapters" .Release.Name }}
+{{- .Values.settings.PAWL_ADAPTER_SOURCE | default (ternary $trainer "" .Values.trainer.enabled) }}
+{{- end }}
+{{- end }}
+
 {{/* The settings of a role: include "pawl.env" (list . "proxy" (dict "PAWL_LISTEN" "0.0.0.0:8100")). */}}
 {{- define "pawl.env" -}}
 {{- $root := index . 0 }}
@@ -68,15 +76,21 @@ securityContext:
 {{- if $values.vllm.enabled }}
 {{- $_ := set $env "PAWL_UPSTREAM_URL" (printf "http://%s-vllm:8000/v1" $release) }}
 {{- end }}
-{{- if and $values.trainer.enabled (not $values.adapters.existingClaim) }}
-{{- $_ := set $env "PAWL_ADAPTER_SOURCE" (printf "http://%s-trainer:8102/adapters" $release) }}
+{{- $source := include "pawl.source" $root }}
+{{- with $source }}
+{{- $_ := set $env "PAWL_ADAPTER_SOURCE" . }}
 {{- end }}
 {{- $env = mergeOverwrite $env $values.settings }}
 {{- if and (has $role (list "trainer" "steward")) (not $values.adapters.existingClaim) }}
-{{- with ternary (list (printf "http://%s-vllm:8104/v1" $release)) $values.adapters.servers $values.vllm.enabled }}
+{{- $fetching := and $source (list (printf "http://%s-vllm:8104/v1" $release)) }}
+{{- with ternary $fetching $values.adapters.servers $values.vllm.enabled }}
 {{- $_ := set $env "PAWL_UPSTREAM_URL" (first .) }}
 {{- $_ := set $env "PAWL_REPLICA_URLS" (rest . | join ",") }}
 {{- end }}
+{{- end }}
+{{- if and (eq $role "trainer") $values.vllm.enabled $values.settings.PAWL_POLICIES }}
+# PAWL_POLICY is what vLLM serves, and trained are all of the file.
+{{- $_ := set $env "PAWL_POLICY" "" }}
 {{- end }}
 {{- range $name, $value := mergeOverwrite $env (index . 2) }}
 - {name: {{ $name }}, value: {{ include "pawl.text" $value | quote }}}

@@ -131,12 +131,13 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, s
 
 
 @pytest.fixture(scope="module")
-def render(helm: Callable[..., tuple[int, str]]) -> Callable[[str], list[Object]]:
-    """Return the chart's objects with a file of values."""
+def render(helm: Callable[..., tuple[int, str]]) -> Render:
+    """Return the chart's objects with a file of values, and some more."""
 
     @cache
-    def rendered(values: str) -> list[Object]:
-        status, text = helm("template", "pawl", CHART, "--values", VALUES[values])
+    def rendered(values: str, *more: str) -> list[Object]:
+        words = [word for one in more for word in ("--set", one)]
+        status, text = helm("template", "pawl", CHART, "--values", VALUES[values], *words)
         assert status == 0, text
         return [one for one in yaml.safe_load_all(text) if one]
 
@@ -348,6 +349,23 @@ def test_adapters_that_are_not_shared_are_fetched_from_the_trainer(
         assert "secrets" not in mounts(beside)
 
 
+@pytest.mark.parametrize(
+    ("source", "port"), [("", 8000), ("settings.PAWL_ADAPTER_SOURCE=http://t:8102/adapters", 8104)]
+)
+def test_chart_vllm_fetches_adapters_only_where_there_are_some(
+    render: Render, source: str, port: int
+) -> None:
+    objects = render("vllm", "trainer.enabled=false", *filter(None, [source]))
+    found = pods(objects)
+    fetches = port == 8104
+    assert ("adapters" in found["vllm"].containers) == fetches
+    service = of_kind(objects, "Service")["pawl-vllm"]
+    named = {one["targetPort"] for one in service["spec"]["ports"]}
+    assert named == set(found["vllm"].ports) == {"http", *(["adapters"] if fetches else [])}
+    steward = found["steward"].environment
+    assert steward["PAWL_UPSTREAM_URL"] == f"http://pawl-vllm:{port}/v1"
+
+
 def test_vllm_is_started_as_in_compose(render: Render) -> None:
     settings = {
         "PAWL_MODEL": "Qwen/Qwen3-8B",
@@ -429,8 +447,38 @@ def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
     }
     own, dns, *listed = policy["spec"]["egress"]
     assert own["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
-    assert {port["port"] for port in dns["ports"]} == {53}
+    ways = {(port["port"], port["protocol"]) for port in dns["ports"]}
+    assert ways == {(number, way) for number in (53, 5353) for way in ("UDP", "TCP")}
     assert listed == given["egress"]
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "ports"),
+    [
+        ("minimal", ["networkPolicy.enabled=true"], []),
+        ("monitoring", [], ["metrics", 8000]),
+        ("monitoring", ["monitoring.enabled=false"], ["metrics"]),
+    ],
+)
+def test_prometheus_reaches_what_it_scrapes_and_only_if_it_is_named(
+    render: Render, values: str, more: list[str], ports: list[str | int]
+) -> None:
+    [policy] = of_kind(render(values, *more), "NetworkPolicy").values()
+    _clients, *rules, _own_pods = policy["spec"]["ingress"]
+    assert [port["port"] for rule in rules for port in rule["ports"]] == ports
+
+
+def test_first_start_may_download_a_model_for_as_long_as_the_guide_waits(render: Render) -> None:
+    commands = re.findall(
+        r"^helm (?:install|upgrade) .*", (ROOT / "docs/howto/kubernetes.md").read_text(), re.M
+    )
+    assert len(commands) == 2
+    assert all("--wait --timeout 30m" in command for command in commands)
+    waits = {
+        name: one["spec"].get("progressDeadlineSeconds")
+        for name, one in of_kind(render("vllm"), "Deployment").items()
+    }
+    assert waits == {"pawl-trainer": 3600, "pawl-vllm": 3600, "pawl-steward": None}
 
 
 def test_values_in_documents_are_taken_together(
@@ -461,6 +509,9 @@ def test_values_in_documents_are_taken_together(
         ("settings.PAWL_LISTEN=0.0.0.0:80", "/settings/PAWL_LISTEN"),
         ("settings.PAWL_ACCESS=loopback", "/settings/PAWL_ACCESS"),
         ("settings.PAWL_STOP_GRACE_S=null", "'PAWL_STOP_GRACE_S'"),
+        ("settings.PAWL_VLLM_ARGS=--seed=1", "set vllm.args"),
+        ("settings.PAWL_VLLM_DTYPE=auto", "set --dtype in vllm.args"),
+        ("settings.PAWL_SERVE_GPUS=0", "set vllm.resources"),
         ("settings.workers=2", "'workers'"),
         ("proxy.image=pawl-proxy:latest", "/proxy/image"),
         ("proxy.image=registry:5000/pawl-proxy", "/proxy/image"),
