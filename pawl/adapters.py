@@ -45,11 +45,17 @@ async def run(settings: AdaptersSettings) -> None:
     stop = stop_event()
     async with AsyncExitStack() as exits:
         limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        session = await exits.enter_async_context(aiohttp.ClientSession(timeout=limit))
+        # A model server closes idle connections after 5 s, and no POST is sent again by itself.
+        pool = aiohttp.TCPConnector(keepalive_timeout=3.0)
+        session = await exits.enter_async_context(
+            aiohttp.ClientSession(connector=pool, timeout=limit)
+        )
         server = AdapterServer(settings, session)
-        exits.push_async_callback(server.files.close)
+        server.files.hold()
         port = await listen_on(server.app(), settings.adapters_listen)
         exits.push_async_callback(port.cleanup)
+        # First, as the port waits for those who wait for files.
+        exits.push_async_callback(server.files.close)
         log.info("adapters_up", replica=server.url, folder=str(server.files.root))
         await stop.wait()
     log.info("adapters_down")

@@ -17,7 +17,7 @@ from store.embedded import EmbeddedPostgres
 from store.metrics import count_build
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
-from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
+from trainer.errors import NotFetched, ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.distributed import Leader, follow, has_companions, is_follower
 from trainer.learners.kernels.process import give_freed_memory_back, keep_freed_memory
 from trainer.learners.learner import Learner
@@ -88,11 +88,14 @@ async def _work(
         by_policy = {n: r.model_dump(mode="json") for n, r in zip(policies, recipes, strict=True)}
         trackers = Trackers(settings.trackers, settings.tracking_dir, by_policy)
         stack.callback(trackers.close)
+        count_build()
+        # Model servers may want versions while the model is loaded, which takes minutes.
+        is_up = asyncio.Event()
+        port = await listen_on(port_app(settings, is_up), settings.trainer_listen)
+        stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)
-        count_build()
-        port = await listen_on(port_app(settings), settings.trainer_listen)
-        stack.push_async_callback(port.cleanup)
+        is_up.set()
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [
             _worker(
@@ -116,17 +119,19 @@ async def _work(
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
-                if isinstance(error, UpstreamAway):
+                if isinstance(error, UpstreamAway) and not isinstance(error, NotFetched):
                     for policy, breaker in breakers.items():
                         breaker.doubt("the model servers were away, and may be others now")
                         show_pause(policy, breaker.reason)
             await asyncio.sleep(RETRY_S)
 
 
-def port_app(settings: TrainerSettings) -> web.Application:
-    """Return what the port answers: `/metrics`, and versions' files where the source is HTTP."""
+def port_app(settings: TrainerSettings, is_up: asyncio.Event) -> web.Application:
+    """Return what the port answers: `/metrics` once it is up, versions' files by an HTTP source."""
 
     async def metrics(_: web.Request) -> web.Response:
+        if not is_up.is_set():
+            raise web.HTTPServiceUnavailable(text="the model is being loaded")
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()

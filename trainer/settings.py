@@ -47,7 +47,7 @@ class SourceSettings(Settings):
     adapter_dir: Path = Field(
         default=Path("var/adapters"),
         description="folder of policy versions, which steward and model servers see under the same "
-        "path; with PAWL_ADAPTER_SOURCE each machine has one of its own",
+        "path; with PAWL_ADAPTER_SOURCE each process has one of its own",
     )
     adapter_source: Annotated[str, AfterValidator(_is_url)] | None = Field(
         default=None,

@@ -105,7 +105,12 @@ async def _load(server: ModelServer, target: RollbackTarget) -> bool:
     if not belonging([version, target.base], listed):
         return False
     if to_load([version], listed):
-        await load_version(server, version)
+        try:
+            await load_version(server, version)
+        except NotFetched:
+            # The server's machine may have had the files, though this one gets none for now.
+            if to_load([version], await server.models()):
+                raise
     return True
 
 

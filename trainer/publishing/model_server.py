@@ -36,6 +36,8 @@ NEUTRAL: Final[Mapping[str, float]] = {
 # A list of models needs no engine: a server that takes longer for it counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
+# Whatever stands before a server says so of one that does not answer; no model server says it.
+GATEWAY_ERRORS: Final = (502, 504)
 # A `pawl adapters` says so that it has not the files; no model server says that of a load.
 NOT_FETCHED: Final = 424
 # What reading an answer ends in that has not, or not in that shape, what was asked for.
@@ -277,6 +279,8 @@ class ModelServer:
         limit = aiohttp.ClientTimeout(total=within_s)
         try:
             async with self._session.request(method, url, json=body, timeout=limit) as response:
+                if response.status in GATEWAY_ERRORS:
+                    response.raise_for_status()
                 is_json = response.content_type == "application/json"
                 return response.status, await (response.json() if is_json else response.text())
         # Of these ValueError is an answer that is no JSON, though it says so.
@@ -336,7 +340,10 @@ class Replicas:
         answers: dict[ModelServer, T] = {}
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
-            if isinstance(result, UpstreamAway):
+            if isinstance(result, NotFetched):
+                # The server itself is there, and remains the same one.
+                away.append(result)
+            elif isinstance(result, UpstreamAway):
                 if server not in self._away:
                     log.warning("replica_away", replica=server.url, reason=str(result))
                 self._away.add(server)

@@ -92,19 +92,29 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
     Raises:
         FilesAltered: the files are not those that were written; it is not loaded.
         FilesUnread: they cannot be read for now; it is not loaded.
-        NotFetched: they cannot be fetched for now, here or by the server; it is not loaded.
+        NotFetched: they cannot be fetched for now, here or by the server. If the server's machine
+            has them, it is loaded, though nobody here could compare what is served.
         PublishError: the server refuses it.
         Misserved: the server serves it otherwise than it was trained; it is unloaded again.
         UpstreamAway: the server does not answer.
     """
     folder = Path(version.adapter_path or "")
-    await check_files(version, await server.files.fetch(folder, version.manifest_sha256))
+    not_here: NotFetched | None = None
+    try:
+        await check_files(version, await server.files.fetch(folder, version.manifest_sha256))
+    except NotFetched as error:
+        if version.manifest_sha256 is None:
+            raise
+        # The server's `pawl adapters` checks the files by that hash.
+        not_here = error
     listed = await server.models()
     if has_other_files(version, listed):
         other = listed[version.served_name].get("root")
         log.error("adapter_has_other_files", version=version.served_name, served=other)
         await server.unload(version.served_name)
     await server.load(version.served_name, folder, version.manifest_sha256)
+    if not_here is not None:
+        raise not_here
     await check_served(server, version)
 
 

@@ -11,11 +11,13 @@ next try goes on from there, also after a kill.
 
 import asyncio
 import errno
+import fcntl
+import os
 import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -176,7 +178,10 @@ class Source:
     def sizes(self, folder: Path) -> dict[str, int]:
         """Return the size of each served file of a version, in bytes."""
         with self.asking(folder):
-            return {name: int(self.system.size(self.place(folder, name)) or 0) for name in SERVED}
+            sizes = {name: self.system.size(self.place(folder, name)) for name in SERVED}
+        if unknown := [name for name, size in sizes.items() if size is None]:
+            raise NotFetched(f"{self.shown} does not say how large {unknown[0]} is")
+        return sizes
 
     def pieces(self, folder: Path, name: str, start: int = 0) -> Iterator[bytes]:
         """Yield a file of a version from byte `start` on, in pieces."""
@@ -206,9 +211,8 @@ class UploadedFiles(AdapterFiles):
             TrainerError: there is no such kind of store.
         """
         self._source = Source(url)
-        # The manifests that were uploaded, or found there, by the folder.
-        self._there: dict[Path, str] = {}
         self._lock = asyncio.Lock()
+        self._stopped = threading.Event()
 
     async def offer(self, folder: Path) -> None:
         """Upload a version that is not there yet, its manifest last."""
@@ -216,28 +220,33 @@ class UploadedFiles(AdapterFiles):
             await asyncio.to_thread(self._upload, folder)
 
     def _upload(self, folder: Path) -> None:
-        with self._source.asking(folder):
+        try:
             manifest = (folder / MANIFEST).read_bytes()
-            digest = sha256(manifest).hexdigest()
-            if self._there.get(folder) == digest:
+        except OSError as error:
+            raise NotFetched(f"{folder} cannot be uploaded ({error.strerror})") from error
+        system, place = self._source.system, self._source.place
+        with self._source.asking(folder):
+            is_there = all(system.exists(place(folder, name)) for name in (*SERVED, MANIFEST))
+            if is_there and system.cat_file(place(folder, MANIFEST)) == manifest:
                 return
-            system, place = self._source.system, self._source.place
-            listed = place(folder, MANIFEST)
-            if not system.exists(listed) or system.cat_file(listed) != manifest:
-                for name in (*SERVED, MANIFEST):
-                    system.put_file(str(folder / name), place(folder, name))
-                log.info("adapter_uploaded", folder=_name(folder))
-        self._there[folder] = digest
+            for name in (*SERVED, MANIFEST):
+                if self._stopped.is_set():
+                    raise NotFetched("the process is about to end")
+                system.put_file(str(folder / name), place(folder, name))
+        log.info("adapter_uploaded", folder=_name(folder))
 
     async def withdraw(self, folder: Path) -> None:
         """Remove a version from the store."""
         await asyncio.to_thread(self._remove, folder)
 
     def _remove(self, folder: Path) -> None:
-        self._there.pop(folder, None)
         with self._source.asking(folder):
             if self._source.system.exists(self._source.place(folder)):
                 self._source.system.rm(self._source.place(folder), recursive=True)
+
+    async def close(self) -> None:
+        """End an upload after the file at hand."""
+        self._stopped.set()
 
 
 class FetchedFiles(AdapterFiles):
@@ -257,6 +266,34 @@ class FetchedFiles(AdapterFiles):
         self._stopped = threading.Event()
         # What is under way, and what failed when nobody waited any more.
         self._fetches: dict[tuple[Path, str | None], asyncio.Task[Path]] = {}
+        # Where the trainer has what is here.
+        self._at_trainer: dict[Path, Path] = {}
+        self._held: Any = None
+
+    def hold(self) -> None:
+        """Keep the folder to this process, which alone knows what is in use there.
+
+        Raises:
+            TrainerError: another process uses it.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._held = self._lock_root()
+        except OSError as error:
+            raise TrainerError(f"PAWL_ADAPTER_DIR cannot be written to: {error}") from error
+
+    def _lock_root(self) -> Any:
+        """Return an open file, which keeps other processes from fetching into the folder."""
+        lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise NotFetched(
+                f"another process fetches into {self.root}: give each a PAWL_ADAPTER_DIR of its"
+                " own, or try again when it has ended"
+            ) from error
+        return lock
 
     async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
         """Fetch a version, unless its files are here, and right."""
@@ -280,16 +317,21 @@ class FetchedFiles(AdapterFiles):
         """End what is under way after the piece that is read now; the next start goes on there."""
         self._stopped.set()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
+        if self._held is not None:
+            self._held.close()
 
     def touch(self, policy: str, version: str) -> None:
         """Keep a version for some minutes longer, if it was fetched."""
-        mark = self._place(Path(policy.replace("/", "--")) / version) / _MARK
-        if mark.exists():
-            mark.touch()
+        # One that is gone need not be kept, nor what is not a version's name.
+        with suppress(NotFetched, FileNotFoundError):
+            folder = self._place(Path(policy.replace("/", "--"), version))
+            os.utime(folder / _MARK)
 
     def at_trainer(self, place: str) -> str:
         """Return where the trainer has what is in `place` here: elsewhere, if it was fetched."""
         mark = Path(place) / _MARK
+        if (known := self._at_trainer.get(mark.parent)) is not None:
+            return str(known)
         try:
             is_here = mark.parent.parent.parent == self.root
             return (is_here and mark.read_text()) or place
@@ -304,44 +346,58 @@ class FetchedFiles(AdapterFiles):
         return self.root.joinpath(*parts)
 
     async def _fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
-        async with self._lock:
-            try:
-                if self._stopped.is_set():
-                    raise NotFetched("the process is about to end")
-                in_use = await self._in_use()
-                return await asyncio.to_thread(self._ensure, folder, manifest_sha256, in_use)
-            except NotFetched as error:
-                log.error("adapter_not_fetched", folder=str(folder), reason=str(error))
-                raise
-
-    def _ensure(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
-        """Do the work of `fetch`."""
-        place = self._place(folder)
-        mark = place / _MARK
         try:
-            is_whole = _is_whole(place, expected)
-            if not is_whole and place.exists() and not mark.exists():
-                raise NotFetched(
-                    f"{place} was not fetched, and its files are not those that were written;"
-                    " restore it from a backup, or remove it"
-                )
-            if not is_whole:
-                self._fetch_folder(folder, place, expected, in_use)
-            if mark.exists() and mark.read_text() != str(folder):
-                mark.write_text(str(folder))
-            elif mark.exists():
-                mark.touch()
+            # What is here waits for no other version that is being fetched.
+            place = await asyncio.to_thread(self._find, folder, manifest_sha256)
+            if place is None:
+                async with self._lock:
+                    place = await asyncio.to_thread(self._find, folder, manifest_sha256)
+                    if place is None:
+                        used = await self._in_use()
+                        place = await asyncio.to_thread(
+                            self._fetch_one, folder, manifest_sha256, used
+                        )
+        except NotFetched as error:
+            log.error("adapter_not_fetched", folder=str(folder), reason=str(error))
+            raise
         except OSError as error:
             raise NotFetched(
                 f"{_name(folder)} cannot be kept in {self.root} ({error.strerror or error}): check"
                 " that disk, or lower PAWL_ADAPTER_DISK_GB"
             ) from error
+        self._at_trainer[place] = folder
         return place
 
-    def _fetch_folder(
-        self, folder: Path, place: Path, expected: str | None, in_use: Collection[Path]
-    ) -> None:
+    def _find(self, folder: Path, expected: str | None) -> Path | None:
+        """Return where a version is here, if it is, and its files are right."""
+        place = self._place(folder)
+        mark = place / _MARK
+        is_fetched = mark.exists()
+        if is_fetched:
+            # First, so that nothing removes it meanwhile.
+            os.utime(mark)
+        if not _is_whole(place, expected):
+            if place.exists() and not is_fetched:
+                raise NotFetched(
+                    f"{place} was not fetched, and its files are not those that were written;"
+                    " restore it from a backup, or remove it"
+                )
+            return None
+        if is_fetched and mark.read_text() != str(folder):
+            mark.write_text(str(folder))
+        return place
+
+    def _fetch_one(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
+        """Fetch a version, and return where it is."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if self._held else self._lock_root():
+            return self._fetch_folder(folder, expected, in_use)
+
+    def _fetch_folder(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
+        if self._stopped.is_set():
+            raise NotFetched("the process is about to end")
         started = time.monotonic()
+        place = self._place(folder)
         manifest = self._manifest(folder, expected)
         digest = sha256(manifest).hexdigest()
         sizes = self._source.sizes(folder)
@@ -354,7 +410,7 @@ class FetchedFiles(AdapterFiles):
             for name, right in _hashes(manifest).items():
                 self._fetch_file(folder, partial / name, sizes[name], right, started + FETCH_S)
             (partial / MANIFEST).write_bytes(manifest)
-            for path in (partial / MANIFEST, partial):
+            for path in (partial / MANIFEST, partial / _MARK, partial):
                 sync(path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -366,6 +422,7 @@ class FetchedFiles(AdapterFiles):
         sync(place.parent)
         seconds = round(time.monotonic() - started, 2)
         log.info("adapter_fetched", folder=str(place), seconds=seconds)
+        return place
 
     def _manifest(self, folder: Path, expected: str | None) -> bytes:
         """Return the manifest as the source has it, if it is the one that is expected."""
@@ -401,16 +458,21 @@ class FetchedFiles(AdapterFiles):
         }
         sizes = {other: sum(f.stat().st_size for f in other.iterdir()) for other in asked_at}
         held = sum(sizes.values())
-        for other in sorted(asked_at, key=lambda other: asked_at[other]):
-            is_idle = asked_at[other] < time.time() - IDLE_S and other not in in_use
-            if held + needed > self._most and is_idle:
-                remove(other)
-                held -= sizes[other]
-        if held + needed > self._most:
+        idle = {
+            other
+            for other, moment in asked_at.items()
+            if moment < time.time() - IDLE_S and other not in in_use
+        }
+        stays = held - sum(sizes[other] for other in idle)
+        if stays + needed > self._most:
             raise NotFetched(
                 f"it has {needed / 1e9:.3g} GB, and what is in use or was asked for lately has"
-                f" {held / 1e9:.3g} GB: raise PAWL_ADAPTER_DISK_GB, which is {self._most / 1e9:g}"
+                f" {stays / 1e9:.3g} GB: raise PAWL_ADAPTER_DISK_GB, which is {self._most / 1e9:g}"
             )
+        for other in sorted(idle, key=lambda other: asked_at[other]):
+            if held + needed > self._most:
+                remove(other)
+                held -= sizes[other]
 
     def _fetch_file(
         self, folder: Path, path: Path, size: int, expected: str, ends_at: float

@@ -20,7 +20,7 @@ from tests.support.steward.replicas import RunningSteward, assert_has, publish, 
 from tests.support.waiting import eventually, until
 from trainer.errors import NotFetched, PublishError, UpstreamAway
 from trainer.publishing.adapters import MANIFEST, SERVED, sha256_of, write_hashes
-from trainer.publishing.model_server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.sources import FetchedFiles
 from trainer.settings import SourceSettings
@@ -109,6 +109,54 @@ async def test_source_that_is_away_is_shown_and_asked_again(
         port.is_away = False
         for one in two:
             await assert_has(one.server, "m@1")
+
+
+async def test_server_loads_what_is_on_its_disk_while_the_trainer_is_away(
+    engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
+) -> None:
+    one = two[0]
+    probe = (ProbeRow(ids=(1, 2, 3), logprobs=(-2.0, -2.0)),)
+    await publish(engine, root, 1, probe=probe)
+    one.server.logprobs["m@1"] = -2.0
+    async with steward_of(engine, port, tmp_path / "steward", one):
+        await assert_has(one.server, "m@1")
+    port.is_away = True
+    # It was restarted, and so was the steward, on another machine.
+    one.server.loaded.clear()
+    async with steward_of(engine, port, tmp_path / "other", one) as steward:
+        await assert_has(one.server, "m@1")
+        # Nobody knows yet whether it is served as it was trained.
+        await until(lambda: bool(steward.reasons("unread")))
+        port.is_away = False
+        await until(lambda: not steward.reasons("unread"))
+    assert one.server.loads == ["m@1", "m@1"]
+
+
+async def test_server_that_gets_no_files_for_a_while_was_not_away(
+    two: list[Apart], port: TrainersPort, root: Path
+) -> None:
+    written = write(root)
+    async with Replicas([one.url for one in two]) as servers:
+        port.is_away = True
+        with pytest.raises(NotFetched):
+            await servers.load("m@1", written)
+        port.is_away = False
+        assert len(await servers.load("m@1", written)) == 2
+        assert servers.returns == 0
+
+
+async def test_gateway_that_gets_no_answer_says_nothing_about_a_version(
+    two: list[Apart], root: Path
+) -> None:
+    written = write(root)
+
+    async def hang_up() -> None:
+        raise asyncio.CancelledError
+
+    async with ModelServer(two[0].url) as server:
+        two[0].server.at_load = hang_up
+        with pytest.raises(UpstreamAway):
+            await server.load("m@1", written)
 
 
 async def test_altered_files_never_reach_a_server(two: list[Apart], root: Path) -> None:

@@ -1,5 +1,6 @@
 """A trainer publishes to model servers that do not see its folder."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -108,6 +109,10 @@ async def test_trainers_port_serves_files_where_it_is_the_source(
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / MANIFEST).write_text("{}")
     settings = TrainerSettings(adapter_dir=tmp_path, adapter_source=source)
-    async with TestClient(TestServer(port_app(settings))) as client:
+    is_up = asyncio.Event()
+    async with TestClient(TestServer(port_app(settings, is_up))) as client:
+        # While the model is loaded, too.
         assert (await client.get(f"/adapters/m/1/{MANIFEST}")).status == status
+        assert (await client.get("/metrics")).status == 503
+        is_up.set()
         assert "pawl_build_info" in await (await client.get("/metrics")).text()

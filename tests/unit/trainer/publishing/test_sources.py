@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -159,6 +160,42 @@ async def test_long_fetch_goes_on_and_its_end_is_told_to_who_asks_next(
         assert same(await files.fetch(written, None), written)
 
 
+async def test_version_that_is_here_waits_for_no_other(trainer: Path, tmp_path: Path) -> None:
+    here, other = write(trainer, 1), write(trainer, 2)
+    async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
+        place = await files.fetch(here, None)
+        served.goes_on.clear()
+        long = asyncio.create_task(files.fetch(other, None))
+        async with asyncio.timeout(5):
+            assert await files.fetch(here, sha256_of(here / MANIFEST)) == place
+        assert not long.done()
+        served.goes_on.set()
+        assert same(await long, other)
+
+
+async def test_folder_is_one_processs_alone(trainer: Path, tmp_path: Path) -> None:
+    written, own = write(trainer), tmp_path / "own"
+    async with fetching(f"file://{trainer}", own) as one, fetching(f"file://{trainer}", own) as two:
+        one.hold()
+        with pytest.raises(TrainerError, match="give each a PAWL_ADAPTER_DIR of its own"):
+            two.hold()
+        with pytest.raises(NotFetched, match="another process fetches into"):
+            await two.fetch(written, None)
+        place = await one.fetch(written, None)
+        # It may be read by anybody.
+        assert await two.fetch(written, None) == place
+
+
+async def test_files_that_were_put_there_are_known_by_the_trainers_path(
+    trainer: Path, tmp_path: Path
+) -> None:
+    written, own = write(trainer), tmp_path / "own"
+    shutil.copytree(trainer, own)
+    async with fetching(f"file://{trainer}", own) as files:
+        place = await files.fetch(written, None)
+        assert files.at_trainer(str(place)) == str(written)
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -263,6 +300,14 @@ async def test_versions_asked_for_longest_ago_make_room(trainer: Path, tmp_path:
     loaded.add(own / "m" / "1")
     await files.fetch(written[3], None)
     assert kept(own) == ["1", "4"]
+    age()
+    # For what can never fit nothing is removed.
+    (written[1] / WEIGHTS).write_bytes(b"2" * 5 * SIZE)
+    with pytest.raises(NotFetched, match="raise PAWL_ADAPTER_DISK_GB"):
+        await files.fetch(written[1], None)
+    assert kept(own) == ["1", "4"]
+    for policy in ("", "..", ".m", "n"):
+        files.touch(policy, "1")
     await files.close()
 
 
@@ -316,6 +361,10 @@ async def test_uploaded_version_is_fetched_and_withdrawn(trainer: Path, tmp_path
         before = (store / written.parent.name / "1" / WEIGHTS).stat().st_mtime_ns
         await UploadedFiles(f"file://{store}").offer(written)
         assert (store / written.parent.name / "1" / WEIGHTS).stat().st_mtime_ns == before
+        # What somebody deleted there is.
+        (store / written.parent.name / "1" / WEIGHTS).unlink()
+        await uploaded.offer(written)
+        assert same(store / written.parent.name / "1", written)
         await uploaded.withdraw(written)
         assert kept(store) == []
         # And nothing is lost by asking again.
