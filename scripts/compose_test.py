@@ -30,6 +30,11 @@ ENGINE: Final = ("scripts/engine.sh", "compose", "--project-name", "pawl-compose
 # The engine is that of the folder, whose files it sees.
 FILES: Final = ("docker-compose.yml", "dashboards", "config", "scripts/engine.sh")
 OPERATE: Final = "docs/howto/operate.md"
+KEYS: Final = "docs/howto/keys.md"
+# What a user may set. It is not for this.
+OFFERED: Final = frozenset(
+    re.findall(r"^#?(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
+)
 SERVICES: Final = (
     *("postgres", "vllm-cpu", "proxy", "trainer-cpu"),
     *("steward", "prometheus", "alertmanager", "grafana"),
@@ -91,7 +96,6 @@ class Containers:
             (folder / name).parent.mkdir(exist_ok=True)
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, folder / name)
-        (folder / "backup").mkdir()
         (folder / "config" / "recipe.toml").write_text(RECIPE)
         (folder / ".env").write_text(
             "COMPOSE_PROFILES=cpu,watch\nPAWL_RECIPE=config/recipe.toml\n"
@@ -109,24 +113,29 @@ class Containers:
             raise Failed(f"`docker compose {' '.join(words)}`: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def run_documented(self, page: str, line: str) -> None:
+    def run_documented(self, page: str, line: str, attempts: int = 1) -> None:
         """Run the commands of the page's block in which a line begins like this one.
 
         Raises:
-            Failed: one of them fails.
+            Failed: one of them fails, at each attempt.
         """
         [block] = [
             block
             for block in re.findall("```\\w+\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
             if f"\n{line}" in f"\n{block}"
         ]
-        done = self._run(["sh", "-ec", block.replace("docker compose", " ".join(ENGINE))])
-        if done.returncode:
-            raise Failed(f"{block}{done.stdout}{done.stderr}")
+        for _ in range(attempts):
+            done = self._run(["sh", "-ec", block.replace("docker compose", " ".join(ENGINE))])
+            if done.returncode == 0:
+                return
+        raise Failed(f"{block}{done.stdout}{done.stderr}")
 
     def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        # A user's own settings are not for this.
-        others = {k: v for k, v in os.environ.items() if not k.startswith(("PAWL_", "COMPOSE_"))}
+        others = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in OFFERED and not name.startswith(("PAWL_", "COMPOSE_"))
+        }
         return subprocess.run(
             command, cwd=self.folder, env=others, capture_output=True, text=True, check=False
         )
@@ -159,12 +168,17 @@ class Containers:
             connection.close()
 
     def up_since(self, moment: float) -> set[str]:
-        """Return the jobs whose last scrape was after `moment`, and was answered."""
+        """Return the jobs whose last scrape was after `moment`, and was answered.
+
+        A Prometheus that does not answer yet has none.
+        """
         query = f"up == 1 and timestamp(up) > {moment:.3f}"
         server = "http://127.0.0.1:9090"
-        said = self.inside(
-            "prometheus", "promtool", "query", "instant", "-o", "json", server, query
-        )
+        asked = ("promtool", "query", "instant", "-o", "json", server, query)
+        try:
+            said = self.inside("prometheus", *asked)
+        except Failed:
+            return set()
         return {series["metric"]["job"] for series in json.loads(said)}
 
 
@@ -264,7 +278,7 @@ def use(containers: Containers, agent: Agent) -> None:
         until("scrapes", lambda: containers.up_since(0) >= JOBS)
         notes.append(", ".join(sorted(JOBS)))
     with step("Prometheus scrapes with keys") as notes:
-        containers.run_documented("docs/howto/keys.md", "docker compose restart prometheus")
+        containers.run_documented(KEYS, "docker compose restart prometheus")
         agent.key = containers.inside("proxy", "pawl", "keys", "create", "agent").strip()
         until(
             "a call without a key is refused",
@@ -307,11 +321,17 @@ def start_again(containers: Containers, agent: Agent) -> None:
         containers.up()
         all_is_there(notes)
     with step("backup"):
-        containers.run_documented(OPERATE, "docker compose exec -T postgres pg_dump")
+        # The copies are of folders that are written to: see the page.
+        containers.run_documented(OPERATE, "docker compose exec -T postgres pg_dump", attempts=5)
     with step("down, without volumes, and restored") as notes:
         containers.compose("down", "--volumes")
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_restore")
         all_is_there(notes)
+    with step("Prometheus has a key again"):
+        containers.run_documented(OPERATE, "docker compose exec -T proxy pawl keys revoke metrics")
+        containers.run_documented(KEYS, "docker compose restart prometheus")
+        moment = time.time()
+        until("scrapes", lambda: containers.up_since(moment) >= JOBS)
 
 
 def main() -> None:

@@ -6,8 +6,8 @@
 # their own, one for the whole machine. There, this checkout and /tmp are at their own paths, and the
 # rest of the machine below /host.
 #
-# `scripts/engine.sh --images IMAGE...` pulls what is not here; what cannot be pulled gets a stand-in
-# (scripts/stand_ins.Dockerfile).
+# `scripts/engine.sh --images IMAGE...` pulls what is not here. In the engine made here, what cannot be
+# pulled gets a stand-in (scripts/stand_ins.Dockerfile); in an engine of yours nothing else bears its name.
 # `scripts/engine.sh --stop` ends the engine made here, and its containers; images and volumes stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -100,6 +100,8 @@ outside=""
 if docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1; then
     run() { docker "$@"; }
 elif podman info >/dev/null 2>&1; then
+    [ "${1-}" != compose ] || podman compose version >/dev/null 2>&1 ||
+        fail "podman has no Compose: install podman-compose, or start Docker with Compose 2.24 or newer"
     run() { podman "$@"; }
 else
     outside=/host
@@ -108,7 +110,13 @@ else
 fi
 if [ "${1-}" = --images ]; then
     for image in "${@:2}"; do
-        run image inspect "$image" >/dev/null 2>&1 || run pull "$image" 2>/dev/null || stand_in "$image"
+        if run image inspect "$image" >/dev/null 2>&1; then
+            continue
+        elif [ -z "$outside" ]; then
+            run pull "$image"
+        else
+            run pull "$image" 2>/dev/null || stand_in "$image"
+        fi
     done
 else
     run "$@"

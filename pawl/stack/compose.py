@@ -22,13 +22,25 @@ from trainer.settings import TrainerSettings
 
 DATABASE_PASSWORD: Final = "POSTGRES_PASSWORD"
 PASSWORDS: Final = (DATABASE_PASSWORD, "GRAFANA_ADMIN_PASSWORD")
+# PostgreSQL keeps the password of its first start.
+OTHER_PASSWORD: Final = (
+    "POSTGRES_PASSWORD is not the one that the database was made with: take it out of .env, or"
+    " start the database alone, `docker compose up --no-deps --wait postgres`, tell it, `docker"
+    " compose exec postgres psql --username=pawl --command \"ALTER ROLE pawl PASSWORD 'NEW'\"`, and"
+    " remove the old one, `docker compose run --rm --entrypoint rm setup"
+    " /run/secrets/POSTGRES_PASSWORD`"
+)
 
 
 def write_secrets(folder: Path, given: Mapping[str, str]) -> None:
     """Write the passwords into files of their names, and the URL of the database beside them.
 
-    One that is not `given` stays as it is, or else is made up.
+    One that is not `given` stays as it is, or else is made up. Status 2: the database has another
+    than is given.
     """
+    known, wanted = folder / DATABASE_PASSWORD, given.get(DATABASE_PASSWORD)
+    if wanted and known.exists() and known.read_text() != wanted:
+        fail(OTHER_PASSWORD)
     for name in PASSWORDS:
         file = folder / name
         if given.get(name) or not file.exists():

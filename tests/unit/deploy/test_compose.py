@@ -375,8 +375,22 @@ def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
     assert all(len(password) >= 32 for password in made)
     write_secrets(tmp_path, {})
     assert now() == made
+    write_secrets(tmp_path, {"POSTGRES_PASSWORD": made[0], "GRAFANA_ADMIN_PASSWORD": "other"})
+    assert now() == [made[0], "other"]
+
+
+def test_databases_password_is_given_at_the_first_start_or_never(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_secrets(tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
-    assert now() == ["p@ss/w:rd", made[1]]
+    before = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match="2"):
+        write_secrets(tmp_path, {"POSTGRES_PASSWORD": "new", "GRAFANA_ADMIN_PASSWORD": "new"})
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    for way in ("take it out of .env", "ALTER ROLE pawl", f"{SECRETS}/POSTGRES_PASSWORD"):
+        assert way in said
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
     url = (tmp_path / "DATABASE_URL").read_text()
     assert unquote(urlsplit(url).password or "") == "p@ss/w:rd"
 
@@ -485,6 +499,13 @@ def test_gpus_and_arguments_of_a_user_reach_vllm_and_the_trainer() -> None:
     command = shlex.split(services["vllm"]["command"])
     assert "--gpu-memory-utilization=0.9" in command
     assert command[-4:] == ["--tensor-parallel-size", "2", "--hf-overrides", '{"a b": 1}']
+
+
+def test_proxy_is_told_the_tool_parser_that_vllm_has() -> None:
+    services = compose(PAWL_TOOL_PARSER="qwen3_json")["services"]
+    assert services["proxy"]["environment"]["PAWL_TOOL_PARSER"] == "qwen3_json"
+    for name in ("vllm", "vllm-cpu"):
+        assert options(shlex.split(services[name]["command"]))["--tool-call-parser"] == "qwen3_json"
 
 
 def test_prometheus_scrapes_what_is_there() -> None:

@@ -39,6 +39,7 @@ def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
     assert last.rstrip().endswith(f"--maxprocesses 4 {selected}")
 
 
-def test_ci_runs_both_kinds_of_tests() -> None:
+def test_ci_runs_both_kinds_of_tests_and_the_compose_file() -> None:
+    wanted = ["make test", "make slow", "make compose-test"]
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert [one for one in lines if one in ("make test", "make slow")] == ["make test", "make slow"]
+    assert [one for one in lines if one in wanted] == wanted
