@@ -21,7 +21,9 @@ from trainer.policies import chosen_policies, load_recipes
 from trainer.settings import TrainerSettings
 
 DATABASE_PASSWORD: Final = "POSTGRES_PASSWORD"
-PASSWORDS: Final = (DATABASE_PASSWORD, "GRAFANA_ADMIN_PASSWORD")
+GRAFANA_PASSWORD: Final = "GRAFANA_ADMIN_PASSWORD"
+# On a volume that Grafana sees.
+GRAFANA: Final = Path("/var/lib/pawl/grafana")
 # PostgreSQL keeps the password of its first start.
 OTHER_PASSWORD: Final = (
     "POSTGRES_PASSWORD is not the one that the database was made with: take it out of .env, or"
@@ -32,8 +34,8 @@ OTHER_PASSWORD: Final = (
 )
 
 
-def write_secrets(folder: Path, given: Mapping[str, str]) -> None:
-    """Write the passwords into files of their names, and the URL of the database beside them.
+def write_secrets(folder: Path, grafana: Path, given: Mapping[str, str]) -> None:
+    """Write the passwords into files of their names, and the URL of the database beside its own.
 
     One that is not `given` stays as it is, or else is made up. Status 2: the database has another
     than is given.
@@ -41,8 +43,8 @@ def write_secrets(folder: Path, given: Mapping[str, str]) -> None:
     known, wanted = folder / DATABASE_PASSWORD, given.get(DATABASE_PASSWORD)
     if wanted and known.exists() and known.read_text() != wanted:
         fail(OTHER_PASSWORD)
-    for name in PASSWORDS:
-        file = folder / name
+    for file in (folder / DATABASE_PASSWORD, grafana / GRAFANA_PASSWORD):
+        name = file.name
         if given.get(name) or not file.exists():
             _write(file, given.get(name) or secrets.token_urlsafe())
     password = quote((folder / DATABASE_PASSWORD).read_text(), safe="")
@@ -75,7 +77,7 @@ def main() -> None:
         write_vllm_config(settings.adapter_dir, settings)
     except (UnreadSettings, BadPolicies, TrainerError) as error:
         fail(str(error))
-    write_secrets(SECRETS, os.environ)
+    write_secrets(SECRETS, GRAFANA, os.environ)
 
 
 if __name__ == "__main__":

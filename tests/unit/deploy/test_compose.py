@@ -18,8 +18,8 @@ import yaml
 
 from pawl.settings import StewardSettings, known_variables, refuse_unread
 from pawl.stack import vllm
+from pawl.stack.compose import GRAFANA, write_secrets, write_vllm_config
 from pawl.stack.compose import main as setup
-from pawl.stack.compose import write_secrets, write_vllm_config
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store import __version__
@@ -185,13 +185,17 @@ def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
         }
         assert shown == set()
     readers = {name for name in SERVICES if "secrets" in mounts(name)}
-    assert readers == {"setup", "postgres", "proxy", "steward", "trainer", "trainer-cpu", "grafana"}
+    assert readers == {"setup", "postgres", "proxy", "steward", "trainer", "trainer-cpu"}
     assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {(str(SECRETS), "ro")}
     for name in readers - {"setup"}:
         assert {one["condition"] for one in awaited(name)["setup"]} == {
             "service_completed_successfully"
         }
     assert environment("postgres")["POSTGRES_PASSWORD_FILE"] == f"{SECRETS}/POSTGRES_PASSWORD"
+    # Grafana sees nothing of the database; its volume begins with a folder of the image.
+    assert mounts("setup")["grafana-password"] == (str(GRAFANA), "rw")
+    assert mounts("grafana")["grafana-password"] == (str(SECRETS), "ro")
+    assert f" {GRAFANA} " in (ROOT / "Dockerfile.proxy").read_text()
     grafana = environment("grafana")["GF_SECURITY_ADMIN_PASSWORD__FILE"]
     assert grafana == f"{SECRETS}/GRAFANA_ADMIN_PASSWORD"
 
@@ -344,7 +348,7 @@ def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
 
 def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    write_secrets(tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
+    write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
 
     def read(kind: type[Kind], name: str) -> Kind:
         assert environment(name)["PAWL_SECRETS_DIR"] == str(SECRETS)
@@ -369,23 +373,27 @@ def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
     def now() -> list[str]:
         return [(tmp_path / name).read_text() for name in PASSWORDS]
 
-    write_secrets(tmp_path, {"POSTGRES_PASSWORD": ""})
+    write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": ""})
     made = now()
     assert len(set(made)) == 2
     assert all(len(password) >= 32 for password in made)
-    write_secrets(tmp_path, {})
+    write_secrets(tmp_path, tmp_path, {})
     assert now() == made
-    write_secrets(tmp_path, {"POSTGRES_PASSWORD": made[0], "GRAFANA_ADMIN_PASSWORD": "other"})
+    write_secrets(
+        tmp_path, tmp_path, {"POSTGRES_PASSWORD": made[0], "GRAFANA_ADMIN_PASSWORD": "other"}
+    )
     assert now() == [made[0], "other"]
 
 
 def test_databases_password_is_given_at_the_first_start_or_never(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_secrets(tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
+    write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
     before = {file.name: file.read_text() for file in tmp_path.iterdir()}
     with pytest.raises(SystemExit, match="2"):
-        write_secrets(tmp_path, {"POSTGRES_PASSWORD": "new", "GRAFANA_ADMIN_PASSWORD": "new"})
+        write_secrets(
+            tmp_path, tmp_path, {"POSTGRES_PASSWORD": "new", "GRAFANA_ADMIN_PASSWORD": "new"}
+        )
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     for way in ("take it out of .env", "ALTER ROLE pawl", f"{SECRETS}/POSTGRES_PASSWORD"):
