@@ -20,10 +20,11 @@ fail() {
     exit 1
 }
 
-# The process id of our daemon, if it runs.
+# The process id of our daemon, if it runs. One that was killed, and that nobody waited for, has no namespace.
 daemon() {
     local pid
-    pid=$(cat "$engine/run/docker.pid" 2>/dev/null) && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] && echo "$pid"
+    pid=$(cat "$engine/run/docker.pid" 2>/dev/null) && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] &&
+        [ -e "/proc/$pid/ns/mnt" ] && echo "$pid"
 }
 
 root_file_system() { # root_file_system FOLDER SUITE PACKAGES
