@@ -71,7 +71,7 @@ _RESPONSES: Final = (
 
 
 async def known_responses(driver: Any, names: Sequence[str], dialect: str) -> set[str]:
-    """Return which of these ids, as kept for their tenants, calls of a wire format got."""
+    """Return those of the response ids that stored calls of a wire format have, tenant included."""
     return {row[0] for row in await driver.fetch(_RESPONSES, list(names), dialect)}
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -129,17 +129,22 @@ def steward() -> None:
     """
     from pawl.settings import StewardSettings
     from pawl.steward.run import steward as run
+
+    _run(run(read_settings(StewardSettings)), "the steward", "PAWL_STEWARD_LISTEN")
+
+
+def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
+    """Run a process to its end; `listen` is the setting of its port, which may be taken."""
     from trainer.errors import TrainerError
 
-    settings = read_settings(StewardSettings)
     try:
-        asyncio.run(run(settings))
+        asyncio.run(process)
     except TrainerError as error:
         fail(str(error))
     except OSError as error:
         fail(
-            f"the steward cannot start: {error.strerror or error}. If its port is taken, stop the "
-            "program that listens on it, or set PAWL_STEWARD_LISTEN"
+            f"{name} cannot start: {error.strerror or error}. If its port is taken, stop the "
+            f"program that listens on it, or set {listen}"
         )
 
 
@@ -157,20 +162,11 @@ def adapters() -> None:
     """
     from pawl.adapters import run
     from pawl.settings import AdaptersSettings
-    from trainer.errors import TrainerError
 
     settings = read_settings(AdaptersSettings)
     if settings.adapter_source is None:
         fail("PAWL_ADAPTER_SOURCE is not set: `pawl adapters` fetches from there")
-    try:
-        asyncio.run(run(settings))
-    except TrainerError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(
-            f"it cannot start: {error.strerror or error}. If its port is taken, stop the program"
-            " that listens on it, or set PAWL_ADAPTERS_LISTEN"
-        )
+    _run(run(settings), "`pawl adapters`", "PAWL_ADAPTERS_LISTEN")
 
 
 def migrate(

@@ -406,7 +406,7 @@ class Gating:
             await asyncio.sleep(self._poll_s)
 
     def _note(self, error: Exception) -> None:
-        """Log why no policy is judged, once for as long as it stays so."""
+        """Log why no policy can be judged now, and not again until the reason is another."""
         is_away = is_no_records_fault(error)
         trouble = "gate_waits_for_database" if is_away else "gate_fails"
         if trouble != self._trouble:

@@ -101,7 +101,7 @@ def trainers_files(settings: SourceSettings) -> AdapterFiles:
 
 
 def others_files(settings: SourceSettings) -> AdapterFiles:
-    """Return how every other process gets the trainer's files.
+    """Return how steward, commands and `pawl adapters` get the versions that the trainer wrote.
 
     Raises:
         TrainerError: there is no such kind of source.

@@ -65,12 +65,21 @@ async def note_revision(url: str, revision: str) -> None:
     await engine.dispose()
 
 
+async def noted_revision(url: str) -> str:
+    engine = make_engine(url)
+    async with engine.connect() as connection:
+        revision = await connection.scalar(text("SELECT version_num FROM alembic_version"))
+    await engine.dispose()
+    return str(revision)
+
+
 @pytest.mark.parametrize("revision", ["0002_serves_0001", "0010_serves_0001"])
 async def test_newer_schema_that_serves_this_version_is_used(
     database_url: str, revision: str
 ) -> None:
     await note_revision(database_url, revision)
     await upgrade(database_url)
+    assert await noted_revision(database_url) == revision
 
 
 @pytest.mark.parametrize("revision", ["0002", "0003_serves_0002", "of_a_fork"])
@@ -109,6 +118,7 @@ async def test_migration_that_meets_a_deadlock_is_tried_again(
         await other.execute(text(f"SELECT FROM {first}"))
         await other.rollback()
     await migrating
+    assert await noted_revision(database_url) == "0002_serves_0001"
     await downgrade(database_url, "0001")
 
 
@@ -131,6 +141,15 @@ async def test_proxy_before_a_newer_schema_spools_and_says_why(
             return refuses and ready["status"] == "degraded"
 
         await eventually(says_why)
+        said = {"metric": "reward", "value": 1.0, "episode": "e"}
+        async with session.post(f"http://{settings.listen}/feedback", json=said) as reply:
+            assert reply.status == 202
+
+        async def spooled() -> bool:
+            async with session.get(f"http://{settings.admin_listen}/metrics") as reply:
+                return "\npawl_records_spooled 1.0" in await reply.text()
+
+        await eventually(spooled)
 
 
 @pytest.mark.parametrize(
