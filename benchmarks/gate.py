@@ -20,10 +20,10 @@ from rich.console import Console
 
 from benchmarks.report import Bar, Rows, bars_table, number, percentile, plotting, write_figures
 from benchmarks.stack import ROOT
-from pawl.steward.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
-from pawl.steward.gate.trial import MARGIN as GUARD_MARGIN
-from pawl.steward.gate.trial import Lead, Trial, joined
-from pawl.steward.gate.watch import Succession, Watch
+from pawl.controller.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
+from pawl.controller.gate.trial import MARGIN as GUARD_MARGIN
+from pawl.controller.gate.trial import Lead, Trial, joined
+from pawl.controller.gate.watch import Succession, Watch
 from store.records import Arm
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"

@@ -194,7 +194,7 @@ def running_proxy(
 def small_plan(
     folder: Path, model: str, policy: str, recipe: str, *, tool_parser: str = TOOL_PARSER
 ) -> StackPlan:
-    """Plan PostgreSQL, vLLM, proxy, trainer and steward on free ports.
+    """Plan PostgreSQL, vLLM, proxy, trainer and controller on free ports.
 
     `folder` holds all that they write, `model` is the packaged model's folder, and `recipe` a
     recipe's name or file.
@@ -213,7 +213,7 @@ def small_plan(
         listen=f"127.0.0.1:{free_port()}",
         admin_listen=f"127.0.0.1:{free_port()}",
         trainer_listen=f"127.0.0.1:{free_port()}",
-        steward_listen=f"127.0.0.1:{free_port()}",
+        controller_listen=f"127.0.0.1:{free_port()}",
         data_dir=folder,
         log_dir=folder / "logs",
         settings={

@@ -1,9 +1,9 @@
 """Stand before a model server that does not share the trainer's folder, and fetch for it.
 
-Trainer and steward ask this process as they would the server. Before a load it fetches the version
-into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and lets that load it from
-there. All else is passed on as it is, but that versions are listed with the trainer's path. Agents'
-calls never come here.
+Trainer and controller ask this process as they would the server. Before a load it fetches the
+version into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and lets that load
+it from there. All else is passed on as it is, but that versions are listed with the trainer's path.
+Agents' calls never come here.
 """
 
 from contextlib import AsyncExitStack
@@ -25,7 +25,7 @@ from trainer.publishing.sources import FetchedFiles
 
 log = structlog.get_logger()
 
-# What trainer and steward ask a model server, but for the load.
+# What trainer and controller ask a model server, but for the load.
 PASSED_ON: Final = (
     ("GET", "/health"),
     ("GET", "/metrics"),

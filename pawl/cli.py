@@ -16,7 +16,7 @@ from store.errors import StoreError
 COMMANDS: Final = {
     "proxy": "pawl.commands.processes:proxy",
     "trainer": "pawl.commands.processes:trainer",
-    "steward": "pawl.commands.processes:steward",
+    "controller": "pawl.commands.processes:controller",
     "adapters": "pawl.commands.processes:adapters",
     "up": "pawl.commands.local:up",
     "demo": "pawl.commands.local:demo",

@@ -92,14 +92,14 @@ class ClientSettings(Settings):
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
 
-class StewardSettings(ServerSettings):
-    """Hold the settings of `pawl steward`."""
+class ControllerSettings(ServerSettings):
+    """Hold the settings of `pawl controller`."""
 
-    steward_listen: Listen = Field(
+    controller_listen: Listen = Field(
         default="127.0.0.1:8103",
-        description="address of the steward's /healthz, /readyz and /metrics",
+        description="address of the controller's /healthz, /readyz and /metrics",
     )
-    steward_poll_s: float = Field(
+    controller_poll_s: float = Field(
         default=0.5,
         gt=0,
         description="pause between looks at a model server, and at the database, in seconds",
@@ -115,7 +115,7 @@ class AdaptersSettings(SourceSettings):
     )
     adapters_listen: Listen = Field(
         default="127.0.0.1:8104",
-        description="address of `pawl adapters`, which trainer and steward have, with /v1, in "
+        description="address of `pawl adapters`, which trainer and controller have, with /v1, in "
         "place of the model server's own",
     )
 
@@ -128,7 +128,7 @@ def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
     kinds = (
         *(ProxySettings, TrainerSettings, StackSettings),
-        *(StewardSettings, AdaptersSettings, ClientSettings),
+        *(ControllerSettings, AdaptersSettings, ClientSettings),
     )
     names = {name for kind in kinds for name in kind.model_fields} - {"database_url"}
     return {PREFIX + name.upper() for name in names}

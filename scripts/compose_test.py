@@ -37,9 +37,9 @@ OFFERED: Final = frozenset(
 )
 SERVICES: Final = (
     *("postgres", "vllm-cpu", "proxy", "trainer-cpu"),
-    *("steward", "prometheus", "alertmanager", "grafana"),
+    *("controller", "prometheus", "alertmanager", "grafana"),
 )
-JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-steward", "vllm"}
+JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-controller", "vllm"}
 UP_S: Final = 900.0
 STEP_S: Final = 600.0
 PAUSE_S: Final = 0.3

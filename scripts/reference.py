@@ -18,12 +18,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, PydanticJsonSchemaWarning
 from pydantic_settings import BaseSettings
 
-import pawl.steward.metrics
+import pawl.controller.metrics
 import proxy.metrics
 import store.metrics
 import trainer.metrics
 from pawl.cli import app
-from pawl.settings import AdaptersSettings, ClientSettings, StackSettings, StewardSettings
+from pawl.settings import AdaptersSettings, ClientSettings, ControllerSettings, StackSettings
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
 from trainer.recipes.recipe import Recipe
@@ -35,7 +35,7 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Database": StoreSettings,
     "Proxy": ProxySettings,
     "Trainer": TrainerSettings,
-    "Steward": StewardSettings,
+    "Controller": ControllerSettings,
     "Adapters": AdaptersSettings,
     "Local stack": StackSettings,
     "Clients": ClientSettings,
@@ -44,7 +44,7 @@ METRICS: Final[dict[str, ModuleType]] = {
     "Every process": store.metrics,
     "Proxy": proxy.metrics,
     "Trainer": trainer.metrics,
-    "Steward": pawl.steward.metrics,
+    "Controller": pawl.controller.metrics,
 }
 ABOUT_SETTINGS: Final = """
 Pawl is configured by environment variables and by a file `.env` in the working directory; the
@@ -64,8 +64,8 @@ an error at the trainer's start that names the key. `pawl credit --recipe` takes
 """
 ABOUT_METRICS: Final = """
 Each process serves its metrics at `/metrics`: the proxy on `PAWL_ADMIN_LISTEN` (summed over its
-processes), the trainer on `PAWL_TRAINER_LISTEN`, the steward on `PAWL_STEWARD_LISTEN`. A histogram
-`NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`.
+processes), the trainer on `PAWL_TRAINER_LISTEN`, the controller on `PAWL_CONTROLLER_LISTEN`. A
+histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`.
 
 Each record ends in exactly one place: `pawl_records_total` = `pawl_records_stored_total` +
 `pawl_records_spooled` + `pawl_records_dead_lettered_total` + `pawl_records_dropped_total` +

@@ -25,9 +25,9 @@ WITH_TRAFFIC: Final[tuple[PolicyState, ...]] = ("serving", "canary", "published"
 SERVABLE: Final[tuple[PolicyState, ...]] = (*WITH_TRAFFIC, "ready", "candidate")
 # Those of versions that will not be served any more.
 UNSERVED: Final[tuple[PolicyState, ...]] = ("retired", "rejected")
-# Who changes the state of a version: a trainer, the steward that judges it, a person, or whoever
+# Who changes the state of a version: a trainer, the controller that judges it, a person, or whoever
 # brought it from elsewhere.
-Actor = Literal["trainer", "steward", "operator", "import"]
+Actor = Literal["trainer", "controller", "operator", "import"]
 
 POLICY_STATES: Final[tuple[PolicyState, ...]] = get_args(PolicyState)
 ACTORS: Final[tuple[Actor, ...]] = get_args(Actor)

@@ -15,7 +15,7 @@ SLOW: Final = (
     "tests/e2e/with_own_server/test_mixture.py",
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
     "tests/e2e/with_own_server/test_scenario.py::test_an_example_learns_and_reports[3]",
-    "tests/integration/pawl/steward/test_canaries_killed.py",
+    "tests/integration/pawl/controller/test_canaries_killed.py",
     "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
     "tests/integration/docs/test_images.py",

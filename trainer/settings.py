@@ -46,7 +46,7 @@ class SourceSettings(Settings):
 
     adapter_dir: Path = Field(
         default=Path("var/adapters"),
-        description="folder of policy versions, which steward and model servers see under the same "
+        description="folder of policy versions, which controller and model servers see under one "
         "path; with PAWL_ADAPTER_SOURCE each process has one of its own",
     )
     adapter_source: Annotated[str, AfterValidator(_is_url)] | None = Field(
@@ -64,7 +64,7 @@ class SourceSettings(Settings):
 
 
 class ServerSettings(StoreSettings, SourceSettings):
-    """Hold the addresses of the model server's replicas, which trainer and steward load into."""
+    """Hold the addresses of the model server's replicas, which trainer and controller load into."""
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),

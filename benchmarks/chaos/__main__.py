@@ -5,7 +5,7 @@ one of three things is done (`--kills`, `--outage`, `--feedback`). Between kills
 small one of its own, is full or gives I/O errors for a moment, and one record in 200 is poison;
 `--plain` leaves that out, and needs neither root nor a C compiler.
 `--target trainer`: a real `pawl trainer` (`--policies 2`: of two policies, `--shared`: one of
-both); model server and steward beside it are killed too, unless `--plain` leaves that out.
+both); model server and controller beside it are killed too, unless `--plain` leaves that out.
 `--target canaries`: live episodes decide about versions while all processes are killed.
 
 Ends with status 1 where a promise is broken.
@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.chaos.calls import kills, outage
 from benchmarks.chaos.feedback import feedback
 from benchmarks.chaos.trainer import trainer_kills
+from tests.support.controller.canary_kills import canary_kills
 from tests.support.faults.stand import CannotInjectFaults, standing
-from tests.support.steward.canary_kills import canary_kills
 from tests.support.trainer.scored_episodes import CASTS
 
 # What a run counts of these must be nothing.

@@ -6,7 +6,7 @@ every version, must be the same. Where one trainer of all policies is killed, it
 one trainer for each, left alone.
 
 Unless nothing is to stand beside the trainers, two kills in five hit, while a trainer works, the
-model server, which has no adapters when it is back, or the steward, which must give it all that
+model server, which has no adapters when it is back, or the controller, which must give it all that
 the store lists as servable; or both. The last of these come when no trainer lives any more.
 """
 
@@ -44,11 +44,11 @@ from trainer.publishing.adapters import read_manifest
 
 # So many kills to an update: most lives do not live to see one whole.
 KILLS_AN_UPDATE: Final = 2
-# The share of the kills that hit model server and steward.
+# The share of the kills that hit model server and controller.
 BESIDE: Final = 0.4
-TOGETHER: Final = (("model server",), ("steward",), ("model server", "steward"))
-# With the trainers down, in the end: what the steward alone brings back, and after its own death.
-IN_THE_END: Final = (("model server",), ("model server", "steward"))
+TOGETHER: Final = (("model server",), ("controller",), ("model server", "controller"))
+# With the trainers down: what the controller alone brings back, and after its own death.
+IN_THE_END: Final = (("model server",), ("model server", "controller"))
 AWAY_S: Final = (0.0, 1.0)
 LOADED_WITHIN_S: Final = 60.0
 # The last step before which an update has left nothing that its successor could finish.
@@ -121,7 +121,7 @@ class Task(NamedTuple):
     """Define what is trained in both runs.
 
     `shared`: one trainer trains all policies while it is killed. `kills_beside` are those of model
-    server and steward, None if no steward stands beside the trainers.
+    server and controller, None if no controller stands beside the trainers.
     """
 
     folder: Path
@@ -218,7 +218,7 @@ class Place:
         return len(made) / (self.updates * len(self.names))
 
     def settings(self, upstream_port: int) -> dict[str, str]:
-        """Return the settings of its trainer, and of a steward beside it."""
+        """Return the settings of its trainer, and of a controller beside it."""
         of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
         if len(self.names) == 1:
             of_policies["PAWL_POLICY"] = self.names[0]
@@ -229,7 +229,7 @@ class Place:
             "PAWL_RECIPE": str(self.folder / "recipe.toml"),
             "PAWL_MODEL": str(self.model),
             "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
-            "PAWL_STEWARD_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_CONTROLLER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_POLL_S": "0.05",
             # Every version stays published: nothing that a kill left may be unloaded unseen.
             "PAWL_ADAPTER_SLOTS": "1000000",
@@ -506,10 +506,10 @@ class Computing:
 
 
 class Beside:
-    """Keep a model server and a steward beside a run's trainers, and kill them.
+    """Keep a model server and a controller beside a run's trainers, and kill them.
 
     `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both,
-    None if no steward stands there and nothing is killed.
+    None if no controller stands there and nothing is killed.
     """
 
     def __init__(
@@ -522,7 +522,7 @@ class Beside:
     ) -> None:
         self.server = Computing(forks, place.folder, place.model)
         self._forks, self._database, self._place = forks, database, place
-        self._policies, self._has_steward = list(policies), kills is not None
+        self._policies, self._has_controller = list(policies), kills is not None
         self._meanwhile = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
         self._one_at_a_time = threading.RLock()
         self._killed: Counter[str] = Counter()
@@ -534,18 +534,24 @@ class Beside:
 
     def __enter__(self) -> "Beside":
         self.server.start()
-        if self._has_steward:
-            self._start_steward()
+        if self._has_controller:
+            self._start_controller()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._has_steward and (status := self._forks.end(self._steward, signal.SIGTERM)) != 0:
-            self._by_themselves.append(f"the steward, asked to stop: status {status}")
+        if (
+            self._has_controller
+            and (status := self._forks.end(self._controller, signal.SIGTERM)) != 0
+        ):
+            self._by_themselves.append(f"the controller, asked to stop: status {status}")
         self.server.kill()
 
-    def _start_steward(self) -> None:
-        log, settings = self._place.folder / "steward.log", self._place.settings(self.server.port)
-        self._steward = self._forks.start("steward", log, settings)
+    def _start_controller(self) -> None:
+        log, settings = (
+            self._place.folder / "controller.log",
+            self._place.settings(self.server.port),
+        )
+        self._controller = self._forks.start("controller", log, settings)
 
     def due(self, share: float, dice: random.Random) -> Sequence[str]:
         """Return what is to be killed next, when a share of the trainers' kills is done."""
@@ -565,21 +571,23 @@ class Beside:
             for part in victims:
                 if part == "model server":
                     self.server.kill()
-                elif (status := self._forks.end(self._steward, signal.SIGKILL)) != -signal.SIGKILL:
-                    self._by_themselves.append(f"the steward, to be killed: status {status}")
+                elif (
+                    status := self._forks.end(self._controller, signal.SIGKILL)
+                ) != -signal.SIGKILL:
+                    self._by_themselves.append(f"the controller, to be killed: status {status}")
             time.sleep(dice.uniform(*AWAY_S))
             for part in dice.sample(list(victims), len(victims)):
                 if part == "model server":
                     self.server.start()
                     self._back_after.append(time.monotonic() - began)
                 else:
-                    self._start_steward()
+                    self._start_controller()
             if "model server" in victims and dice.random() < 1 / 2:
                 self._see_loaded(self._loaded_after)
 
     def kill_in_the_end(self, dice: random.Random) -> None:
-        """Kill with the trainers down: what is loaded then, the steward has loaded."""
-        for victims in IN_THE_END if self._has_steward else ():
+        """Kill with the trainers down: what is loaded then, the controller has loaded."""
+        for victims in IN_THE_END if self._has_controller else ():
             self.kill(victims, dice)
             self._see_loaded(self._loaded_without_trainer)
 

@@ -613,7 +613,7 @@ def upgrade() -> None:
         sa.Column("evidence", postgresql.JSONB()),
         sa.Column("at", TIME, server_default=NOW, nullable=False),
         sa.CheckConstraint(
-            "actor IN ('trainer', 'steward', 'operator', 'import')",
+            "actor IN ('trainer', 'controller', 'operator', 'import')",
             name=op.f("ck_policy_events_actor_known"),
         ),
         sa.CheckConstraint(

@@ -49,7 +49,7 @@ HeldOutEvery = Annotated[
 
 
 def up() -> None:
-    """Run PostgreSQL, vLLM, proxy, trainer and steward on this machine until Ctrl-C.
+    """Run PostgreSQL, vLLM, proxy, trainer and controller on this machine until Ctrl-C.
 
     Pawl starts only what you have not configured yourself: no PostgreSQL where DATABASE_URL is
     set, no vLLM where PAWL_UPSTREAM_URL is set. Each process has a log file in PAWL_LOG_DIR.

@@ -15,10 +15,10 @@ from pawl.commands.common import AsJson, OfTenant, cell, grid, with_engine, writ
 from pawl.commands.policy_files import check, export_version, import_version
 from pawl.commands.policy_lookup import PolicyName, policy_versions
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
+from pawl.controller.evidence import OnTrial, rule_of
+from pawl.controller.gate.records import Decision
+from pawl.controller.watching import why_not_in_line, why_unwatched
 from pawl.settings import read_settings
-from pawl.steward.evidence import OnTrial, rule_of
-from pawl.steward.gate.records import Decision
-from pawl.steward.watching import why_not_in_line, why_unwatched
 from store.claim_query import waiting_episodes
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations

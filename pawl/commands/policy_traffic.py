@@ -13,9 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.commands.common import OfTenant, fail, in_database, with_engine, with_zone
 from pawl.commands.policy_lookup import PolicyName, chosen_version, numbered, policy_versions
-from pawl.settings import StewardSettings, read_settings
-from pawl.steward.evidence import OnTrial
-from pawl.steward.rollback import (
+from pawl.controller.evidence import OnTrial
+from pawl.controller.rollback import (
     Loaded,
     RollbackTarget,
     call_back,
@@ -23,6 +22,7 @@ from pawl.steward.rollback import (
     make_room,
     roll_back_to,
 )
+from pawl.settings import ControllerSettings, read_settings
 from store import retraining, version_states
 from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
 from store.read.gates import gated
@@ -81,9 +81,9 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
     the one before it serves again, or the base model. For that it must be loaded: run this where
     the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files can be
-    reached, as for a steward. If it cannot be loaded, the base model serves instead. Episodes under
-    way keep their version, and are not trained on. Versions that were trained from it never serve.
-    This cannot be undone; the adapter can be exported and imported again.
+    reached, as for a controller. If it cannot be loaded, the base model serves instead. Episodes
+    under way keep their version, and are not trained on. Versions that were trained from it never
+    serve. This cannot be undone; the adapter can be exported and imported again.
 
     Status 2: there is no such version, or it has no new episodes.
     """
@@ -164,7 +164,7 @@ def freeze(
 
 def with_servers(work: Callable[[AsyncEngine, Replicas], Awaitable[Result]]) -> Result:
     """Run `work` with the database and all replicas of the model server; return its result."""
-    settings = read_settings(StewardSettings)
+    settings = read_settings(ControllerSettings)
     try:
         files = others_files(settings)
     except TrainerError as error:

@@ -1,4 +1,4 @@
-"""Define `pawl proxy`, `trainer`, `steward`, `adapters` and `migrate`: one part of Pawl each."""
+"""Define `pawl proxy`, `trainer`, `controller`, `adapters` and `migrate`: one part of Pawl each."""
 
 import asyncio
 import os
@@ -113,7 +113,7 @@ def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
     raise SystemExit(launch(len(gpus), "pawl.cli", ["trainer", *options]))
 
 
-def steward() -> None:
+def controller() -> None:
     """Keep the adapters of each model server loaded, whether a trainer runs or not.
 
     Looks at every replica (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) on its own: a server that was
@@ -122,15 +122,15 @@ def steward() -> None:
 
     Judges the versions of policies whose recipe has a gate by the rewards of their episodes, and
     promotes them or rolls them back, with the reason in `pawl policies show --events`. Several
-    stewards may run at once.
+    controllers may run at once.
 
     SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
     used.
     """
-    from pawl.settings import StewardSettings
-    from pawl.steward.run import steward as run
+    from pawl.controller.run import controller as run
+    from pawl.settings import ControllerSettings
 
-    _run(run(read_settings(StewardSettings)), "the steward", "PAWL_STEWARD_LISTEN")
+    _run(run(read_settings(ControllerSettings)), "the controller", "PAWL_CONTROLLER_LISTEN")
 
 
 def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
@@ -151,7 +151,7 @@ def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
 def adapters() -> None:
     """Fetch adapters for a model server that does not share the trainer's folder.
 
-    Runs beside one model server (PAWL_UPSTREAM_URL) and takes its place for trainer and steward,
+    Runs beside one model server (PAWL_UPSTREAM_URL) and takes its place for trainer and controller,
     which have the address PAWL_ADAPTERS_LISTEN in PAWL_UPSTREAM_URL or PAWL_REPLICA_URLS; the proxy
     keeps the server's own. A version that is to be loaded is fetched from PAWL_ADAPTER_SOURCE into
     PAWL_ADAPTER_DIR, which the model server reads, and checked; then the server loads it. All else

@@ -20,7 +20,7 @@ VARIABLES: Final = {
     "proxy": "PAWL_LISTEN",
     "proxy admin": "PAWL_ADMIN_LISTEN",
     "trainer metrics": "PAWL_TRAINER_LISTEN",
-    "steward": "PAWL_STEWARD_LISTEN",
+    "controller": "PAWL_CONTROLLER_LISTEN",
 }
 
 

@@ -11,7 +11,7 @@ import aiohttp
 
 from pawl.database import kept_postgres
 from pawl.processes import run_module
-from pawl.settings import StackSettings, StewardSettings, read_settings
+from pawl.settings import ControllerSettings, StackSettings, read_settings
 from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports, check_vllm
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import (
@@ -44,7 +44,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         listen: the proxy's data port, as HOST:PORT.
         admin_listen: the proxy's admin port, as HOST:PORT.
         trainer_listen: the trainer's metrics port, as HOST:PORT.
-        steward_listen: the steward's port, as HOST:PORT.
+        controller_listen: the controller's port, as HOST:PORT.
         data_dir: folder of the embedded PostgreSQL.
         log_dir: folder of logs.
         database_url: the PostgreSQL to use; None: start the embedded one.
@@ -57,7 +57,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     listen: str
     admin_listen: str
     trainer_listen: str
-    steward_listen: str
+    controller_listen: str
     data_dir: Path
     log_dir: Path
     database_url: str | None = None
@@ -103,7 +103,7 @@ def configured_plan(
         admin_listen=proxy.admin_listen,
         trainer_listen=trainer.trainer_listen,
         train_gpus=trainer.train_gpus,
-        steward_listen=read_settings(StewardSettings).steward_listen,
+        controller_listen=read_settings(ControllerSettings).controller_listen,
         **others,
     )
 
@@ -180,7 +180,7 @@ def preflight(plan: StackPlan) -> None:
         "proxy": address(plan.listen)[1],
         "proxy admin": address(plan.admin_listen)[1],
         "trainer metrics": address(plan.trainer_listen)[1],
-        "steward": address(plan.steward_listen)[1],
+        "controller": address(plan.controller_listen)[1],
     }
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
@@ -209,7 +209,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
             )
         )
     processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
-    processes.append(Process("steward", [*pawl, "steward"], environment, plan.log_dir))
+    processes.append(Process("controller", [*pawl, "controller"], environment, plan.log_dir))
     # The proxy finishes its calls and stores their records before it may be killed.
     settings = ProxySettings()
     stop_s = settings.drain_delay_s + settings.stop_grace_s + STOP_MARGIN_S
@@ -224,7 +224,7 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_LISTEN": plan.listen,
         "PAWL_ADMIN_LISTEN": plan.admin_listen,
         "PAWL_TRAINER_LISTEN": plan.trainer_listen,
-        "PAWL_STEWARD_LISTEN": plan.steward_listen,
+        "PAWL_CONTROLLER_LISTEN": plan.controller_listen,
         "PAWL_DATA_DIR": str(plan.data_dir.resolve()),
         "PYTHONWARNINGS": "ignore",
     }
@@ -243,7 +243,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
     health_urls = {
         "proxy": f"http://{plan.admin_listen}/readyz",
         "trainer": f"http://{plan.trainer_listen}/metrics",
-        "steward": f"http://{plan.steward_listen}/healthz",
+        "controller": f"http://{plan.controller_listen}/healthz",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",
     }
     waiting = {name: url for name, url in health_urls.items() if name in stack.processes}

@@ -50,7 +50,7 @@ from store.tenants import DEFAULT, scoped
 
 log = structlog.get_logger()
 
-# A steward looks twice a second, and an adapter is loaded in less than a second or two.
+# A controller looks twice a second, and an adapter is loaded in less than a second or two.
 WAIT_S: Final = 10.0
 LOOK_AGAIN_S: Final = 0.25
 # The status by which a model server says that it has no such model.
@@ -365,9 +365,9 @@ class Call:
     async def _past_refusal(self, upstream: ModelServer, refusal: Reply) -> Reply:
         """Retry a call that was refused if that can help, and return the last reply.
 
-        - Its version is being loaded (`pawl steward`), or another replica has it: the store lists
-          it as servable, and a server that does not know a model has not worked on the request. The
-          call waits, for a bounded time.
+        - Its version is being loaded (`pawl controller`), or another replica has it: the store
+          lists it as servable, and a server that does not know a model has not worked on the
+          request. The call waits, for a bounded time.
         - It was refused as malformed, with fields that the proxy added: it is sent as the client
           wrote it, but for the model's name.
 

@@ -2,7 +2,7 @@
 
 A version that has gone too far from its base model, does not load or fails the probe is rejected,
 and the one before keeps the traffic. With a gate one that passes becomes a candidate,
-which the steward tries on live traffic.
+which the controller tries on live traffic.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ PROBED: Final = "it is loaded, and served as it was trained"
 
 NOT_TRIED: Final = (
     "the candidate before it made way for it, and no version was tried meanwhile: let a `pawl"
-    " steward` run, which tries them, and see its log; if it replays, lower gate.replay_states or"
-    " raise gate.updates_per_candidate"
+    " controller` run, which tries them, and see its log; if it replays, lower"
+    " gate.replay_states or raise gate.updates_per_candidate"
 )
 
 
@@ -135,7 +135,7 @@ class Publisher:
         self._show_promoted(promoted)
 
     async def _let_watch(self, connection: AsyncConnection, version: PolicyVersion) -> None:
-        """Let the steward watch over a version that serves untried, if the recipe says so."""
+        """Let the controller watch over a version that serves untried, if the recipe says so."""
         if self.gate.is_watched:
             rule = self.gate.model_dump(mode="json")
             share = self.gate.base_share
@@ -144,7 +144,7 @@ class Publisher:
             await version_states.end_base_share(connection, self._policy)
 
     async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
-        """Let the steward try a version, by the rule of the recipe, which it cannot read itself."""
+        """Let the controller try a version, by the rule of the recipe, which it cannot read."""
         rule = self.gate.model_dump(mode="json")
         made_way = await version_states.make_candidate(
             connection, self._policy, version.version, rule, reason=PROBED
@@ -158,7 +158,7 @@ class Publisher:
 
         It is one transaction, and proxies read all versions at once: no new episode gets a new
         version of one policy and the old one of another. Whichever trainer comes first does it.
-        What others promoted, such as a steward, is shown too.
+        What others promoted, such as a controller, is shown too.
         """
         async with self._engine.begin() as connection:
             promoted = await self._promote(connection)
@@ -250,8 +250,8 @@ class Publisher:
     async def reconcile(self) -> None:
         """Let every replica have the adapters that it should, and take retired ones from it.
 
-        The steward does so, too, whether a trainer runs or not. Retired versions are taken from the
-        proxies first and, once all proxies know, from the model servers. The files stay until
+        The controller does so, too, whether a trainer runs or not. Retired versions are taken from
+        the proxies first and, once all proxies know, from the model servers. The files stay until
         `clean`: vLLM's engine dies over a missing folder.
         """
         async with self._engine.connect() as connection:
@@ -278,13 +278,13 @@ class Publisher:
                 async with self._engine.begin() as connection:
                     await change_state(connection, version, "retired", reason=why, actor="trainer")
             except StateChanged as error:
-                # The steward or a person gave it the traffic meanwhile.
+                # The controller or a person gave it the traffic meanwhile.
                 log.info("version_not_retired", version=version.served_name, reason=str(error))
 
     async def _is_unserved(self, version: PolicyVersion) -> bool:
         """Return whether a version is still not to be served.
 
-        Servers may answer slowly, and the steward call a version back meanwhile.
+        Servers may answer slowly, and the controller call a version back meanwhile.
         """
         async with self._engine.connect() as connection:
             now = await version_queries.numbered_version(connection, self._policy, version.version)

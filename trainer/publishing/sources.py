@@ -1,7 +1,7 @@
 """Bring versions' files to machines that do not see the trainer's PAWL_ADAPTER_DIR.
 
 All processes have one source, PAWL_ADAPTER_SOURCE: `http://TRAINER/adapters`, which the trainer
-serves from its folder, or a folder of an object store, to which it uploads. Steward and `pawl
+serves from its folder, or a folder of an object store, to which it uploads. Controller and `pawl
 adapters` read it through fsspec, each into a PAWL_ADAPTER_DIR of its own.
 
 A version is fetched into a folder beside its place, which is renamed once the SHA-256 of each file
@@ -101,7 +101,7 @@ def trainers_files(settings: SourceSettings) -> AdapterFiles:
 
 
 def others_files(settings: SourceSettings) -> AdapterFiles:
-    """Return how steward, commands and `pawl adapters` get the versions that the trainer wrote.
+    """Return how controller, commands and `pawl adapters` get the versions that the trainer wrote.
 
     Raises:
         TrainerError: there is no such kind of source.

@@ -81,7 +81,7 @@ securityContext:
 {{- $_ := set $env "PAWL_ADAPTER_SOURCE" . }}
 {{- end }}
 {{- $env = mergeOverwrite $env $values.settings }}
-{{- if and (has $role (list "trainer" "steward")) (not $values.adapters.existingClaim) }}
+{{- if and (has $role (list "trainer" "controller")) (not $values.adapters.existingClaim) }}
 {{- $fetching := and $source (list (printf "http://%s-vllm:8104/v1" $release)) }}
 {{- with ternary $fetching $values.adapters.servers $values.vllm.enabled }}
 {{- $_ := set $env "PAWL_UPSTREAM_URL" (first .) }}

@@ -151,7 +151,7 @@ async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
         version = await serving()
         await asker.served(version, 20)
 
-        # Now with nobody but the steward to load anything.
+        # Now with nobody but the controller to load anything.
         trainer = stack.processes["trainer"]
         await trainer.stop()
         await killed(stack)

@@ -31,8 +31,8 @@ async def apart(stack: Stack, folder: Path) -> AsyncIterator[dict[str, str]]:
 
     It is stopped. It hands out its folder by HTTP.
     """
-    trainer, steward = stack.processes["trainer"], stack.processes["steward"]
-    usual = dict(trainer._environment), dict(steward._environment)
+    trainer, controller = stack.processes["trainer"], stack.processes["controller"]
+    usual = dict(trainer._environment), dict(controller._environment)
     listen = f"127.0.0.1:{free_port()}"
     source = {"PAWL_ADAPTER_SOURCE": f"http://{stack.plan.trainer_listen}/adapters"}
     asked = source | {"PAWL_UPSTREAM_URL": f"http://{listen}/v1"}
@@ -43,12 +43,12 @@ async def apart(stack: Stack, folder: Path) -> AsyncIterator[dict[str, str]]:
     try:
         await trainer.stop()
         trainer._environment |= asked
-        stewards = usual[1] | asked | {"PAWL_ADAPTER_DIR": str(folder / "steward")}
-        await again(steward, stewards)
+        controllers = usual[1] | asked | {"PAWL_ADAPTER_DIR": str(folder / "controller")}
+        await again(controller, controllers)
         yield usual[0] | asked
     finally:
         await again(trainer, usual[0])
-        await again(steward, usual[1])
+        await again(controller, usual[1])
         await adapters.stop()
 
 
@@ -79,6 +79,6 @@ async def test_version_is_published_and_loaded_again_over_http(
         await eventually(serves, PATIENCE_S)
         own = str(tmp_path / "server")
         assert (await root()).startswith(own)
-        # What a restart loses the steward loads again.
+        # What a restart loses the controller loads again.
         await server.unload(name)
         assert (await eventually(root, PATIENCE_S)).startswith(own)

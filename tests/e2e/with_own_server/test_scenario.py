@@ -16,7 +16,7 @@ from tests.e2e.conftest import RECIPE
 # On a machine that others slow down, a wave may take minutes.
 pytestmark = pytest.mark.timeout(1800)
 
-PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN")
+PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_CONTROLLER_LISTEN")
 
 
 @pytest.fixture

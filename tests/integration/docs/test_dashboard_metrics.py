@@ -9,10 +9,10 @@ from tests.integration.conftest import Proxy
 from tests.support.waiting import awaited
 from tests.unit.deploy.test_dashboards import TARGET_LABELS, Selector, dashboard_queries, selectors
 
-# The trainer's metrics, once it trains, and the steward's; they are checked against their
+# The trainer's metrics, once it trains, and the controller's; they are checked against their
 # registries alone.
 TRAINERS: Final = (
-    *("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_steward_"),
+    *("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_controller_"),
     *(
         "pawl_trainer_paused",
         "pawl_training_warning",

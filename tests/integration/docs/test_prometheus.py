@@ -1,6 +1,6 @@
 """A real Prometheus with our configuration: every panel has data, every rule works, keys are sent.
 
-A proxy, a trainer with a gate, a steward and a model server that computes are up. A version is
+A proxy, a trainer with a gate, a controller and a model server that computes are up. A version is
 promoted, another one is rolled back, and everything else is used once.
 """
 
@@ -28,10 +28,10 @@ from benchmarks.chaos.trainer import Computing, Place
 from benchmarks.stack import free_port
 from store.database import make_engine
 from store.version_queries import list_events
+from tests.support.controller.canary_kills import RECIPE, Clients
 from tests.support.docs.guides import CLIENTS
 from tests.support.faults.stand import Stand, running_stand
 from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream
-from tests.support.steward.canary_kills import RECIPE, Clients
 from tests.support.trainer.scored_episodes import BASE, write_model
 from tests.support.trainer.zygote import zygote
 from tests.support.waiting import awaited, until_true
@@ -153,7 +153,7 @@ async def use_everything(stand: Stand, chatting: FakeUpstream) -> None:
     async def states() -> set[str]:
         async with engine.connect() as connection:
             events = await list_events(connection, BASE, most=1000)
-        return {event.to_state for event in events if event.actor == "steward"}
+        return {event.to_state for event in events if event.actor == "controller"}
 
     both = {"serving", "rolled_back"}
     assert both <= await awaited(states, lambda found: both <= found, within_s=LASTS_S)
@@ -211,13 +211,13 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
             stand = await exits.enter_async_context(running_stand(folder, local, workers=2))
         place = Place(folder, stand.url, (BASE,), folder / "model")
         settings = place.settings(server.port)
-        for role in ("trainer", "steward"):
+        for role in ("trainer", "controller"):
             pid = forks.start(role, folder / f"{role}.log", settings)
             exits.callback(forks.end, pid, signal.SIGTERM)
         targets = {
             "proxy:8101": f"127.0.0.1:{stand.admin}",
             "trainer:8102": settings["PAWL_TRAINER_LISTEN"],
-            "steward:8103": settings["PAWL_STEWARD_LISTEN"],
+            "controller:8103": settings["PAWL_CONTROLLER_LISTEN"],
             "vllm:8000": f"127.0.0.1:{server.port}",
             "alertmanager:9093": f"127.0.0.1:{free_port()}",
         }
@@ -247,8 +247,8 @@ def test_query_of_the_dashboard_has_data(watched: Watched, query: Query) -> None
         'pawl_outdated_total{what="episodes"}',
         'pawl_withheld_total{reason="unreadable"}',
         'pawl_updates_total{outcome="rejected"}',
-        'pawl_steward_gate_moves_total{to="rolled_back"}',
-        'pawl_steward_loads_total{outcome="refused"}',
+        'pawl_controller_gate_moves_total{to="rolled_back"}',
+        'pawl_controller_loads_total{outcome="refused"}',
     ],
 )
 def test_counter_begins_at_0(watched: Watched, series: str) -> None:

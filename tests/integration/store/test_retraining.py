@@ -219,7 +219,7 @@ async def test_versions_without_traffic_are_rejected_and_a_canary_keeps_its_epis
             async with engine.begin() as connection:
                 tried = await numbered_version(connection, "m", 3)
                 assert tried is not None
-                await begin_canary(connection, tried, 0.1, 0.0, reason="tried", actor="steward")
+                await begin_canary(connection, tried, 0.1, 0.0, reason="tried", actor="controller")
     await again(engine, 1)
     assert await states(engine) == {
         0: ("published", False),

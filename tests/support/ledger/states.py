@@ -46,5 +46,5 @@ async def version(connection: AsyncConnection, number: int) -> PolicyVersion:
 async def canary(connection: AsyncConnection, number: int, share: float = 0.1) -> PolicyVersion:
     await make_candidate(connection, "m", number, {"canary_share": share}, reason=TEST)
     candidate = await version(connection, number)
-    await begin_canary(connection, candidate, share, 0.02, reason=TEST, actor="steward")
+    await begin_canary(connection, candidate, share, 0.02, reason=TEST, actor="controller")
     return await version(connection, number)

@@ -1,4 +1,4 @@
-"""Start trainers, stewards and model servers in no time, as they are killed hundreds of times.
+"""Start trainers, controllers and model servers in no time, as they are killed hundreds of times.
 
 `python -m tests.support.trainer.zygote` imports everything once and forks: it reads a JSON line a
 wish and answers with one. It has one thread, no event loop and no model; each child reads its
@@ -34,7 +34,7 @@ POLL_S: Final = 0.02
 NEEDED: Final = (
     "tests.support.servers.computing_server",
     "pawl.cli",
-    "pawl.steward.run",
+    "pawl.controller.run",
     "trainer.run",
     "transformers.models.llama.modeling_llama",
 )
@@ -159,7 +159,7 @@ def _train(dies: str | None = None) -> None:
 
 
 def _pawl(role: str) -> None:
-    """Run a trainer or a steward, as anyone starts it."""
+    """Run a trainer or a controller, as anyone starts it."""
     from pawl.cli import main as pawl
 
     sys.argv = ["pawl", role]
@@ -170,7 +170,7 @@ ROLES: Final[Mapping[str, Callable[..., None]]] = {
     "stage": _stage,
     "server": _serve,
     "trainer": _train,
-    "steward": lambda: _pawl("steward"),
+    "controller": lambda: _pawl("controller"),
 }
 Patch = Callable[[], None]
 

@@ -20,7 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pawl.settings import AdaptersSettings, StewardSettings, refuse_unread
+from pawl.settings import AdaptersSettings, ControllerSettings, refuse_unread
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstreams import check_upstreams
 from store import __version__
@@ -42,7 +42,7 @@ KUBERNETES: Final = ("1.29", "1.37")
 OPERATOR: Final = "monitoring.coreos.com/v1"
 ROLES: Final[Mapping[str, type[Settings]]] = {
     "proxy": ProxySettings,
-    "steward": StewardSettings,
+    "controller": ControllerSettings,
     "trainer": TrainerSettings,
 }
 Object = dict[str, Any]
@@ -253,7 +253,7 @@ def test_settings_are_usable(
             for name, value in told.items():
                 inside.setenv(name, value)
             settings = kind()
-        assert isinstance(settings, ProxySettings | StewardSettings | TrainerSettings)
+        assert isinstance(settings, ProxySettings | ControllerSettings | TrainerSettings)
         assert settings.database_url is not None
         listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
         wanted = {("0.0.0.0", port) for port in pod.ports.values()}
@@ -302,7 +302,7 @@ def test_shared_adapters_have_one_path_and_one_writer(render: Render) -> None:
     found = pods(render("monitoring"))
     path = found["trainer"].environment["PAWL_ADAPTER_DIR"]
     assert mounts(found["trainer"].container)["adapters"] == (path, True)
-    for role in ("steward", "vllm"):
+    for role in ("controller", "vllm"):
         assert mounts(found[role].container)["adapters"] == (path, False)
     assert "adapters" not in found["vllm"].containers
     servers = {found[role].environment["PAWL_UPSTREAM_URL"] for role in ROLES}
@@ -328,7 +328,7 @@ def test_adapters_that_are_not_shared_are_fetched_from_the_trainer(
         8102,
         True,
     )
-    for role in ("trainer", "steward"):
+    for role in ("trainer", "controller"):
         told = found[role].environment
         assert told["PAWL_ADAPTER_SOURCE"] == source
         servers = [told["PAWL_UPSTREAM_URL"], *told["PAWL_REPLICA_URLS"].split(",")]
@@ -362,8 +362,8 @@ def test_chart_vllm_fetches_adapters_only_where_there_are_some(
     service = of_kind(objects, "Service")["pawl-vllm"]
     named = {one["targetPort"] for one in service["spec"]["ports"]}
     assert named == set(found["vllm"].ports) == {"http", *(["adapters"] if fetches else [])}
-    steward = found["steward"].environment
-    assert steward["PAWL_UPSTREAM_URL"] == f"http://pawl-vllm:{port}/v1"
+    controller = found["controller"].environment
+    assert controller["PAWL_UPSTREAM_URL"] == f"http://pawl-vllm:{port}/v1"
 
 
 def test_vllm_is_started_as_in_compose(render: Render) -> None:
@@ -478,7 +478,7 @@ def test_first_start_may_download_a_model_for_as_long_as_the_guide_waits(render:
         name: one["spec"].get("progressDeadlineSeconds")
         for name, one in of_kind(render("vllm"), "Deployment").items()
     }
-    assert waits == {"pawl-trainer": 3600, "pawl-vllm": 3600, "pawl-steward": None}
+    assert waits == {"pawl-trainer": 3600, "pawl-vllm": 3600, "pawl-controller": None}
 
 
 def test_values_in_documents_are_taken_together(

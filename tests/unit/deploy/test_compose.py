@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pawl.settings import StewardSettings, known_variables, refuse_unread
+from pawl.settings import ControllerSettings, known_variables, refuse_unread
 from pawl.stack import vllm
 from pawl.stack.compose import GRAFANA, write_secrets, write_vllm_config
 from pawl.stack.compose import main as setup
@@ -42,7 +42,7 @@ PROFILES: Final = {
 }
 # What ports, volumes and grace periods of the file rest on.
 FIXED: Final = {
-    *("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN"),
+    *("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_CONTROLLER_LISTEN"),
     *("PAWL_SPOOL_DIR", "PAWL_ADAPTER_DIR", "PAWL_STOP_GRACE_S", "PAWL_SECRETS_DIR"),
 }
 Kind = TypeVar("Kind", bound=Settings)
@@ -172,7 +172,7 @@ def test_a_profile_has_a_model_server_and_a_trainer_or_what_watches_them(profile
 
 def test_without_a_profile_there_is_what_one_with_a_model_server_of_their_own_needs() -> None:
     found = {name for name in SERVICES if "profiles" not in service(name)}
-    assert found == {"setup", "postgres", "proxy", "steward"}
+    assert found == {"setup", "postgres", "proxy", "controller"}
     assert ENV_EXAMPLE.read_text().count("\nCOMPOSE_PROFILES=gpu,watch\n") == 1
 
 
@@ -185,7 +185,7 @@ def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
         }
         assert shown == set()
     readers = {name for name in SERVICES if "secrets" in mounts(name)}
-    assert readers == {"setup", "postgres", "proxy", "steward", "trainer", "trainer-cpu"}
+    assert readers == {"setup", "postgres", "proxy", "controller", "trainer", "trainer-cpu"}
     assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {(str(SECRETS), "ro")}
     for name in readers - {"setup"}:
         assert {one["condition"] for one in awaited(name)["setup"]} == {
@@ -248,14 +248,14 @@ def test_dependencies_say_what_they_wait_for() -> None:
         assert not {"trainer", "trainer-cpu"} & set(service(name).get("depends_on", {}))
 
 
-def test_the_steward_is_the_proxys_image_with_another_command() -> None:
+def test_the_controller_is_the_proxys_image_with_another_command() -> None:
     # Nothing of torch is in it, and it needs no spool. It checks adapters that the server reads.
-    assert service("steward")["image"] == service("proxy")["image"]
-    assert service("steward")["build"] == service("proxy")["build"]
-    assert service("steward")["command"] == ["steward"]
-    assert mounts("steward")["adapters"] == ("/var/lib/pawl/adapters", "ro")
-    assert "spool" not in mounts("steward")
-    [line] = service("steward")["healthcheck"]["test"][3:]
+    assert service("controller")["image"] == service("proxy")["image"]
+    assert service("controller")["build"] == service("proxy")["build"]
+    assert service("controller")["command"] == ["controller"]
+    assert mounts("controller")["adapters"] == ("/var/lib/pawl/adapters", "ro")
+    assert "spool" not in mounts("controller")
+    [line] = service("controller")["healthcheck"]["test"][3:]
     assert "8103" in line
 
 
@@ -330,7 +330,7 @@ def test_pawl_reads_every_variable_a_user_may_set() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("proxy", ProxySettings), ("trainer", TrainerSettings), ("steward", StewardSettings)],
+    [("proxy", ProxySettings), ("trainer", TrainerSettings), ("controller", ControllerSettings)],
 )
 def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
     name: str, kind: type[Settings]
@@ -356,14 +356,14 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         return settings_in(monkeypatch, kind, told)
 
     proxy, trainer = read(ProxySettings, "proxy"), read(TrainerSettings, "trainer")
-    steward = read(StewardSettings, "steward")
+    controller = read(ControllerSettings, "controller")
     assert address(proxy.listen) == ("0.0.0.0", 8100)
     assert proxy.database_url is not None
     assert proxy.upstream_url == trainer.upstream_url
     assert trainer.database_url == proxy.database_url
-    assert steward.database_url == proxy.database_url
-    assert steward.server_urls == trainer.server_urls
-    assert address(steward.steward_listen) == ("0.0.0.0", 8103)
+    assert controller.database_url == proxy.database_url
+    assert controller.server_urls == trainer.server_urls
+    assert address(controller.controller_listen) == ("0.0.0.0", 8103)
     assert trainer.model == service("vllm")["command"][0]
     # With a file of policies all of them, and else what the server serves.
     assert trainer.policy is None
@@ -446,7 +446,7 @@ def test_setup_refuses_what_the_services_could_not_use(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["setup", "proxy", "steward", "trainer", "trainer-cpu"])
+@pytest.mark.parametrize("name", ["setup", "proxy", "controller", "trainer", "trainer-cpu"])
 def test_files_that_settings_name_are_in_one_folder(name: str) -> None:
     assert mounts(name)["./config"] == ("/var/lib/pawl/config", "ro")
     dockerfile = service(name)["build"]["dockerfile"]
@@ -527,7 +527,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
     ports = {
         "proxy": address(environment("proxy")["PAWL_ADMIN_LISTEN"])[1],
         "trainer": address(environment("trainer")["PAWL_TRAINER_LISTEN"])[1],
-        "steward": address(environment("steward")["PAWL_STEWARD_LISTEN"])[1],
+        "controller": address(environment("controller")["PAWL_CONTROLLER_LISTEN"])[1],
         "vllm": int(options(service("vllm")["command"])["--port"] or ""),
     }
     assert targets == {f"{name}:{port}" for name, port in ports.items()}

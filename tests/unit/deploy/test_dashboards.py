@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-import pawl.steward.metrics
+import pawl.controller.metrics
 import proxy.metrics
 import store.metrics
 import trainer.metrics
@@ -134,7 +134,7 @@ def labels_of_result(node: promql.Expr) -> set[str] | None:
 def registered() -> dict[str, frozenset[str]]:
     """Every series that a process can export, with its labels."""
     found: dict[str, frozenset[str]] = {}
-    for module in (store.metrics, proxy.metrics, trainer.metrics, pawl.steward.metrics):
+    for module in (store.metrics, proxy.metrics, trainer.metrics, pawl.controller.metrics):
         for value in vars(module).values():
             for metric in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(metric, MetricWrapperBase):
@@ -225,7 +225,7 @@ def test_policy_is_chosen_by_a_label_that_exists() -> None:
 
 def test_unwatched_version_raises_an_alert() -> None:
     """Where a policy has a rule to be judged by, and only there."""
-    [rule] = [rule for rule in rules() if "pawl_steward_gate_watched" in rule["expr"]]
-    judged = Selector("pawl_steward_gate_frozen", frozenset({"policy"}))
+    [rule] = [rule for rule in rules() if "pawl_controller_gate_watched" in rule["expr"]]
+    judged = Selector("pawl_controller_gate_frozen", frozenset({"policy"}))
     assert judged in selectors(rule["expr"])
     assert "pawl policies show" in rule["annotations"]["summary"]

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pawl.scenarios.scenario import Keys, ScenarioFailed, parse_scenario
 from pawl.settings import (
     ClientSettings,
+    ControllerSettings,
     StackSettings,
-    StewardSettings,
     UnreadSettings,
     read_settings,
     refuse_unread,
@@ -196,7 +196,7 @@ def test_name_of_no_recipe_is_refused(name: str) -> None:
         load_recipe(name)
 
 
-SETTINGS = (ProxySettings, TrainerSettings, StackSettings, StewardSettings, ClientSettings)
+SETTINGS = (ProxySettings, TrainerSettings, StackSettings, ControllerSettings, ClientSettings)
 VARIABLES = sorted(
     {
         ("DATABASE_URL" if name == "database_url" else f"PAWL_{name.upper()}", kind)

@@ -34,7 +34,7 @@ from tests.conftest import ROOT
         ("proxy admin", "PAWL_ADMIN_LISTEN"),
         ("vLLM", "PAWL_VLLM_PORT"),
         ("trainer metrics", "PAWL_TRAINER_LISTEN"),
-        ("steward", "PAWL_STEWARD_LISTEN"),
+        ("controller", "PAWL_CONTROLLER_LISTEN"),
     ],
 )
 def test_taken_port_is_named_with_its_variable(purpose: str, variable: str) -> None:
@@ -219,7 +219,7 @@ def test_no_vllm_is_started_where_a_model_server_is_configured(tmp_path: Path) -
         "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1"
     )
     started = [process.name for process in _processes(plan, "postgresql://h/d")]
-    assert started == ["trainer", "steward", "proxy"]
+    assert started == ["trainer", "controller", "proxy"]
 
 
 class Noted:

@@ -181,7 +181,7 @@ def test_a_gate_has_its_options() -> None:
     found = parse_recipe("[gate]\nmode = 'gated'\nreward_range = [-1, 2]\nmargin = 1.5", "r.toml")
     assert found.gate.is_gated
     assert (found.gate.reward_range, found.gate.margin) == ((-1.0, 2.0), 1.5)
-    # The steward reads them from the store, where they are JSON.
+    # The controller reads them from the store, where they are JSON.
     assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
 
 

@@ -23,10 +23,10 @@ from store.errors import NotGated, UnknownPolicy
 from store.policy_table import parse_policies
 from store.version_states import ensure_base
 from tests.integration.pawl.conftest import Pawl
+from tests.support.controller.trials import gate, on_trial, states
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote
 from tests.support.records import call, reward, statement
-from tests.support.steward.trials import gate, on_trial, states
 
 FILE = """
 [[policy]]

@@ -31,7 +31,7 @@ async def trying(engine: AsyncEngine, start_proxy: StartProxy) -> AsyncIterator[
         await make_candidate(connection, "m", 2, {}, reason="for the test")
         made = await numbered_version(connection, "m", 2)
         assert made is not None
-        await begin_canary(connection, made, 0.34, 0.33, reason="for the test", actor="steward")
+        await begin_canary(connection, made, 0.34, 0.33, reason="for the test", actor="controller")
     async with start_proxy() as proxy:
         yield proxy
 
@@ -75,7 +75,7 @@ async def test_episodes_of_a_canary_keep_it_when_it_is_rolled_back_and_no_other_
     async with trying.engine.begin() as connection:
         tried = await numbered_version(connection, "m", 2)
         assert tried is not None
-        await roll_back(connection, tried, reason="worse", actor="steward")
+        await roll_back(connection, tried, reason="worse", actor="controller")
     new = iter(range(10**6))
 
     async def known() -> bool:

@@ -29,7 +29,7 @@ async def test_what_was_rolled_back_does_not_serve_again(engine: AsyncEngine) ->
         await trained(connection, 0)
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
         before = await roll_back(
-            connection, await version(connection, 1), reason="fell behind", actor="steward"
+            connection, await version(connection, 1), reason="fell behind", actor="controller"
         )
         assert before is not None
         assert before.version == 0
@@ -60,7 +60,7 @@ async def test_what_had_the_traffic_before_serves_again_whatever_its_number(
         async with engine.begin() as connection:
             await promote(connection, "m", number, reason=TEST, actor="operator")
     async with engine.begin() as connection:
-        await roll_back(connection, await version(connection, 4), reason=TEST, actor="steward")
+        await roll_back(connection, await version(connection, 4), reason=TEST, actor="controller")
     found = await states(engine)
     assert [number for number, state in found.items() if state == "serving"] == [before]
 
@@ -74,7 +74,7 @@ async def test_what_was_trained_on_from_what_is_rolled_back_goes_with_it(
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
         await canary(connection, 2)
         await make_ready(connection, "m", 5, reason=TEST, actor="trainer")
-        await roll_back(connection, await version(connection, 1), reason="bad", actor="steward")
+        await roll_back(connection, await version(connection, 1), reason="bad", actor="controller")
     found = await states(engine)
     assert (found[1], found[2], found[4], found[5]) == (
         "rolled_back",
@@ -98,14 +98,14 @@ async def test_a_canary_that_never_served_serves_after_no_roll_back(
         await promote(connection, "m", 1, reason=TEST, actor="operator")
         tried = await canary(connection, 2)
         # A newer one was promoted by hand meanwhile: the canary makes way for it.
-        await change_state(connection, tried, "published", reason=TEST, actor="steward")
+        await change_state(connection, tried, "published", reason=TEST, actor="controller")
         assert await newest_promoted(connection, "m") == 1
         await promote(connection, "m", 3, reason=TEST, actor="operator")
         await set_state(connection, "m", 2, then, reason=TEST, actor="trainer")
         before = await version_before(connection, await version(connection, 3))
         assert before.version == 1
         serves = await roll_back(
-            connection, await version(connection, 3), reason=TEST, actor="steward"
+            connection, await version(connection, 3), reason=TEST, actor="controller"
         )
         assert serves is not None
         assert serves.version == 1
@@ -119,7 +119,7 @@ async def test_what_was_trained_on_from_what_was_rolled_back_serves_after_no_rol
         # An operator went back from 2 to 1, which fell then.
         for number in (1, 2, 1):
             await promote(connection, "m", number, reason=TEST, actor="operator")
-        await roll_back(connection, await version(connection, 1), reason=TEST, actor="steward")
+        await roll_back(connection, await version(connection, 1), reason=TEST, actor="controller")
         assert (await version(connection, 2)).state == "published"
         await promote(connection, "m", 3, reason=TEST, actor="operator")
         assert (await version_before(connection, await version(connection, 3))).version == 0
@@ -195,8 +195,8 @@ async def roll_back_two(connection: AsyncConnection) -> None:
     await promote(connection, "m", 1, reason=TEST, actor="trainer")
     for number in (2, 4):
         await promote(connection, "m", number, reason=TEST, actor="trainer")
-        await set_state(connection, "m", number, "rolled_back", reason="worse", actor="steward")
-        await promote(connection, "m", 3, reason=TEST, actor="steward")
+        await set_state(connection, "m", number, "rolled_back", reason="worse", actor="controller")
+        await promote(connection, "m", 3, reason=TEST, actor="controller")
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ async def test_each_change_of_state_has_one_event(engine: AsyncEngine) -> None:
         assert len(await promote_together(connection, ["m"], 1e9)) == 1
         tried = await canary(connection, 2)
         proof = {"lower": 0.1, "arms": {"canary": {"episodes": 50}}}
-        why = {"reason": "better", "actor": "steward", "evidence": proof}
+        why = {"reason": "better", "actor": "controller", "evidence": proof}
         await promote(connection, "m", tried.version, **why)
         # What it is already, it need not become.
         await promote(connection, "m", 2, reason=TEST, actor="operator")
@@ -61,7 +61,7 @@ async def test_each_change_of_state_has_one_event(engine: AsyncEngine) -> None:
     }
     async with engine.connect() as connection:
         newest = (await list_events(connection, "m", 2, most=1))[0]
-        assert (newest.reason, newest.actor, newest.evidence) == ("better", "steward", proof)
+        assert (newest.reason, newest.actor, newest.evidence) == ("better", "controller", proof)
         [before] = await list_events(connection, "m", 2, most=1, before=newest.id)
         assert before.to_state == "canary"
         # What rests on nothing has no evidence, and not JSON's null.
@@ -78,11 +78,11 @@ async def test_what_is_killed_before_it_is_committed_changed_nothing(engine: Asy
 
     async def killed() -> None:
         async with engine.begin() as connection:
-            await promote(connection, "m", tried.version, reason=TEST, actor="steward")
+            await promote(connection, "m", tried.version, reason=TEST, actor="controller")
             own = await connection.scalar(text("SELECT pg_backend_pid()"))
             async with engine.connect() as other:
                 await other.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": own})
-            await promote(connection, "m", 0, reason=TEST, actor="steward")
+            await promote(connection, "m", 0, reason=TEST, actor="controller")
 
     with pytest.raises(DBAPIError):
         await killed()
@@ -103,7 +103,7 @@ async def test_a_change_is_not_there_without_its_event_even_where_each_statement
     await check_told(engine)
 
 
-async def test_of_two_stewards_who_decide_at_once_one_does(engine: AsyncEngine) -> None:
+async def test_of_two_controllers_who_decide_at_once_one_does(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
@@ -111,7 +111,7 @@ async def test_of_two_stewards_who_decide_at_once_one_does(engine: AsyncEngine) 
 
     async def give_up() -> str:
         async with engine.begin() as connection:
-            await roll_back(connection, tried, reason="worse", actor="steward")
+            await roll_back(connection, tried, reason="worse", actor="controller")
         return "rolled_back"
 
     ended = await asyncio.gather(*(give_up() for _ in range(4)), return_exceptions=True)
@@ -122,7 +122,7 @@ async def test_of_two_stewards_who_decide_at_once_one_does(engine: AsyncEngine) 
 
 
 async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: AsyncEngine) -> None:
-    """Stewards and operators at once, in an order of chance: no change without its event."""
+    """Controllers and operators at once, in an order of chance: no change without its event."""
     async with engine.begin() as connection:
         await trained(connection, *range(6))
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
@@ -136,9 +136,9 @@ async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: Asy
             elif one.state == "written":
                 await make_candidate(connection, "m", number, {}, reason=TEST)
             elif one.state == "candidate":
-                await begin_canary(connection, one, 0.1, 0.0, reason=TEST, actor="steward")
+                await begin_canary(connection, one, 0.1, 0.0, reason=TEST, actor="controller")
             else:
-                await roll_back(connection, one, reason=TEST, actor="steward")
+                await roll_back(connection, one, reason=TEST, actor="controller")
 
     late = (StateChanged, NotGated, RolledBack, IntegrityError)
     for turn in range(8):
@@ -158,7 +158,7 @@ async def test_all_that_an_episode_may_have_is_loaded(engine: AsyncEngine) -> No
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
         tried = await canary(connection, 2, share=0.25)
         assert (tried.share, (await version(connection, 0)).share) == (0.25, 0.02)
-        await roll_back(connection, tried, reason=TEST, actor="steward")
+        await roll_back(connection, tried, reason=TEST, actor="controller")
         await make_candidate(connection, "m", 3, {}, reason=TEST)
         servable = {one.version: one.state for one in await list_servable(connection, "m")}
         assert servable == {0: "published", 1: "serving", 2: "rolled_back", 3: "candidate"}
@@ -180,16 +180,16 @@ async def test_a_share_is_the_canarys_alone_and_ends_with_it(engine: AsyncEngine
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await canary(connection, 1)
-        await promote(connection, "m", 1, reason=TEST, actor="steward")
+        await promote(connection, "m", 1, reason=TEST, actor="controller")
         assert (await version(connection, 1)).share is None
         assert (await version(connection, 0)).share == 0.02
         stale = msgspec.structs.replace(await version(connection, 1), state="canary")
         with pytest.raises(StateChanged, match="m@1 is not 'canary' any more"):
-            await change_state(connection, stale, "rolled_back", reason=TEST, actor="steward")
+            await change_state(connection, stale, "rolled_back", reason=TEST, actor="controller")
     with pytest.raises(IntegrityError, match="share_is_a_share"):
         async with engine.begin() as connection:
             await begin_canary(
-                connection, await version(connection, 2), 1.5, 0.0, reason=TEST, actor="steward"
+                connection, await version(connection, 2), 1.5, 0.0, reason=TEST, actor="controller"
             )
 
 
@@ -210,7 +210,7 @@ async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine)
 async def test_a_gate_is_not_held_for_ever_by_one_that_does_nothing_any_more(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a steward does not that is stopped, or whose machine is cut off."""
+    """As a controller does not that is stopped, or whose machine is cut off."""
 
     async def is_free() -> bool:
         async with engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""Trainer, model server and steward killed at random: the same bytes, and every version is back."""
+"""Trainer, model server and controller killed at random: the same bytes, all versions are back."""
 
 from pathlib import Path
 
@@ -22,6 +22,6 @@ def test_all_killed_at_random(tmp_path: Path) -> None:
     assert versions["undisturbed"] == versions["killed"] == 4
     beside = found["beside"]
     killed = beside["killed"]
-    assert killed["model server"] + killed["steward"] == BESIDE
-    # The steward alone brought all back, also once it was killed itself.
+    assert killed["model server"] + killed["controller"] == BESIDE
+    # The controller alone brought all back, also once it was killed itself.
     assert len(beside["loaded_without_trainer_s"]) == 2

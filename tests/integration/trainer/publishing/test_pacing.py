@@ -66,12 +66,12 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
         idle_versions = version_queries.idle_versions
 
         async def then_promoted(*given: Any) -> list[PolicyVersion]:
-            """Read which are idle; the steward rolls back before any is retired."""
+            """Read which are idle; the controller rolls back before any is retired."""
             found = await idle_versions(*given)
             if any(one.version == 1 and one.state == "published" for one in found):
                 async with bench.engine.begin() as connection:
                     await version_states.promote(
-                        connection, "m", 1, reason="worse", actor="steward"
+                        connection, "m", 1, reason="worse", actor="controller"
                     )
             return found
 

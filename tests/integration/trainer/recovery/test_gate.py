@@ -34,18 +34,18 @@ def bench(bare: Bench) -> Bench:
 async def begin_trial(bench: Bench, number: int) -> None:
     version = await bench.version(number)
     async with bench.engine.begin() as connection:
-        await begin_canary(connection, version, 0.1, 0.02, reason="it waited", actor="steward")
+        await begin_canary(connection, version, 0.1, 0.02, reason="it waited", actor="controller")
 
 
 async def turn_back(bench: Bench, number: int) -> None:
     version = await bench.version(number)
     async with bench.engine.begin() as connection:
-        await roll_back(connection, version, reason="it is worse", actor="steward")
+        await roll_back(connection, version, reason="it is worse", actor="controller")
 
 
 async def let_serve(bench: Bench, number: int) -> None:
     async with bench.engine.begin() as connection:
-        await promote(connection, "m", number, reason="it is better", actor="steward")
+        await promote(connection, "m", number, reason="it is better", actor="controller")
 
 
 async def last_event(bench: Bench, number: int) -> PolicyEvent:
@@ -60,7 +60,9 @@ async def test_a_version_that_passes_the_probe_waits_and_has_no_traffic(bench: B
     await bench.assert_spent_once(4)
 
 
-async def test_a_version_that_a_steward_promoted_is_shown_by_the_trainer_too(bench: Bench) -> None:
+async def test_a_version_that_a_controller_promoted_is_shown_by_the_trainer_too(
+    bench: Bench,
+) -> None:
     await bench.update("t")
     await begin_trial(bench, 1)
     VERSION.clear()
@@ -232,7 +234,7 @@ async def test_candidates_that_nobody_tries_are_logged(bench: Bench) -> None:
         await bench.update("b")
         [warning] = [one for one in logs if one["event"] == "candidate_was_not_tried"]
         assert (warning["version"], warning["log_level"]) == ("m@2", "warning")
-        assert "pawl steward" in warning["remedy"]
+        assert "pawl controller" in warning["remedy"]
         # One that waits for the end of another's trial waits for that.
         await begin_trial(bench, 2)
         await bench.update("c", "d")
@@ -284,7 +286,7 @@ async def test_after_several_were_rolled_back_training_goes_on_from_the_version_
     first, last = await watched.version(2), await watched.version(3)
     async with watched.engine.begin() as connection:
         why = "it is worse"
-        before = await roll_back(connection, last, reason=why, actor="steward", first=first)
+        before = await roll_back(connection, last, reason=why, actor="controller", first=first)
     assert before is not None
     assert before.version == 1
     rolled_back = {2: "rolled_back", 3: "rolled_back"}

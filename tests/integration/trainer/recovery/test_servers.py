@@ -8,9 +8,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
+from tests.support.controller.replicas import publish, retire
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.steward.replicas import publish, retire
 from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -159,7 +159,7 @@ async def test_a_version_that_is_called_back_while_servers_answer_stays_loaded(
         if is_called_back:
             async with engine.begin() as connection:
                 await set_state(
-                    connection, "m", 1, "published", reason="it serves again", actor="steward"
+                    connection, "m", 1, "published", reason="it serves again", actor="controller"
                 )
         return await models(server)
 

@@ -145,5 +145,5 @@ def test_taken_port_is_named(said: Said, monkeypatch: pytest.MonkeyPatch) -> Non
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        monkeypatch.setenv("PAWL_STEWARD_LISTEN", f"127.0.0.1:{port}")
-        assert f"port {port} (steward) is taken" in said("calculator")
+        monkeypatch.setenv("PAWL_CONTROLLER_LISTEN", f"127.0.0.1:{port}")
+        assert f"port {port} (controller) is taken" in said("calculator")

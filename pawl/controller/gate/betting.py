@@ -1,0 +1,268 @@
+"""Test a claim about a difference by betting against it, block by block.
+
+Whoever bets a share b of what they have on each block, at fair odds if the claim is true, has
+
+    W = Π (1 + b·(difference − null)/(reach + null)),  0 ≤ b < 1,
+
+and W has a mean of at most 1 at all times if the mean of each difference, given all before it, is
+at most `null`. So with probability 1 − α it never reaches 1/α (Ville), whenever and however often
+somebody looks. How much is best to bet depends on the true difference: W is the mean over BETS
+players, each with half the stake of the one before. Waudby-Smith & Ramdas, "Estimating means of
+bounded random variables by betting", JRSS-B 86 (2024), sections 3 and 4; averages over stakes:
+Howard, Ramdas, McAuliffe & Sekhon, Annals of Statistics 49 (2021), section 3.5.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import exp, fsum, log, log1p
+from typing import Final, Literal, NamedTuple
+
+from pawl.controller.gate.records import ArmFigures, Episode, GateOptions
+
+# 1: that the difference is above the null; −1: that it is below.
+Side = Literal[1, -1]
+ABOVE: Final = 1
+BELOW: Final = -1
+
+# The largest share that is ever bet, and the players' stakes for a block of weight 1.
+MOST_BET: Final = 0.95
+STAKES: Final = tuple(MOST_BET / 2**player for player in range(7))
+# What a player wins past this stays out of the game, so that no float overflows.
+MOST_WEALTH: Final = 1e200
+
+
+class Block(NamedTuple):
+    """Hold what one block says.
+
+    Attributes:
+        difference: of the means, tested arm − other arm, within ±`reach`.
+        weight: n·m/(n + m) of the arms' episodes: variances of differences are as its inverses.
+        reach: the greatest difference, either way, that the block could have shown.
+    """
+
+    difference: float
+    weight: float
+    reach: float
+
+
+class Wealth:
+    """Keep what seven players have who bet against one claim, having begun with 1."""
+
+    def __init__(self, null: float, side: Side) -> None:
+        """Bet that the difference is on `side` of `null`, against the claim that it is not."""
+        self._null = null
+        self._side = side
+        self._parts = [1.0] * len(STAKES)
+
+    @property
+    def value(self) -> float:
+        """Return the players' mean: at 1/α the claim is refuted, wrongly with probability ≤ α."""
+        return sum(self._parts) / len(STAKES)
+
+    def update(self, block: Block, more: float = 0.0) -> None:
+        """Put `more` at stake for each player, and settle the bets on one block."""
+        won = _odds(block, self._null, self._side)
+        self._parts = [
+            min((part + more) * (1 + bet * won), MOST_WEALTH)
+            for part, bet in zip(self._parts, _bets(block.weight), strict=True)
+        ]
+
+
+class LateWealth(Wealth):
+    """Keep the wealth of players who put 1/(t(t+1)) of what they have at stake from block t on.
+
+    A claim that was true for long, and is not any more, is refuted soon after; the shares sum to
+    1, so that its wealth has a mean of at most 1 as well. Its recursion is Shiryaev's and
+    Roberts', with weights whose sum is finite; see Shin, Ramdas & Rinaldo, "E-detectors", 2024.
+    """
+
+    def __init__(self, null: float, side: Side) -> None:
+        """Bet as `Wealth` does, and begin anew with each block."""
+        super().__init__(null, side)
+        self._parts = [0.0] * len(STAKES)
+        self._blocks = 0
+
+    @property
+    def value(self) -> float:
+        """Return the players' mean, with what is not at stake yet."""
+        return super().value + 1 / (self._blocks + 1)
+
+    def update(self, block: Block, more: float = 0.0) -> None:
+        """Put the next part at stake, and settle the bets on one block."""
+        self._blocks += 1
+        super().update(block, more + 1 / (self._blocks * (self._blocks + 1)))
+
+
+def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
+    """Return the logarithm of what `Wealth` has after these blocks (for nulls not known before)."""
+    odds = [(_odds(block, null, side), _bets(block.weight)) for block in blocks]
+    logs = [
+        fsum([log1p(bets[player] * won) for won, bets in odds]) for player in range(len(STAKES))
+    ]
+    most = max(logs)
+    return most + log(fsum([exp(one - most) for one in logs]) / len(logs))
+
+
+# Blocks of one size have few weights, and each is bet on for many nulls.
+@lru_cache(maxsize=4096)
+def _bets(weight: float) -> tuple[float, ...]:
+    """Return the players' stakes for a block of this weight."""
+    return tuple([min(stake * weight, MOST_BET) for stake in STAKES])
+
+
+def _odds(block: Block, null: float, side: Side) -> float:
+    """Return what a bet of 1 wins: −1 at worst, and 0 on average if the difference is the null."""
+    return side * (block.difference - null) / (block.reach + side * null)
+
+
+FEWEST: Final = 8
+MOST: Final = 64
+# Episodes of the rarer arm that a block holds on average.
+RARER: Final = 1.5
+
+
+class Blocks:
+    """Make blocks of a stream of values; each episode is in one, in the order given."""
+
+    def __init__(self, size: int) -> None:
+        """Make blocks of `size` episodes."""
+        self._size = size
+        self._open: list[tuple[bool, str, float]] = []
+        self._centres = Centres()
+
+    def add(self, tested: bool, family: str, value: float) -> Block | None:
+        """Return the block that this value (0 to 1) completes, if it completes one.
+
+        None too where a completed block holds episodes of one arm alone: it says nothing.
+        """
+        self._open.append((tested, family, value))
+        if len(self._open) < self._size:
+            return None
+        return self.close()
+
+    def close(self) -> Block | None:
+        """Complete the block that is open, however many it holds, and return what it says."""
+        episodes, self._open = self._open, []
+        block = self._compare(episodes)
+        for _, one, reward in episodes:
+            self._centres.add(one, reward)
+        return block
+
+    def _compare(self, episodes: list[tuple[bool, str, float]]) -> Block | None:
+        count = sum([tested for tested, _, _ in episodes])
+        others = len(episodes) - count
+        if not count or not others:
+            return None
+        centres = {family: self._centres.of(family) for family in {one[1] for one in episodes}}
+        own = rest = 0.0
+        for tested, family, value in episodes:
+            if tested:
+                own += value - centres[family]
+            else:
+                rest += value - centres[family]
+        spread = max(centres.values()) - min(centres.values())
+        return Block(own / count - rest / others, count * others / len(episodes), 1 + spread)
+
+
+def block_size(tested: float, other: float) -> int:
+    """Return how many episodes a block has, for the arms' shares of all episodes.
+
+    Larger blocks lose less to those with one arm alone (1/size of the information), smaller ones
+    let more be bet on large differences: one or two episodes of the rarer arm are a compromise.
+    """
+    share = tested / (tested + other) if tested + other > 0 else 0.0
+    rarity = share * (1 - share)
+    return min(max(round(RARER / rarity), FEWEST), MOST) if rarity > 0 else MOST
+
+
+# A family's mean counts as if this many episodes had scored as all families do together.
+PRIOR: Final = 5
+# Families past these are centred by the mean of all: memory is bounded.
+MOST_FAMILIES: Final = 10_000
+
+
+class Centres:
+    """Keep the mean of each family, pulled towards the mean of all while it has few episodes."""
+
+    def __init__(self) -> None:
+        """Start from the middle of the range."""
+        self._all = (0.5, 1)
+        self._families: dict[str, tuple[float, int]] = {}
+
+    def add(self, family: str, value: float) -> None:
+        """Count one more value of 0 to 1."""
+        total, count = self._all
+        self._all = (total + value, count + 1)
+        if family in self._families or len(self._families) < MOST_FAMILIES:
+            total, count = self._families.get(family, (0.0, 0))
+            self._families[family] = (total + value, count + 1)
+
+    def of(self, family: str) -> float:
+        """Return the family's mean, of 0 to 1."""
+        all_total, all_count = self._all
+        total, count = self._families.get(family, (0.0, 0))
+        return (total + PRIOR * all_total / all_count) / (count + PRIOR)
+
+
+class ArmCount:
+    """Count the episodes of one arm as they come."""
+
+    def __init__(self, options: GateOptions) -> None:
+        """Begin with none."""
+        self._options = options
+        self._episodes = self._failed = self._clipped = self.scored = 0
+        self._total = 0.0
+
+    def add(self, episode: Episode, value: float | None) -> None:
+        """Count one more, with its scaled reward (0 to 1), or None if it is unscored."""
+        self._episodes += 1
+        self._failed += episode.failed
+        self._clipped += self._options.clips(episode)
+        if value is not None:
+            self.scored += 1
+            self._total += value
+
+    def figures(self) -> ArmFigures:
+        """Return what was counted, with the mean in units of the reward."""
+        low, width = self._options.reward_range[0], self._options.width
+        mean = low + width * self._total / max(self.scored, 1)
+        return ArmFigures(
+            episodes=self._episodes,
+            unscored=self._episodes - self.scored,
+            failed=self._failed,
+            mean=mean if self.scored else None,
+            clipped=self._clipped,
+        )
+
+
+# Bounds are multiples of 1/STEPS, rounded outwards.
+STEPS: Final = 500
+
+
+def lower_bound(blocks: Sequence[Block], mistakes: float) -> float:
+    """Return the greatest value, of −1 to 1, that the difference is shown to be above.
+
+    With probability 1 − `mistakes` the bound is at no time above the difference.
+    """
+    return -_bound(blocks, mistakes, ABOVE)
+
+
+def upper_bound(blocks: Sequence[Block], mistakes: float) -> float:
+    """Return the least value, of −1 to 1, that the difference is shown to be below."""
+    return _bound(blocks, mistakes, BELOW)
+
+
+def _bound(blocks: Sequence[Block], mistakes: float, side: Side) -> float:
+    """Return the bound, with its sign turned if `side` is ABOVE.
+
+    Wealth falls with its null on one side and rises on the other, so that bisection finds it.
+    """
+    needed = log(1 / mistakes)
+    refuted, open_ = STEPS, -STEPS
+    while refuted - open_ > 1:
+        middle = (refuted + open_) // 2
+        if log_wealth(blocks, -side * middle / STEPS, side) >= needed:
+            refuted = middle
+        else:
+            open_ = middle
+    return refuted / STEPS

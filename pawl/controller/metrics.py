@@ -1,0 +1,64 @@
+"""Define the controller's Prometheus metrics, served at `/metrics`."""
+
+from prometheus_client import Counter, Gauge
+
+REPLICA_UP = Gauge(
+    "pawl_controller_replica_up", "1 while a replica of the model server answers.", ["replica"]
+)
+MISSING = Gauge(
+    "pawl_controller_missing_adapters",
+    "Servable versions that a replica that answers does not have loaded.",
+    ["replica"],
+)
+LOADS = Counter(
+    "pawl_controller_loads_total",
+    "Tries to load an adapter that a replica lacked or had with other files: `loaded`, `replaced`"
+    " (it had other files), `refused`, `altered` (the files have changed since they were written),"
+    " `unread` (they cannot be read or fetched for now) or `misserved` (it was served otherwise"
+    " than trained).",
+    ["replica", "outcome"],
+)
+ALTERED = Gauge(
+    "pawl_controller_altered_adapters",
+    "Servable versions that are not loaded as their files are not those that were written.",
+    ["version"],
+)
+MISSERVED = Gauge(
+    "pawl_controller_misserved_adapters",
+    "Servable versions that a replica does not have, as it served them otherwise than trained.",
+    ["replica", "version"],
+)
+STORE_UP = Gauge("pawl_controller_database_up", "1 while the controller reads the database.")
+GATE_MOVES = Counter(
+    "pawl_controller_gate_moves_total",
+    "Versions that the gate gave another state, by what they became.",
+    ["policy", "to"],
+)
+GATE_BOUND = Gauge(
+    "pawl_controller_gate_bound",
+    "Bounds of the difference of mean rewards: the version on trial less the one that serves.",
+    ["policy", "bound"],
+)
+GATE_EPISODES = Gauge(
+    "pawl_controller_gate_episodes", "Episodes that a trial rests on, by arm.", ["policy", "arm"]
+)
+GATE_CLIPPED = Gauge(
+    "pawl_controller_gate_clipped_share",
+    "Share of the scored episodes whose reward is outside of `gate.reward_range` and counts as its"
+    " end, by what is judged by them (`trial`, `watch`) and arm.",
+    ["policy", "judged", "arm"],
+)
+GATE_WATCHED = Gauge(
+    "pawl_controller_gate_watched",
+    "1 while live rewards may roll back the trained version that serves; 0: nothing is watched, and"
+    " `pawl policies show`, or the controller's log (`nothing_watched`), says why.",
+    ["policy"],
+)
+GATE_FROZEN = Gauge(
+    "pawl_controller_gate_frozen", "1 while only operators move a policy's traffic.", ["policy"]
+)
+GATE_FAILED = Gauge(
+    "pawl_controller_gate_failed",
+    "1 while a policy with a gate cannot be judged, or not in the time of a look.",
+    ["policy"],
+)

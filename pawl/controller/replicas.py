@@ -1,0 +1,155 @@
+"""Keep each replica of the model server reconciled with what the store lists as servable.
+
+Each replica is looked at on its own, so that one that is away or slow delays no other. While the
+database is away the last reading stands, but not for ever: the trainer, which may still reach the
+database, deletes the files of a version a while after it was retired.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
+from pawl.database import open_engine
+from store.database import explain, is_no_records_fault
+from store.metrics import begin_at_zero
+from store.settings import StoreSettings
+from store.version_queries import list_servable
+from store.versions import PolicyVersion
+from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
+from trainer.publishing.cleaning import LEAST_IDLE_S
+from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
+from trainer.publishing.reconciler import OUTCOMES, Reconciler, is_servable
+
+log = structlog.get_logger()
+
+READ_S: Final = 10.0
+# A load that begins by a reading of this age ends before the files of a version that was retired
+# just after that reading can be deleted.
+OLDEST_S: Final = LEAST_IDLE_S - TIMEOUT_S - LIST_S
+
+
+class ServableVersions:
+    """Read the servable versions again and again, and keep the last reading.
+
+    Attributes:
+        versions: those versions and each policy's base model; None before the first reading.
+        up: whether the database was there at the last try to read it; None before the first.
+    """
+
+    def __init__(self, settings: StoreSettings, poll_s: float) -> None:
+        """Store where the database is, and the pause between two readings."""
+        self._settings = settings
+        self._poll_s = poll_s
+        self._read_at = 0.0
+        self.versions: list[PolicyVersion] | None = None
+        self.up: bool | None = None
+
+    def may_load(self, version: PolicyVersion) -> bool:
+        """Return whether a version is still servable, and the reading young enough to load it.
+
+        A version that had the traffic must first lose it, and be idle, before it is retired.
+        """
+        if not (is_servable(version) and version in (self.versions or ())):
+            return False
+        age_s = asyncio.get_running_loop().time() - self._read_at
+        return version.state == "serving" or age_s <= OLDEST_S
+
+    async def follow(self) -> None:
+        """Keep `versions` as the store has them; never return."""
+        while True:
+            try:
+                async with open_engine(self._settings) as engine:
+                    while True:
+                        await self._read(engine)
+                        await asyncio.sleep(self._poll_s)
+            except Exception as error:
+                write = log.warning if is_no_records_fault(error) else log.exception
+                self._note(False, write, reason=f"{type(error).__name__}: {explain(error)}")
+            await asyncio.sleep(self._poll_s)
+
+    async def _read(self, engine: AsyncEngine) -> None:
+        read_at = asyncio.get_running_loop().time()
+        async with asyncio.timeout(READ_S), engine.connect() as connection:
+            self.versions = await list_servable(connection)
+        self._read_at = read_at
+        self._note(True, log.info)
+
+    def _note(self, up: bool, write: "structlog.typing.WrappedLogger", **more: str) -> None:
+        """Show whether the database is read; log it only when that changes."""
+        STORE_UP.set(up)
+        if up is not self.up:
+            write("controller_reads_database" if up else "controller_waits_for_database", **more)
+        self.up = up
+
+
+class ReplicaController:
+    """Keep the adapters of one replica loaded."""
+
+    def __init__(self, server: ModelServer, servable: ServableVersions, poll_s: float) -> None:
+        """Store the replica, what the store lists, and the pause between two looks."""
+        url = server.url
+        self.reconciler = Reconciler(server, lambda outcome: LOADS.labels(url, outcome).inc())
+        self._url = url
+        self._servable = servable
+        self._poll_s = poll_s
+        self._up: bool | None = None
+        failures = (outcome for outcome, _ in OUTCOMES.values())
+        begin_at_zero({LOADS: [[url], ("loaded", "replaced", "refused", *failures)]})
+        REPLICA_UP.labels(url).set(0)
+        MISSING.labels(url).set(0)
+
+    async def follow(self) -> None:
+        """Look at the replica again and again; never return."""
+        while True:
+            try:
+                await self.reconciler.look(
+                    self._servable.versions, may_load=self._servable.may_load
+                )
+                self._note(True)
+            except UpstreamAway as error:
+                self._note(False, str(error))
+            except Exception:
+                log.exception("replica_not_kept", replica=self._url)
+            MISSING.labels(self._url).set(self.reconciler.missing)
+            await asyncio.sleep(self._poll_s)
+
+    def _note(self, up: bool, reason: str | None = None) -> None:
+        """Show whether the replica answers; log it only when that changes."""
+        REPLICA_UP.labels(self._url).set(up)
+        if up is not self._up:
+            if up:
+                log.info("replica_answers", replica=self._url)
+            else:
+                log.warning("replica_away", replica=self._url, reason=reason)
+        self._up = up
+
+
+def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[str, object]]:
+    """Set the gauges of versions that are not loaded, and return the reasons for `/readyz`.
+
+    What is wrong with files is the same for each replica; what a replica serves is its own.
+    """
+    altered: dict[str, object] = {}
+    unread: dict[str, object] = {}
+    misserved: dict[str, dict[str, str]] = {}
+    for controller in controllers:
+        url = controller.reconciler.server.url
+        for name, error in controller.reconciler.troubles.items():
+            if isinstance(error, FilesAltered):
+                altered[name] = str(error)
+            elif isinstance(error, FilesUnread | NotFetched):
+                unread[name] = str(error)
+            elif isinstance(error, Misserved):
+                misserved.setdefault(url, {})[name] = str(error)
+    ALTERED.clear()
+    for name in altered:
+        ALTERED.labels(name).set(1)
+    MISSERVED.clear()
+    for url, reasons in misserved.items():
+        for name in reasons:
+            MISSERVED.labels(url, name).set(1)
+    return {"altered": altered, "unread": unread, "misserved": {**misserved}}

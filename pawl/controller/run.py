@@ -1,0 +1,81 @@
+"""Run the controller's process: start it, answer on its port, and stop it at a signal."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import structlog
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pawl.controller.gating import Gating
+from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
+from pawl.processes import stop_event
+from pawl.settings import ControllerSettings
+from store.admin_port import listen_on
+from store.metrics import count_build
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.sources import others_files
+
+log = structlog.get_logger()
+
+
+async def controller(settings: ControllerSettings) -> None:
+    """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: its port cannot be listened on.
+        TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
+    """
+    stop = stop_event()
+    poll_s = settings.controller_poll_s
+    async with AsyncExitStack() as exits:
+        replicas = await exits.enter_async_context(
+            Replicas(settings.server_urls, settings.adapter_slots, others_files(settings))
+        )
+        servable = ServableVersions(settings, poll_s)
+        controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
+        count_build()
+        port = await listen_on(app_of(servable, controllers), settings.controller_listen)
+        exits.push_async_callback(port.cleanup)
+        work = [servable.follow(), Gating(settings, poll_s, replicas).follow()]
+        work += [controller.follow() for controller in controllers]
+        tasks = [asyncio.create_task(part) for part in work]
+        log.info("controller_up", replicas=settings.server_urls)
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    log.info("controller_down")
+
+
+def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController]) -> web.Application:
+    """Return what the port answers: `/healthz` and `/readyz` are 200 while the process works.
+
+    `/readyz` says why versions are not loaded, and whether the database is there: no restart of the
+    controller would help with either.
+    """
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def metrics(_: web.Request) -> web.Response:
+        show_troubles(controllers)
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def readyz(_: web.Request) -> web.Response:
+        reasons = show_troubles(controllers)
+        is_degraded = any(reasons.values()) or not servable.up
+        return web.json_response(
+            {
+                "status": "degraded" if is_degraded else "ready",
+                "database": "up" if servable.up else "away",
+                **reasons,
+            }
+        )
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    return app

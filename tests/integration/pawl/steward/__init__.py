@@ -1,1 +1,0 @@
-"""The steward: which versions the servers have, and which of them has the traffic."""

@@ -1,0 +1,1 @@
+"""Make versions for a controller to load, to judge and to watch."""

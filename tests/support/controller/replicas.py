@@ -1,0 +1,120 @@
+"""Publish versions with their files, and run a controller of some replicas in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
+from pawl.controller.run import app_of
+from store.claims import begin_update, consume
+from store.schema.tables import MANIFEST_SHA256
+from store.version_states import ensure_base
+from tests.support.controller.trials import settings_of
+from tests.support.ledger.lineage import promote, set_state
+from tests.support.servers.fake_server import FakeModelServer
+from tests.support.waiting import awaited
+from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
+from trainer.publishing.model_server import Replicas
+from trainer.publishing.probe import ProbeRow
+from trainer.publishing.sources import AdapterFiles
+
+POLL_S = 0.05
+
+
+def save(folder: Path) -> None:
+    for name in SERVED:
+        (folder / name).write_text(f"{name} of {folder.name}")
+
+
+async def publish(
+    engine: AsyncEngine,
+    root: Path,
+    *numbers: int,
+    policy: str = "m",
+    base: str = "m",
+    probe: tuple[ProbeRow, ...] = (),
+) -> None:
+    """Make versions of a policy with files below `root`, of which the last gets the traffic."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, policy, base)
+        for number in numbers:
+            new = NewVersion(
+                policy=policy,
+                version=number,
+                update_id=await begin_update(connection, policy, 0, {}),
+                parent_version=0,
+                outcomes=(),
+                metrics={},
+                probe=probe,
+            )
+            folder = write_version(root, new, save)
+            await consume(
+                connection,
+                new.update_id,
+                (),
+                {MANIFEST_SHA256: sha256_of(folder / MANIFEST)},
+                policy=policy,
+                version=number,
+                adapter_path=str(folder),
+            )
+            await promote(connection, policy, number)
+
+
+async def retire(engine: AsyncEngine, number: int) -> None:
+    async with engine.begin() as connection:
+        await set_state(connection, "m", number, "retired")
+
+
+@dataclass
+class RunningController:
+    """Hold what a controller in this process knows of the versions and the replicas."""
+
+    servable: ServableVersions
+    controllers: list[ReplicaController]
+
+    def reasons(self, kind: str) -> dict[str, Any]:
+        """Why versions are not loaded that are `altered`, `unread` or `misserved`."""
+        return dict(show_troubles(self.controllers)[kind])
+
+
+@asynccontextmanager
+async def controlling(
+    engine: AsyncEngine, *urls: str, files: AdapterFiles | None = None
+) -> AsyncIterator[RunningController]:
+    """Run a controller of these replicas, in this process."""
+    servable = ServableVersions(settings_of(engine), POLL_S)
+    async with AsyncExitStack() as exits:
+        replicas = await exits.enter_async_context(Replicas(urls, files=files))
+        controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
+        work = [servable.follow(), *(controller.follow() for controller in controllers)]
+        tasks = [asyncio.create_task(part) for part in work]
+        try:
+            yield RunningController(servable, controllers)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def assert_has(server: FakeModelServer, *names: str) -> None:
+    """Assert that before long these adapters are loaded, and no other."""
+
+    async def loaded() -> set[str]:
+        return set(server.loaded)
+
+    assert await awaited(loaded, lambda found: found == set(names)) == set(names)
+
+
+@asynccontextmanager
+async def asked(controller: RunningController) -> AsyncIterator[tuple[dict[str, Any], str]]:
+    """Give what the controller's port says."""
+    app = app_of(controller.servable, controller.controllers)
+    async with TestClient(TestServer(app)) as client:
+        ready = await (await client.get("/readyz")).json()
+        yield ready, await (await client.get("/metrics")).text()

@@ -1,1 +1,0 @@
-"""Make versions for a steward to load, to judge and to watch."""

@@ -1,0 +1,215 @@
+"""Bets against a claim: blocks show the true effect, wealth is 1 on average, bounds hold."""
+
+from itertools import combinations, product
+from math import inf, isclose, isfinite, log
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pawl.controller.gate.betting import (
+    ABOVE,
+    BELOW,
+    FEWEST,
+    MOST,
+    MOST_FAMILIES,
+    STEPS,
+    Block,
+    Blocks,
+    Centres,
+    LateWealth,
+    Side,
+    Wealth,
+    block_size,
+    log_wealth,
+    lower_bound,
+    upper_bound,
+)
+
+SIZE = 8
+STREAM = st.lists(
+    st.tuples(st.booleans(), st.sampled_from("abc"), st.floats(0, 1)),
+    min_size=SIZE,
+    max_size=5 * SIZE,
+)
+SIDES: list[Side] = [ABOVE, BELOW]
+BLOCKS = st.lists(
+    st.builds(
+        lambda share, weight, reach: Block(share * reach, weight, reach),
+        st.floats(-1, 1),
+        st.floats(0.5, 16),
+        st.floats(1, 2),
+    ),
+    max_size=40,
+)
+NULLS = st.floats(-0.99, 0.99)
+FULL_REACH = st.lists(
+    st.builds(Block, st.floats(-1, 1), st.floats(0.5, 4), st.just(1.0)), max_size=30
+)
+MISTAKES = st.sampled_from([0.01, 0.05, 0.3])
+
+
+def last_block(stream: list[tuple[bool, str, float]]) -> Block | None:
+    """Return what the last block says, which is closed early if it is not full."""
+    blocks = Blocks(SIZE)
+    found = None
+    for episode in stream:
+        found = blocks.add(*episode)
+    return blocks.close() if len(stream) % SIZE else found
+
+
+@pytest.mark.parametrize("count", [SIZE, SIZE - 2])
+@pytest.mark.parametrize("tested", range(1, SIZE - 2))
+def test_mean_difference_over_all_assignments_is_the_effect(tested: int, count: int) -> None:
+    # Families, a drift and an effect of their own for each episode; the blocks before it
+    # taught the families' means. A block that is closed early shows the effect, too.
+    before = [(number % 3 == 0, "abc"[number % 3], (number % 5) / 4) for number in range(2 * SIZE)]
+    families = "aabcabbc"
+    without = [0.0, 0.1, 0.5, 0.3, 0.6, 0.7, 0.65, 0.9][:count]
+    with_it = [0.2, 0.0, 0.9, 0.3, 1.0, 0.4, 0.95, 0.8][:count]
+    shown = []
+    for chosen in combinations(range(count), tested):
+        values = [(with_it if at in chosen else without)[at] for at in range(count)]
+        own = [(at in chosen, families[at], value) for at, value in enumerate(values)]
+        block = last_block(before + own)
+        assert block is not None
+        shown.append(block.difference)
+    assert fmean(shown) == pytest.approx(fmean(with_it) - fmean(without), abs=1e-12)
+
+
+@given(STREAM)
+def test_difference_is_within_its_reach(stream: list[tuple[bool, str, float]]) -> None:
+    blocks = Blocks(SIZE)
+    for episode in stream:
+        block = blocks.add(*episode)
+        if block is not None:
+            assert abs(block.difference) <= block.reach + 1e-12
+            assert 1 <= block.reach <= 2
+
+
+@given(STREAM)
+def test_arms_that_change_places_turn_the_sign(stream: list[tuple[bool, str, float]]) -> None:
+    one = last_block(stream)
+    other = last_block([(not tested, family, value) for tested, family, value in stream])
+    if one is None or other is None:
+        assert one is other
+    else:
+        assert one.difference == pytest.approx(-other.difference)
+        assert (one.weight, one.reach) == (other.weight, other.reach)
+
+
+def test_block_of_one_arm_says_nothing() -> None:
+    blocks = Blocks(SIZE)
+    assert [blocks.add(False, "a", 1.0) for _ in range(SIZE)] == [None] * SIZE
+    found = [blocks.add(number == 0, "a", 0.5) for number in range(SIZE)]
+    assert found[:-1] == [None] * (SIZE - 1)
+    assert found[-1] == Block(pytest.approx(0.0), weight=7 / 8, reach=1.0)
+    assert blocks.close() is None
+
+
+def test_families_that_differ_do_not_spread_the_differences() -> None:
+    stream = [(number % 4 == 1, "ab"[number % 2], float(number % 2)) for number in range(40 * SIZE)]
+    block = last_block(stream)
+    assert block is not None
+    assert abs(block.difference) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("tested", "other", "size"),
+    [(0.1, 0.9, 17), (0.5, 0.5, FEWEST), (0.001, 0.999, MOST), (0.1, 0.0, MOST), (0.0, 0.0, MOST)],
+)
+def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size: int) -> None:
+    assert block_size(tested, other) == size
+
+
+def test_new_families_and_those_past_the_bound_are_centred_by_all() -> None:
+    centres = Centres()
+    assert centres.of("new") == 0.5
+    for number in range(MOST_FAMILIES):
+        centres.add(str(number), 0.0)
+    for _ in range(1000):
+        centres.add("one more", 1.0)
+    for family in ("new", "one more"):
+        assert centres.of(family) == pytest.approx(1000 / (MOST_FAMILIES + 1000), abs=0.01)
+
+
+@pytest.mark.parametrize("kind", [Wealth, LateWealth])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("null", [-0.5, -0.02, 0.0, 0.3])
+def test_wealth_is_one_on_average_where_the_claim_is_just_true(
+    kind: type[Wealth], side: Side, null: float
+) -> None:
+    # Each block shows one of three differences, whose mean is the null; weights and reaches vary.
+    shown = [(-1.0, (1 - null) / 3), (1.0, (1 + null) / 3), (null, 1 / 3)]
+    shapes = [(0.9, 1.0), (4.0, 1.5), (1.8, 1.0), (16.0, 1.9)]
+    mean = 0.0
+    for outcome in product(shown, repeat=len(shapes)):
+        wealth, chance = kind(null, side), 1.0
+        for (difference, probability), (weight, reach) in zip(outcome, shapes, strict=True):
+            wealth.update(Block(difference, weight, reach))
+            chance *= probability
+        mean += chance * wealth.value
+    assert isclose(mean, 1.0, abs_tol=1e-9)
+
+
+@given(BLOCKS, NULLS, st.sampled_from(SIDES))
+def test_wealth_is_never_negative_and_can_be_had_afterwards(
+    blocks: list[Block], null: float, side: Side
+) -> None:
+    wealth, late = Wealth(null, side), LateWealth(null, side)
+    assert wealth.value == late.value == 1.0
+    for block in blocks:
+        wealth.update(block)
+        late.update(block)
+        assert 0 <= wealth.value < inf
+        assert 0 <= late.value < inf
+    assert isclose(log(wealth.value), log_wealth(blocks, null, side), abs_tol=1e-6)
+
+
+@given(BLOCKS, NULLS, NULLS)
+def test_bolder_claim_is_refuted_no_later(blocks: list[Block], one: float, other: float) -> None:
+    low, high = sorted([one, other])
+    assert log_wealth(blocks, low, ABOVE) >= log_wealth(blocks, high, ABOVE) - 1e-9
+    assert log_wealth(blocks, high, BELOW) >= log_wealth(blocks, low, BELOW) - 1e-9
+
+
+@pytest.mark.parametrize("kind", [Wealth, LateWealth])
+def test_wealth_stays_a_number_however_much_is_won(kind: type[Wealth]) -> None:
+    wealth = kind(0.0, ABOVE)
+    for _ in range(5_000):
+        wealth.update(Block(1.0, 4.0, 1.0))
+    assert isfinite(wealth.value)
+    assert wealth.value > 1e100
+
+
+def test_late_bets_find_a_change_that_early_ones_have_lost_their_money_on() -> None:
+    early, late = Wealth(0.0, ABOVE), LateWealth(0.0, ABOVE)
+    for block in [Block(-0.3, 1.0, 1.0)] * 200 + [Block(0.5, 1.0, 1.0)] * 60:
+        early.update(block)
+        late.update(block)
+    assert early.value < 1
+    assert late.value > 20
+
+
+@given(FULL_REACH, MISTAKES)
+def test_bounds_are_where_the_wealth_reaches_what_is_needed(
+    blocks: list[Block], mistakes: float
+) -> None:
+    lower, upper = lower_bound(blocks, mistakes), upper_bound(blocks, mistakes)
+    needed = log(1 / mistakes)
+    assert -1 <= lower < upper <= 1
+    if lower > -1:
+        assert log_wealth(blocks, lower, ABOVE) >= needed
+    if upper < 1:
+        assert log_wealth(blocks, upper, BELOW) >= needed
+    assert log_wealth(blocks, lower + 1 / STEPS, ABOVE) < needed
+    assert log_wealth(blocks, upper - 1 / STEPS, BELOW) < needed
+    turned = [block._replace(difference=-block.difference) for block in blocks]
+    assert lower_bound(turned, mistakes) == -upper
+
+
+def test_bounds_close_in_on_the_difference() -> None:
+    blocks = [Block(difference, 1.0, 1.0) for difference in (0.6, -0.2)] * 1000
+    lower, upper = lower_bound(blocks, 0.05), upper_bound(blocks, 0.05)
+    assert 0.15 <= lower < 0.2 < upper <= 0.25
