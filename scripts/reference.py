@@ -137,9 +137,11 @@ def _recipe() -> Iterator[str]:
     schema = _schema(Recipe)
     tables = {}
     for name, part in schema["properties"].items():
-        each = part.get("additionalProperties", part)
+        # A table that may be left out is itself or null.
+        whole = part["anyOf"][0] if "anyOf" in part else part
+        each = whole.get("additionalProperties", whole)
         if isinstance(each, dict) and "$ref" in each:
-            title = f"{name}.METRIC" if each is not part else name
+            title = f"{name}.METRIC" if each is not whole else name
             tables[title] = schema["$defs"][each["$ref"].rpartition("/")[2]]
     top = {k: v for k, v in schema["properties"].items() if k not in tables and "$ref" not in v}
     top = {name: part for name, part in top.items() if f"{name}.METRIC" not in tables}

@@ -31,24 +31,17 @@ class PublishError(TrainerError):
     """Report that a version could not be loaded, or that it is not served correctly.
 
     `evidence` is what that rests on, for the event of its rejection; None if the message says all.
-    `is_learned` says that it is about what was learned, by this version or by those before it, and
-    not about its files or a server.
     """
 
     evidence: Mapping[str, Any] | None = None
-    is_learned: bool = False
 
 
 class FailedProbe(PublishError):
     """Report that a new version is not served as it was trained."""
 
-    is_learned = True
-
 
 class TooFar(PublishError):
     """Report that a version is further from its base model than the recipe allows."""
-
-    is_learned = True
 
     def __init__(self, message: str, evidence: Mapping[str, Any]) -> None:
         """Store the message and the figures that were compared."""

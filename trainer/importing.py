@@ -20,7 +20,7 @@ from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
-from trainer.policies import base_model, check_gate, importing_policy, lock_policy
+from trainer.policies import base_model, check_publishing, importing_policy, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
 from trainer.publishing.foreign import WEIGHTS, read_config, why_another_base, why_not_plain
@@ -41,9 +41,9 @@ async def import_adapter(
 ) -> PolicyVersion:
     """Make the PEFT adapter in `directory` the next version of policy `name`, and publish it.
 
-    Return the version. It is `serving`, or `ready` if it waits for other policies' versions, or a
-    `candidate` if the recipe has a gate, or `written` if a model server does not answer: then the
-    policy's trainer publishes it as soon as it starts.
+    Return the version. It is `serving`, or `loaded` if it waits for other policies' versions or for
+    a decision, or `written` if a model server does not answer: then the policy's trainer publishes
+    it as soon as it starts.
 
     Raises:
         TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
@@ -51,7 +51,7 @@ async def import_adapter(
     """
     chosen = importing_policy(settings, open_policies(settings.policies), name)
     recipe = load_recipe(chosen.recipe)
-    check_gate(chosen, recipe)
+    check_publishing(chosen, recipe)
     config = read_config(directory)
     _refuse(directory, why_not_plain(config, recipe.lora))
     replicas = Replicas(settings.server_urls, files=trainers_files(settings))
@@ -70,9 +70,7 @@ async def import_adapter(
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
             imported = Import(settings, recipe, engine, learner, name)
             number = await imported.write(directory)
-            publisher = Publisher(
-                engine, servers, name, recipe.publish, chosen.together, gate=recipe.judged_by
-            )
+            publisher = Publisher(engine, servers, name, recipe, chosen.together)
             return await imported.publish(publisher, number)
         finally:
             # Else the pool would keep the connection, and with it the hold on the policy.

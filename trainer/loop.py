@@ -153,7 +153,7 @@ class Loop:
             return await self._pacing.has_room(connection)
 
     async def sync_adapters(self) -> None:
-        """Load the adapters that the store lists as servable, and unload those that are retired.
+        """Load the adapters that the store lists as servable, and unload the others.
 
         Versions that have waited for others to go live with go live. Once a replica is back,
         training pauses until it is tested: its base model may be another one.
@@ -162,7 +162,7 @@ class Loop:
         if self._publisher.servers.returns != self._breaker.tested_at:
             self._breaker.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()
-        await self._publisher.retire_idle()
+        await self._publisher.unload_idle()
 
     async def stop(self) -> None:
         """Record or free, if possible, what an update holds that does not go on."""
@@ -181,13 +181,13 @@ class Loop:
         the next call goes on with it, or frees its episodes.
         """
         started = perf_counter()
-        if await self._versions.waits_to_go_live():
-            # An update made now would not build on that version.
+        if len(self._publisher.together) > 1 and await self._versions.waits_to_go_live():
+            # A newer version would wait anew for the others', and might wait for ever.
             await self._free_ahead()
             return False
         # Only after the look above: another trainer may let this policy's version go live, and this
         # one alone makes any wait.
-        parent = await self._parent()
+        parent = await self._versions.head()
         await self._claiming.expire(parent.version)
         await self._track_evaluation()
         try:
@@ -211,12 +211,6 @@ class Loop:
             self._evaluated = scored[-1]
             self._trackers.log(self._policy, {"eval": msgspec.structs.asdict(scored[-1])})
 
-    async def _parent(self) -> PolicyVersion:
-        """Return the version to train on from: with a gate, training goes on while that decides."""
-        if self._recipe.gate.is_gated:
-            return await self._versions.head()
-        return await self._versions.serving()
-
     async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
         """Claim until an update of `parent` comes to its end; return False if too few are ready."""
         while not self._breaker.is_open:
@@ -230,7 +224,7 @@ class Loop:
                 await self._undo(claim, error)
             except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
-                parent = await self._parent()
+                parent = await self._versions.head()
             else:
                 return True
         await self._free_ahead()
@@ -309,8 +303,8 @@ class Loop:
             await asyncio.wait([publishing])
             await self._test_servers(far, measured)
 
-        # Behind a gate a version has no traffic yet when it is published.
-        serves = not self._recipe.gate.is_gated
+        # A version that a decision waits for has no traffic yet when it is published.
+        serves = self._recipe.publish.serves_at_once
         claim = await self._claiming.take(parent.version, parent_serves=serves)
         if claim is None:
             return
@@ -336,8 +330,6 @@ class Loop:
         if why is not None:
             self._breaker.note_failure(why, "rejected")
             self._log_pause()
-        elif (await self._versions.numbered(version.version)).state == "written":
-            self._breaker.note_written()
         else:
             self._breaker.note_success()
 

@@ -109,28 +109,25 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
                     " start a trainer for each with PAWL_POLICY"
                 )
     for policy, recipe in zip(chosen, recipes, strict=True):
-        check_gate(policy, recipe)
+        check_publishing(policy, recipe)
     return recipes
 
 
-def check_gate(chosen: Chosen, recipe: Recipe) -> None:
-    """Refuse a gate, or a watch, for a policy whose versions go live together with others'.
+def check_publishing(chosen: Chosen, recipe: Recipe) -> None:
+    """Refuse a decision or a control for a policy whose versions go live together with others'.
 
     Raises:
         TrainerError: it has both.
     """
-    if not chosen.together or not (recipe.gate.is_gated or recipe.gate.is_watched):
+    rule = recipe.publish
+    if not chosen.together or (rule.serves_at_once and not rule.control_share):
         return
-    why = (
-        'gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
-        ' "immediate" (as the packaged recipe "rollout" has), or leave publish_with out'
-        if recipe.gate.is_gated
-        else f"gate.base_share = {recipe.gate.base_share:g}: a roll-back by rewards moves one"
-        ' policy at a time; leave gate.base_share out (as the packaged recipe "rollout" does),'
-        " or publish_with"
-    )
     raise TrainerError(
-        f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has {why}"
+        f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
+        f' publish.mode = "{rule.mode}", approve = {str(rule.approve).lower()} and control_share ='
+        f" {rule.control_share:g}, by which one policy's traffic moves at a time: set mode ="
+        ' "immediate", approve = false and control_share = 0 (as the packaged recipe "rollout"'
+        " has), or leave publish_with out"
     )
 
 

@@ -232,9 +232,7 @@ def _worker(
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
         await score_by(engine, policy, recipe)
         known = chosen.known or (policy,)
-        publisher = Publisher(
-            engine, servers, policy, recipe.publish, chosen.together, known, recipe.judged_by
-        )
+        publisher = Publisher(engine, servers, policy, recipe, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.

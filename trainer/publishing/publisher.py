@@ -1,8 +1,7 @@
-"""Publish a written version: load it, probe it, and promote it, or let it wait for that.
+"""Publish a written version: load it, probe it, and promote it, or let it wait for a decision.
 
 A version that has gone too far from its base model, does not load or fails the probe is rejected,
-and the one before keeps the traffic. With a gate one that passes becomes a candidate,
-which the controller tries on live traffic.
+and the one before keeps the traffic.
 """
 
 from collections.abc import Sequence
@@ -13,11 +12,10 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_queries, version_states
-from store.errors import StateChanged
-from store.read.gates import gated, newest_promoted
+from store.read.gates import newest_promoted
 from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE
-from store.version_states import change_state, lock_policies, set_state
-from store.versions import UNSERVED, PolicyVersion
+from store.version_states import lock_policies, set_state
+from store.versions import PolicyVersion
 from trainer.errors import FailedProbe, PublishError, TooFar
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
@@ -25,7 +23,7 @@ from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.reconciler import Reconciler, served_logprobs
-from trainer.recipes.recipe import GateOptions, PublishOptions
+from trainer.recipes.recipe import PublishOptions, Recipe
 
 log = structlog.get_logger()
 
@@ -33,12 +31,6 @@ log = structlog.get_logger()
 PROXY_REFRESH_S: Final = 10.0
 # Why a version gets out of the state `written`, as its events say.
 PROBED: Final = "it is loaded, and served as it was trained"
-
-NOT_TRIED: Final = (
-    "the candidate before it made way for it, and no version was tried meanwhile: let a `pawl"
-    " controller` run, which tries them, and see its log; if it replays, lower"
-    " gate.replay_states or raise gate.updates_per_candidate"
-)
 
 
 class Publisher:
@@ -49,24 +41,22 @@ class Publisher:
         engine: AsyncEngine,
         servers: Replicas,
         policy: str,
-        rule: PublishOptions,
+        recipe: Recipe,
         together: Sequence[str] = (),
         known: Sequence[str] | None = None,
-        gate: GateOptions | None = None,
     ) -> None:
-        """Store the model servers, the policy's name and the recipe's `[publish]` rule.
+        """Store the model servers, the policy's name and the recipe that decides about versions.
 
         `together` are the policies that must go live together, this one among them, if any must;
-        `known` are all that are configured (None: all that have versions). `gate` is the recipe's,
-        None: a version serves at once.
+        `known` are all that are configured (None: all that have versions).
         """
         self._engine = engine
         self.servers = servers
         self._policy = policy
-        self._rule = rule
+        self._rule = recipe.publish
+        self._judged_by = recipe.judged_by
         self.together = tuple(together) or (policy,)
         self.known = known
-        self.gate = gate or GateOptions()
         self._reconcilers = {server: Reconciler(server) for server in servers.each}
 
     async def publish(
@@ -77,8 +67,8 @@ class Publisher:
     ) -> ProbeResult:
         """Load `version` and probe it on the replicas that answer, and promote it.
 
-        It is promoted once all are ready that must go live together; with a gate it becomes a
-        candidate instead.
+        It is promoted once all are loaded that must go live together; where the controller or a
+        person decides, it waits for that.
 
         `before` is the served name of the version that has the traffic now.
 
@@ -91,7 +81,7 @@ class Publisher:
         # A replica may have been restarted since: the probe asks it for `before`, too.
         await self.reconcile()
         try:
-            check_forgetting(version, self.gate)
+            check_forgetting(version, self._rule)
             await check_files(version)
             loaded = await self.servers.load(
                 version.served_name, Path(version.adapter_path), version.manifest_sha256
@@ -106,7 +96,7 @@ class Publisher:
         return probe
 
     async def _admit(self, version: PolicyVersion) -> None:
-        """Let a version that passed the probe go live, or wait for others or for its trial.
+        """Let a version that passed the probe go live, or wait for others or for a decision.
 
         Raises:
             PublishError: what it was trained from was rolled back meanwhile.
@@ -116,45 +106,26 @@ class Publisher:
             # All at once: the trainer of another of them may let them go live at this moment.
             await lock_policies(connection, self.together)
             lost = await version_states.reject_orphan(connection, self._policy, version.version)
-            if lost is None and self.gate.is_gated:
-                await self._make_candidate(connection, version)
-            elif lost is None:
-                await self._let_watch(connection, version)
-                await version_states.make_ready(
-                    connection, self._policy, version.version, reason=PROBED, actor="trainer"
+            if lost is None:
+                await version_states.make_loaded(
+                    connection,
+                    self._policy,
+                    version.version,
+                    self._judged_by,
+                    reason=PROBED,
+                    actor="trainer",
                 )
                 promoted = await self._promote(connection)
         if lost is not None:
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=lost)
             raise PublishError(lost)
-        if self.gate.is_gated:
-            log.info("version_is_candidate", version=version.served_name)
-        elif not promoted:
-            log.info("version_ready", version=version.served_name, goes_with=self.together)
+        if not promoted:
+            log.info("version_waits", version=version.served_name, goes_with=self.together)
         self._show_promoted(promoted)
 
-    async def _let_watch(self, connection: AsyncConnection, version: PolicyVersion) -> None:
-        """Let the controller watch over a version that serves untried, if the recipe says so."""
-        if self.gate.is_watched:
-            rule = self.gate.model_dump(mode="json")
-            share = self.gate.base_share
-            await version_states.watch(connection, self._policy, version.version, rule, share)
-        else:
-            await version_states.end_base_share(connection, self._policy)
-
-    async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
-        """Let the controller try a version, by the rule of the recipe, which it cannot read."""
-        rule = self.gate.model_dump(mode="json")
-        made_way = await version_states.make_candidate(
-            connection, self._policy, version.version, rule, reason=PROBED
-        )
-        stands = await gated(connection, self._policy)
-        if made_way and stands is not None and stands.canary is None and not stands.frozen:
-            log.warning("candidate_was_not_tried", version=version.served_name, remedy=NOT_TRIED)
-
     async def go_live(self) -> None:
-        """Promote what is ready, if all that go live together are, or have waited long enough.
+        """Promote what is loaded, if all that go live together are, or have waited long enough.
 
         It is one transaction, and proxies read all versions at once: no new episode gets a new
         version of one policy and the old one of another. Whichever trainer comes first does it.
@@ -167,6 +138,8 @@ class Publisher:
         VERSION.labels(self._policy).set(newest)
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
+        if not self._rule.serves_at_once:
+            return []
         wait_s = self._rule.wait_for_others_s
         return await version_states.promote_together(connection, self.together, wait_s)
 
@@ -233,31 +206,28 @@ class Publisher:
         return await server.base_of(name)
 
     async def _reject(self, version: PolicyVersion, error: PublishError) -> None:
-        """Reject a version, with what else of its candidate that is about, in one transaction."""
-        why, evidence = str(error), error.evidence
         async with self._engine.begin() as connection:
-            if error.is_learned:
-                most = self.gate.most_kl_to_base if isinstance(error, TooFar) else None
-                await version_states.reject_with_chain(
-                    connection, version, most, reason=why, evidence=evidence
-                )
-                return
-            number = version.version
             await set_state(
-                connection, self._policy, number, "rejected", reason=why, actor="trainer"
+                connection,
+                self._policy,
+                version.version,
+                "rejected",
+                reason=str(error),
+                actor="trainer",
+                evidence=error.evidence,
             )
 
     async def reconcile(self) -> None:
-        """Let every replica have the adapters that it should, and take retired ones from it.
+        """Let every replica have the adapters that it should, and take the others from it.
 
-        The controller does so, too, whether a trainer runs or not. Retired versions are taken from
+        The controller does so, too, whether a trainer runs or not. Unloaded versions are taken from
         the proxies first and, once all proxies know, from the model servers. The files stay until
         `clean`: vLLM's engine dies over a missing folder.
         """
         async with self._engine.connect() as connection:
             servable = await version_queries.list_servable(connection, self._policy)
-            unserved = await version_queries.idle_versions(
-                connection, self._policy, UNSERVED, PROXY_REFRESH_S
+            unserved = await version_queries.unserved_versions(
+                connection, self._policy, PROXY_REFRESH_S
             )
         await self.servers.ask(
             lambda server: self._reconcilers[server].look(
@@ -265,30 +235,23 @@ class Publisher:
             )
         )
 
-    async def retire_idle(self) -> None:
-        """Retire versions that lost the traffic, once no episode has used them for a while."""
+    async def unload_idle(self) -> None:
+        """Unload versions that lost the traffic, once no episode has used them for a while."""
         idle_s = self._rule.retire_after_s
-        async with self._engine.connect() as connection:
-            idle = await version_queries.idle_versions(
-                connection, self._policy, ("published", "rolled_back"), idle_s
-            )
         why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
-        for version in idle:
-            try:
-                async with self._engine.begin() as connection:
-                    await change_state(connection, version, "retired", reason=why, actor="trainer")
-            except StateChanged as error:
-                # The controller or a person gave it the traffic meanwhile.
-                log.info("version_not_retired", version=version.served_name, reason=str(error))
+        async with self._engine.begin() as connection:
+            idle = await version_queries.idle_versions(connection, self._policy, idle_s)
+            numbers = [version.version for version in idle]
+            await version_states.mark_unloaded(connection, self._policy, numbers, why, "trainer")
 
     async def _is_unserved(self, version: PolicyVersion) -> bool:
         """Return whether a version is still not to be served.
 
-        Servers may answer slowly, and the controller call a version back meanwhile.
+        Servers may answer slowly, and a person let a version be loaded again meanwhile.
         """
         async with self._engine.connect() as connection:
             now = await version_queries.numbered_version(connection, self._policy, version.version)
-        return now is not None and now.state in UNSERVED
+        return now is not None and not now.is_servable
 
     async def clean(self, root: Path) -> None:
         """Delete the files below `root` that nothing can ask for any more."""
@@ -296,27 +259,20 @@ class Publisher:
         await Cleaning(self._engine, self.servers, self._policy, root, idle_s).clean()
 
 
-def is_too_far(version: PolicyVersion, gate: GateOptions) -> bool:
-    """Return whether a version's KL to the base model is above the recipe's bound.
+def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
+    """Check a version's KL to the base model against the recipe's bound, if there are both.
 
     Of an import there is none: it was trained on nothing here.
-    """
-    kl, most = version.kl_to_base, gate.most_kl_to_base
-    return kl is not None and most is not None and kl > most
-
-
-def check_forgetting(version: PolicyVersion, gate: GateOptions) -> None:
-    """Check a version's KL to the base model against the recipe's bound, if there are both.
 
     Raises:
         TooFar: it is above the bound.
     """
-    if not is_too_far(version, gate):
+    kl, most = version.kl_to_base, rule.most_kl_to_base
+    if kl is None or most is None or kl <= most:
         return
-    kl, most = version.kl_to_base, gate.most_kl_to_base
     raise TooFar(
         f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
-        f" gate.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on; set"
-        " kl.coefficient, lower optimizer.learning_rate, or raise the bound",
+        f" publish.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on;"
+        " set kl.coefficient, lower optimizer.learning_rate, or raise the bound",
         {KL_TO_BASE: kl, MOST_KL_TO_BASE: most},
     )

@@ -48,6 +48,7 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 Seconds = Annotated[Number, Field(gt=0), AfterValidator(_fits)]
 Whole = Annotated[int, Field(strict=True, ge=0), AfterValidator(_fits)]
 Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_fits)]
+Text = Annotated[str, Field(min_length=1)]
 
 # `lora.target_modules`: the layers are chosen by the model's architecture.
 AUTO: Final = "auto"
@@ -386,59 +387,46 @@ class LoraOptions(RecipeOptions):
 
 
 class PublishOptions(RecipeOptions):
-    """Set `[publish]`: when a version passes the probe, and when one is retired."""
+    """Set `[publish]`: what decides about a version, and how long one is kept."""
 
-    tolerance: Positive = Field(
-        default=0.15,
-        description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
-        "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
-    )
-    retire_after_s: Seconds = Field(
-        default=900.0,
-        description="A version that lost the traffic is retired after this long without a call.",
-    )
-    wait_for_others_s: Seconds = Field(
-        default=600.0,
-        description="A version of a policy with publish_with waits this long for those of the "
-        "others; then it goes live without them.",
-    )
-
-
-# All new episodes but a few go to the version that serves, which the others are compared with.
-Portion = Annotated[Number, Field(gt=0, le=0.5)]
-
-
-class GateOptions(RecipeOptions):
-    """Set `[gate]`: whether live rewards decide about a version, and by what test."""
-
-    mode: Literal["immediate", "gated"] = Field(
+    mode: Literal["immediate", "evaluated", "canary"] = Field(
         default="immediate",
-        description='"immediate": a version serves as soon as it passes the probe. "gated": it '
-        "gets a share of the new episodes first, and the traffic once their rewards show that it "
-        "is no worse.",
+        description='What a version must do to get the traffic. "immediate": pass the probe. '
+        '"evaluated": answer the tasks of `[evaluation]` no worse than the version that serves. '
+        '"canary": do no worse on a share of the new episodes.',
     )
-    updates_per_candidate: Count = Field(
-        default=1, description="Updates after each other that make one candidate for the gate."
+    approve: Annotated[bool, Field(strict=True)] = Field(
+        default=False,
+        description="Let a person give the traffic: the evidence is shown, and the version waits "
+        "for `pawl policies promote`.",
     )
-    canary_share: Portion = Field(
-        default=0.1, description="Share of the new episodes that the version on trial gets."
+    control_share: Annotated[Number, Field(ge=0, le=0.5)] = Field(
+        default=0.05,
+        description="Share of the new episodes that the last proven version keeps (at first the "
+        "base model), which what serves is compared with: if it falls behind, it is rolled back. "
+        "0: none, and rewards roll nothing back.",
     )
-    base_share: Annotated[Number, Field(ge=0, le=0.5)] = Field(
-        default=0.02,
-        description="Share of the new episodes that the base model keeps for good, by which a "
-        "change of the world is told from one of a version. 0: none, and what serves is never "
-        'rolled back by its rewards. Without the key it is 0 in the mode "immediate".',
+    decide_within_h: Annotated[Number, Field(gt=0, le=720)] = Field(
+        default=12.0,
+        description='Hours in which the mode "canary" decides: the canary\'s share follows the '
+        "traffic, up to one half, so that the evidence suffices by then. Without proof it gets the "
+        "traffic if its mean reward is no lower so far, and else retires.",
+    )
+    undecided: Literal["promote", "keep"] = Field(
+        default="promote",
+        description='What becomes of a version that the mode "evaluated" has no proof about after '
+        '`evaluation.most_runs`. "promote": it gets the traffic if its mean reward is no lower so '
+        'far. "keep": what serves goes on.',
     )
     margin: Positive = Field(
-        default=0.02,
+        default=0.05,
         description="By how much the mean reward may be lower for a version to count as no worse, "
         "in units of the reward.",
     )
     reward_range: tuple[Number, Number] = Field(
         default=(0.0, 1.0),
-        description="Lowest and highest reward; what lies outside counts as the nearest of them, "
-        "and while more than one in twenty of a version's do, nothing is promoted. An episode that "
-        "failed counts as the lowest.",
+        description="Lowest and highest reward; what lies outside counts as the nearest of them. "
+        "An episode that failed counts as the lowest.",
     )
     reward_delay_s: Annotated[Number, Field(gt=0, le=LONGEST_DELAY_S)] = Field(
         default=600.0,
@@ -446,62 +434,35 @@ class GateOptions(RecipeOptions):
         "ended, and its reward have come, by then. One whose first call has not ended counts as "
         "failed. Longer than the longest call, and no shorter than `PAWL_SILENCE_S`.",
     )
-    deadline_s: Seconds = Field(
-        default=86400.0,
-        description="Seconds after which a version on trial that was not seen to be no worse is "
-        "rolled back.",
-    )
     mistakes: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.05,
         description="Largest probability of a wrong decision about a version, over all looks.",
     )
-    replay_states: Whole = Field(
-        default=0,
-        description="Recorded calls that a candidate answers before it gets any episode, half of "
-        "them of evaluation if there are so many. 0: none.",
-    )
-    replay_tokens: Count = Field(
-        default=64, description="Most tokens of an answer to a recorded call."
-    )
-    most_kl_to_serving: Positive = Field(
-        default=1.0,
-        description="Largest KL of a candidate to the version that serves, in nats a token of its "
-        "answers to recorded calls. One that is further away is rejected.",
-    )
-    most_malformed: Annotated[Number, Field(gt=0, le=1)] = Field(
-        default=0.2,
-        description="By how much the share of malformed tool calls in a candidate's answers may be "
-        "above that of the version that serves.",
-    )
     most_kl_to_base: Positive | None = Field(
         default=None,
         description="Largest KL of a version to its base model, in nats a token of what it was "
-        "trained on. One that is further away is rejected before it has any traffic, in both "
-        "modes. Without the key none is.",
+        "trained on. One that is further away is rejected before it has any traffic. Without the "
+        "key none is.",
     )
-    fewest: Count = Field(
-        default=50,
-        description="Episodes with a reward that each of the two versions must have had before the "
-        "one on trial gets the traffic.",
+    tolerance: Positive = Field(
+        default=0.15,
+        description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
+        "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
+    )
+    retire_after_s: Seconds = Field(
+        default=900.0,
+        description="A version that lost the traffic is unloaded after this long without a call.",
+    )
+    wait_for_others_s: Seconds = Field(
+        default=600.0,
+        description="A version of a policy with publish_with waits this long for those of the "
+        "others; then it goes live without them.",
     )
 
     @property
-    def is_gated(self) -> bool:
-        """Return whether live rewards decide about a version."""
-        return self.mode == "gated"
-
-    @property
-    def is_watched(self) -> bool:
-        """Return whether live rewards may roll back a version that serves untried."""
-        return not self.is_gated and self.base_share > 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_share_unasked(cls, given: Any) -> Any:
-        """Give the base model no episodes of a policy without trials, unless somebody says so."""
-        if isinstance(given, dict) and given.get("mode", "immediate") == "immediate":
-            return {"base_share": 0.0, **given}
-        return given
+    def serves_at_once(self) -> bool:
+        """Return whether a version that passes the probe gets the traffic without a decision."""
+        return self.mode == "immediate" and not self.approve
 
     @field_validator("reward_delay_s", mode="before")
     @classmethod
@@ -516,7 +477,7 @@ class GateOptions(RecipeOptions):
         return given
 
     @model_validator(mode="after")
-    def _numbers_fit(self) -> "GateOptions":
+    def _numbers_fit(self) -> "PublishOptions":
         lowest, highest = self.reward_range
         if lowest >= highest or not isfinite(highest - lowest):
             raise ValueError(
@@ -525,15 +486,55 @@ class GateOptions(RecipeOptions):
             )
         if self.margin >= highest - lowest:
             raise ValueError("margin must be smaller than the width of reward_range")
-        if self.canary_share + self.base_share >= 1.0:
+        if self.mode == "canary" and self.decide_within_h * 3600 <= self.reward_delay_s:
             raise ValueError(
-                "canary_share + base_share must be below 1: the version that serves needs episodes "
-                "to be compared with"
+                f"decide_within_h must be more than reward_delay_s, {self.reward_delay_s / 3600:g}"
+                " hours: no episode would count before it"
             )
-        if self.deadline_s <= self.reward_delay_s:
+        return self
+
+
+class EvaluationOptions(RecipeOptions):
+    """Set `[evaluation]`: the held-out tasks that both versions answer in the mode "evaluated".
+
+    Either `command` or `python` runs the agent, as in `pawl rollout`. Paths start at the
+    controller's working directory.
+    """
+
+    tasks: Text = Field(description="File of tasks, one JSON object a line; `id` names a task.")
+    command: Text | None = Field(
+        default=None, description="Program that is started for each run, as in a shell."
+    )
+    python: Text | None = Field(
+        default=None,
+        description="MODULE:FUNCTION that is called for each run, instead of `command`.",
+    )
+    judge: Text | None = Field(
+        default=None,
+        description="Program that scores a run: task and output as JSON on its standard input, a "
+        "number or an object of metrics on its standard output.",
+    )
+    answer: Text | None = Field(
+        default=None,
+        description="Field of the tasks that the last line of the output is compared with; the "
+        "reward is 1 or 0. The agent does not get this field. Without `judge` and `answer` the "
+        "agent itself posts the reward.",
+    )
+    tries: Count = Field(default=4, description="Runs of each task with each version.")
+    most_runs: Count = Field(
+        default=2000, description="Most runs of both versions together that one decision may cost."
+    )
+    timeout_s: Seconds = Field(default=600.0, description="Time limit of one run, in seconds.")
+
+    @model_validator(mode="after")
+    def _says_who_answers(self) -> "EvaluationOptions":
+        if (self.command is None) == (self.python is None):
             raise ValueError(
-                "deadline_s must be larger than reward_delay_s: no episode would count before it"
+                'command, python: say what to run with command = "PROGRAM ARGUMENTS" or python ='
+                ' "MODULE:FUNCTION", one of the two'
             )
+        if self.judge is not None and self.answer is not None:
+            raise ValueError("judge, answer: both score a run: give one of them")
         return self
 
 
@@ -566,7 +567,33 @@ class Recipe(RecipeOptions):
     sft: SftOptions = SftOptions()
     lora: LoraOptions = LoraOptions()
     publish: PublishOptions = PublishOptions()
-    gate: GateOptions = GateOptions()
+    evaluation: EvaluationOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gate_has_moved(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "gate" in given:
+            raise ValueError(
+                'gate: the section has moved to [publish]: mode = "gated" is "canary" there,'
+                " base_share is control_share, and deadline_s is decide_within_h, in hours"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _evaluation_fits_the_mode(self) -> "Recipe":
+        """Refuse the mode "evaluated" without tasks, and tasks that nothing would ask."""
+        is_evaluated = self.publish.mode == "evaluated"
+        if is_evaluated and self.evaluation is None:
+            raise ValueError(
+                'publish.mode = "evaluated" needs a section [evaluation], with tasks = "FILE", and'
+                ' command = "PROGRAM ARGUMENTS" or python = "MODULE:FUNCTION"'
+            )
+        if not is_evaluated and self.evaluation is not None:
+            raise ValueError(
+                f'evaluation: it decides nothing with publish.mode = "{self.publish.mode}": set'
+                ' publish.mode = "evaluated", or leave [evaluation] out'
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":
@@ -613,21 +640,22 @@ class Recipe(RecipeOptions):
         return self
 
     @model_validator(mode="after")
-    def _gate_knows_the_range(self) -> "Recipe":
-        """Refuse for the gate another range of rewards than the sum has."""
+    def _publish_has_the_range(self) -> "Recipe":
+        """Refuse for decisions another range of rewards than the sum has."""
         if not self.reward:
             return self
         low, high = self.reward_rule.range
         if not isfinite(high - low):
             raise ValueError("reward: the sum of the metrics has no finite range: use smaller ones")
-        if self.gate.reward_range not in ((low, high), GateOptions().reward_range):
+        if self.publish.reward_range not in ((low, high), PublishOptions().reward_range):
             raise ValueError(
-                f"gate.reward_range follows from [reward], whose sum is {low:g} to {high:g}: leave"
-                " it out"
+                f"publish.reward_range follows from [reward], whose sum is {low:g} to {high:g}:"
+                " leave it out"
             )
-        if self.gate.margin >= high - low:
+        if self.publish.margin >= high - low:
             raise ValueError(
-                f"gate.margin must be smaller than the width of the sum of [reward], {high - low:g}"
+                "publish.margin must be smaller than the width of the sum of [reward],"
+                f" {high - low:g}"
             )
         return self
 
@@ -659,11 +687,16 @@ class Recipe(RecipeOptions):
         )
 
     @property
-    def judged_by(self) -> GateOptions:
-        """Return the rule of the gate, with the range of the sum where `[reward]` names metrics."""
-        if not self.reward:
-            return self.gate
-        return self.gate.model_copy(update={"reward_range": self.reward_rule.range})
+    def judged_by(self) -> dict[str, Any]:
+        """Return what decides about a version, as JSON: `[publish]` with `[evaluation]`.
+
+        Where `[reward]` names metrics, the range is the sum's.
+        """
+        rule = self.publish
+        if self.reward:
+            rule = rule.model_copy(update={"reward_range": self.reward_rule.range})
+        evaluation = None if self.evaluation is None else self.evaluation.model_dump(mode="json")
+        return {**rule.model_dump(mode="json"), "evaluation": evaluation}
 
     @property
     def kept(self) -> SftOptions | None:

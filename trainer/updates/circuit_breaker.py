@@ -53,8 +53,6 @@ class CircuitBreaker:
         self._in_vain = 0
         self._past_faults = 0
         self._drifts = 0
-        # Whether the last failed update made a version that was rejected.
-        self._was_rejected = False
         self._test_at = 0.0
         self.is_in_doubt = False
         self.why: str | None = None
@@ -74,16 +72,6 @@ class CircuitBreaker:
     def note_success(self) -> None:
         """Note an update that made a version which serves: all failures before it are past."""
         self._failures = self._in_vain = self._past_faults = self._drifts = 0
-        self._was_rejected = False
-
-    def note_written(self) -> None:
-        """Note an update that made a part of a candidate, which is still to be probed.
-
-        All failures before it are past but a rejection: whether the next candidate will be rejected
-        as well nobody knows yet.
-        """
-        if not self._was_rejected:
-            self.note_success()
 
     @property
     def sampled_wrongly(self) -> bool:
@@ -97,7 +85,6 @@ class CircuitBreaker:
     def note_failure(self, why: str, reason: PauseReason = "failed") -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""
         self._failures += 1
-        self._was_rejected = reason == "rejected"
         if self._failures >= FAILURES:
             pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._in_vain - 1))
             self._pause(why, pause_s, reason)

@@ -14,7 +14,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.claims import IMPORTED_FROM, Claim, Outcome
+from store.claims import Claim, Outcome
 from store.database import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
 from store.schema.tables import MANIFEST_SHA256
@@ -24,8 +24,7 @@ from trainer.metrics import EPISODES, UPDATE, UPDATES
 from trainer.publishing import adapters
 from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, written_sha256
 from trainer.publishing.probe import ProbeRow
-from trainer.publishing.publisher import Publisher, is_too_far
-from trainer.recipes.recipe import GateOptions
+from trainer.publishing.publisher import Publisher
 from trainer.updates.plan import Plan
 from trainer.updates.versions import Versions
 
@@ -160,71 +159,33 @@ class Recovery:
             log.warning("update_left", reason=str(error))
 
     async def publish_written(self, publisher: Publisher) -> str | None:
-        """Publish the newest version that was written and not published; reject those before it.
+        """Publish the newest version that was written and not published.
 
-        With a gate it is published once so many updates made it that it is a candidate, and those
-        before it stay `written` until then. Return why the newest was rejected, or None if it was
-        not, or there is none.
+        Its manifest has the probe. Return why it was rejected, or None if it was not, or there is
+        none.
         """
         written = await self._versions.written()
         if not written:
             return None
-        *before, newest = written
-        if not publisher.gate.is_gated:
-            for version in before:
-                why = f"{newest.served_name} is newer, and neither was published"
-                await self._versions.reject(version, why)
-        return await self.publish_one(publisher, newest)
-
-    async def publish_one(
-        self, publisher: Publisher, version: PolicyVersion, *, is_due: bool = False
-    ) -> str | None:
-        """Publish a version that was written, as `publish` says; its manifest has the probe.
-
-        What was imported is due.
-        """
-        manifest = adapters.read_manifest(Path(version.adapter_path or ""))
+        newest = written[-1]
+        manifest = adapters.read_manifest(Path(newest.adapter_path or ""))
         if manifest is None:
-            raise AdapterError(f"the files of {version.served_name} are gone")
-        is_due = is_due or IMPORTED_FROM in manifest.metrics
-        return await self.publish(publisher, version, manifest.probe, is_due=is_due)
+            raise AdapterError(f"the files of {newest.served_name} are gone")
+        return await self.publish(publisher, newest, manifest.probe)
 
     async def publish(
-        self,
-        publisher: Publisher,
-        version: PolicyVersion,
-        probe: Sequence[ProbeRow],
-        *,
-        is_due: bool = False,
+        self, publisher: Publisher, version: PolicyVersion, probe: Sequence[ProbeRow]
     ) -> str | None:
-        """Publish a recorded version, unless more updates are due before, or its parent is lost.
+        """Publish a recorded version, unless its parent is lost.
 
-        If it `is_due`, none are. Return why it was rejected, or None if it was not. Where it went
-        too far from its base model, what of it did not is published instead.
+        Return why it was rejected, or None if it was not.
         """
         lost = await self._versions.reject_orphan(version)
         if lost is not None:
             log.error("version_rejected", version=version.served_name, reason=lost)
             return lost
-        if not is_due and not await self._is_due(version, publisher.gate):
-            return None
         serving = await self._versions.serving()
-        why = await publisher.try_to_publish(version, serving.served_name, probe)
-        # What is due was imported: what waits to be published is of another line.
-        if why is not None and not is_due and is_too_far(version, publisher.gate):
-            # Whatever number of updates made the newest that is left: it is as far as the bound
-            # lets a candidate come, and each update from it may go too far again.
-            written = await self._versions.written()
-            if written:
-                await self.publish_one(publisher, written[-1], is_due=True)
-        return why
-
-    async def _is_due(self, version: PolicyVersion, gate: GateOptions) -> bool:
-        """Return whether enough updates made a version; without a gate one is enough."""
-        if not gate.is_gated or gate.updates_per_candidate == 1:
-            return True
-        made_by = await self._versions.updates_since_candidate(version)
-        return made_by >= gate.updates_per_candidate
+        return await publisher.try_to_publish(version, serving.served_name, probe)
 
     async def give_up(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.

@@ -11,7 +11,7 @@ from store.link.claimable import reward_rule, set_reward_rule
 from store.records import REWARD
 from store.tenants import DEFAULT
 from store.version_queries import deleted_versions
-from store.version_states import judge_anew, set_state
+from store.version_states import judge_anew
 from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
@@ -53,7 +53,7 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     If that is another sum than before, what is tried is judged by it from now on.
     """
     rule = recipe.reward_rule
-    units = recipe.judged_by.model_dump(mode="json", include={"reward_range", "margin"})
+    units = {key: recipe.judged_by[key] for key in ("reward_range", "margin")}
     async with engine.begin() as connection:
         before = await reward_rule(connection, policy)
         changed = await set_reward_rule(connection, policy, rule)
@@ -79,19 +79,12 @@ class Versions:
         return next(v for v in await self._live() if v.state == "serving")
 
     async def head(self) -> PolicyVersion:
-        """Return the newest version that may still serve, which a gated policy trains on from."""
+        """Return the newest version that serves or still may, which training goes on from."""
         async with self._engine.connect() as connection:
             return await version_queries.head_of(connection, self._policy)
 
-    async def updates_since_candidate(self, version: PolicyVersion) -> int:
-        """Return how many updates lie between a version and the last that was loaded before it."""
-        async with self._engine.connect() as connection:
-            return await version_queries.updates_since_candidate(
-                connection, self._policy, version.version
-            )
-
     async def reject_orphan(self, version: PolicyVersion) -> str | None:
-        """Reject a version if what it was trained from was rolled back; return why it was."""
+        """Reject a version if what it was trained from was rolled back; return why."""
         async with self._engine.begin() as connection:
             return await version_states.reject_orphan(connection, self._policy, version.version)
 
@@ -101,7 +94,7 @@ class Versions:
 
     async def waits_to_go_live(self) -> bool:
         """Return whether a version waits for those of the policies that go live with it."""
-        return any(v.state == "ready" for v in await self._live())
+        return any(v.state == "loaded" for v in await self._live())
 
     async def numbered(self, number: int) -> PolicyVersion:
         """Return the recorded version with this number."""
@@ -120,14 +113,6 @@ class Versions:
         """Return those of the versions `asked` for whose files were deleted."""
         async with self._engine.connect() as connection:
             return await deleted_versions(connection, self._policy, asked)
-
-    async def reject(self, version: PolicyVersion, reason: str) -> None:
-        """Set the state of a version to `rejected`, for a reason that is recorded."""
-        number = version.version
-        async with self._engine.begin() as connection:
-            await set_state(
-                connection, self._policy, number, "rejected", reason=reason, actor="trainer"
-            )
 
     def folder(self, version: int) -> Path | None:
         """Return the folder of a version's files, or None for version 0, the base model."""

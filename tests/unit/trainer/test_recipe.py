@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT
 from trainer.errors import RecipeError
-from trainer.recipes.recipe import GateOptions, Recipe, load_recipe, parse_recipe
+from trainer.recipes.recipe import PublishOptions, Recipe, load_recipe, parse_recipe
 
 EXAMPLES = [
     path
@@ -14,11 +14,11 @@ EXAMPLES = [
     if path.read_text().startswith("learner") or "\nlearner" in path.read_text()
 ]
 SUM = '[reward.right]\nrange = [0, 2]\n[reward."cost in €"]\nweight = -0.5\nrange = [0, 4]\n'
+EVALUATED = "[publish]\nmode = 'evaluated'\n[evaluation]\n"
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
-# By packaged recipe: its learner, and whether it is for live traffic, where the base model keeps a
-# share by which a version that falls behind is found. In a training run it gets no episodes.
+# By packaged recipe: its learner, and whether it is for live traffic.
 PACKAGED = {
     **dict.fromkeys(("default", "single", "thinking"), ("grpo", True)),
     **dict.fromkeys(("rollout", "demo", "demo-single"), ("grpo", False)),
@@ -34,8 +34,9 @@ def test_packaged_recipe_serves_each_version_at_once(name: str) -> None:
     recipe = load_recipe(name)
     learner, is_live = PACKAGED[name]
     assert recipe.learner == learner
-    assert (recipe.gate.mode, recipe.gate.base_share) == ("immediate", 0.02 if is_live else 0.0)
-    assert recipe.gate.is_watched is is_live
+    assert recipe.publish.serves_at_once
+    # Policies that go live together can have no control.
+    assert recipe.publish.control_share == (0.0 if name == "rollout" else 0.05)
     # On live traffic the precision is the machine's.
     assert recipe.dtype == "auto" or not is_live
 
@@ -102,30 +103,36 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         (f"{SFT}\n[sft]\nmin_reward = inf", "sft.min_reward"),
         ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
-        ("[gate]\nmode = 'never'", "gate.mode"),
-        ("[gate]\ncanary = 0.1", "unknown key 'gate.canary': did you mean canary_share"),
-        ("[gate]\ncanary_share = 0.0", "gate.canary_share"),
-        ("[gate]\ncanary_share = 0.6", "gate.canary_share"),
-        ("[gate]\ncanary_share = 0.5\nbase_share = 0.5", r"canary_share \+ base_share"),
-        ("[gate]\nreward_range = [1, 0]", "reward_range must be"),
-        ("[gate]\nreward_range = [0, 1, 2]", "gate.reward_range"),
-        ("[gate]\nreward_range = [0, inf]", "gate.reward_range"),
-        ("[gate]\nreward_range = [-1e308, 1e308]", "reward_range must be"),
-        ("[gate]\nmargin = 1.0", "margin must be smaller"),
-        ("[gate]\ndeadline_s = 600", "deadline_s must be larger than reward_delay_s"),
-        ("[gate]\nreward_delay_s = 0", "gate.reward_delay_s"),
-        ("[gate]\nreward_delay_s = 604801\ndeadline_s = 1e9", "gate.reward_delay_s.* a week"),
-        ("[gate]\nreward_delay_s = inf", "gate.reward_delay_s.* a week"),
-        ("[gate]\nmistakes = 0", "gate.mistakes"),
-        ("[gate]\nfewest = 0", "gate.fewest"),
-        ("[gate]\nupdates_per_candidate = 0", "gate.updates_per_candidate"),
-        ("[gate]\nreplay_states = -1", "gate.replay_states"),
-        ("[gate]\nreplay_tokens = 0", "gate.replay_tokens"),
-        ("[gate]\nmost_kl_to_serving = 0.0", "gate.most_kl_to_serving"),
-        ("[gate]\nmost_kl_to_serving = inf", "gate.most_kl_to_serving"),
-        ("[gate]\nmost_malformed = 1.5", "gate.most_malformed"),
-        ("[gate]\nmost_kl_to_base = 0.0", "gate.most_kl_to_base"),
-        ("[gate]\nmost_kl_to_base = inf", "gate.most_kl_to_base"),
+        ("[gate]\nmode = 'gated'", r"moved to \[publish\]: .*base_share is control_share"),
+        ("[publish]\nmode = 'gated'", "publish.mode"),
+        ("[publish]\napprove = 1", "publish.approve"),
+        ("[publish]\ncontrol_shar = 0.1", "'publish.control_shar': did you mean control_share"),
+        ("[publish]\ncontrol_share = 0.6", "publish.control_share"),
+        ("[publish]\nreward_range = [1, 0]", "reward_range must be"),
+        ("[publish]\nreward_range = [0, 1, 2]", "publish.reward_range"),
+        ("[publish]\nreward_range = [0, inf]", "publish.reward_range"),
+        ("[publish]\nreward_range = [-1e308, 1e308]", "reward_range must be"),
+        ("[publish]\nmargin = 1.0", "margin must be smaller"),
+        (
+            "[publish]\nmode = 'canary'\ndecide_within_h = 0.1",
+            "decide_within_h must be more than reward_delay_s",
+        ),
+        ("[publish]\ndecide_within_h = 1000", "publish.decide_within_h"),
+        ("[publish]\nreward_delay_s = 0", "publish.reward_delay_s"),
+        ("[publish]\nreward_delay_s = 604801", "publish.reward_delay_s.* a week"),
+        ("[publish]\nreward_delay_s = inf", "publish.reward_delay_s.* a week"),
+        ("[publish]\nmistakes = 0", "publish.mistakes"),
+        ("[publish]\nundecided = 'wait'", "publish.undecided"),
+        ("[publish]\nmost_kl_to_base = 0.0", "publish.most_kl_to_base"),
+        ("[publish]\nmost_kl_to_base = inf", "publish.most_kl_to_base"),
+        ("[publish]\nmode = 'evaluated'", r"needs a section \[evaluation\], with tasks"),
+        (EVALUATED, "evaluation.tasks: Field required"),
+        (f"{EVALUATED}tasks = ''\ncommand = 'a'", "evaluation.tasks"),
+        (f"{EVALUATED}tasks = 't'", "evaluation: command, python: say what to run"),
+        (f"{EVALUATED}tasks = 't'\ncommand = 'a'\npython = 'a:b'", "one of the two"),
+        (f"{EVALUATED}tasks = 't'\ncommand = 'a'\njudge = 'j'\nanswer = 'f'", "judge, answer"),
+        (f"{EVALUATED}tasks = 't'\ncommand = 'a'\ntries = 0", "evaluation.tries"),
+        ("[evaluation]\ntasks = 't'\ncommand = 'a'", "evaluation: it decides nothing with"),
         ("[claim", "not TOML"),
         ("[reward.right]\n", "reward.right.range"),
         ("[reward.right]\nrange = [1, 1]\n", "lowest below highest"),
@@ -134,8 +141,8 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         ("[reward.right]\nrange = [0, 1]\nvalues = {good = 3}\n", "values.good is 3.0, outside"),
         ('[reward.right]\nrange = [0, 1]\nvalues = {"" = 1}\n', "1 to 256 characters"),
         ("[reward.right]\nrange = [0, 1]\nwieght = 1\n", "did you mean weight"),
-        (SUM + "[gate]\nreward_range = [0, 5]\n", "gate.reward_range follows from"),
-        ("[reward.right]\nrange = [0, 0.01]\n", "gate.margin must be smaller"),
+        (SUM + "[publish]\nreward_range = [0, 5]\n", "publish.reward_range follows from"),
+        ("[reward.right]\nrange = [0, 0.01]\n", "publish.margin must be smaller"),
         ("[reward]\nrange = [0, 1]\n", "reward.range"),
     ],
 )
@@ -160,43 +167,44 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "nope.toml"))
 
 
-def test_the_base_model_gets_episodes_without_a_gate_only_if_the_recipe_says_so() -> None:
-    untried = parse_recipe("", "r.toml").gate
-    assert (untried.base_share, untried.is_watched) == (0.0, False)
-    watched = parse_recipe("[gate]\nbase_share = 0.1", "r.toml").gate
-    assert (watched.base_share, watched.is_watched) == (0.1, True)
-    gated = parse_recipe("[gate]\nmode = 'gated'", "r.toml").gate
-    assert (gated.base_share, gated.is_watched) == (0.02, False)
-    for one in (untried, watched, gated):
-        assert GateOptions.model_validate(one.model_dump(mode="json")) == one
-
-
-def test_the_recipe_of_a_training_run_differs_from_that_of_live_traffic_by_its_gate_alone() -> None:
+def test_the_recipe_of_a_training_run_differs_from_that_of_live_traffic_by_its_control() -> None:
     live, run = load_recipe("default"), load_recipe("rollout")
-    assert live != run
-    assert live.model_copy(update={"gate": run.gate}) == run
+    assert live.publish.model_copy(update={"control_share": 0.0}) == run.publish
+    assert live.model_copy(update={"publish": run.publish}) == run
 
 
-def test_a_gate_has_its_options() -> None:
-    found = parse_recipe("[gate]\nmode = 'gated'\nreward_range = [-1, 2]\nmargin = 1.5", "r.toml")
-    assert found.gate.is_gated
-    assert (found.gate.reward_range, found.gate.margin) == ((-1.0, 2.0), 1.5)
-    # The controller reads them from the store, where they are JSON.
-    assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
+@pytest.mark.parametrize(
+    ("text", "serves_at_once"),
+    [
+        ("", True),
+        ("[publish]\napprove = true", False),
+        ("[publish]\nmode = 'canary'", False),
+        (f"{EVALUATED}tasks = 't'\npython = 'a:b'\nanswer = 'right'", False),
+    ],
+)
+def test_version_serves_without_a_decision_only_if_nobody_is_to_make_one(
+    text: str, serves_at_once: bool
+) -> None:
+    recipe = parse_recipe(text, "r.toml")
+    assert recipe.publish.serves_at_once is serves_at_once
+    # The update's recipe is read back from the store, where it is JSON.
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
 
 
-def test_empty_recipe_has_float32_and_no_gate() -> None:
+def test_empty_recipe_has_float32_and_no_bound_on_the_kl() -> None:
     empty = parse_recipe("", "r.toml")
     assert empty.dtype == "float32"
-    assert not empty.gate.is_gated
-    assert empty.gate.most_kl_to_base is None
+    assert empty.publish.most_kl_to_base is None
 
 
-def test_gate_has_the_range_of_the_sum() -> None:
-    recipe = parse_recipe(SUM, "test")
-    assert recipe.judged_by.reward_range == (-2.0, 2.0)
-    assert recipe.gate.reward_range == (0.0, 1.0)
-    assert Recipe().judged_by == Recipe().gate
+def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> None:
+    recipe = parse_recipe(f"{SUM}{EVALUATED}tasks = 't'\npython = 'a:b'", "test")
+    assert recipe.judged_by["reward_range"] == [-2.0, 2.0]
+    assert recipe.judged_by["evaluation"]["tasks"] == "t"
+    assert recipe.publish.reward_range == (0.0, 1.0)
+    plain = Recipe().publish.model_dump(mode="json")
+    assert Recipe().judged_by == {**plain, "evaluation": None}
+    assert PublishOptions.model_validate(plain) == Recipe().publish
 
 
 def test_sum_is_recorded_and_read_back_and_no_sum_leaves_no_trace() -> None:
