@@ -1,4 +1,4 @@
-"""Test a claim about a difference by betting against it, block by block.
+"""Test a claim about a difference of two versions by betting against it, block by block.
 
 Whoever bets a share b of what they have on each block, at fair odds if the claim is true, has
 
@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import exp, fsum, log, log1p
 from typing import Final, Literal, NamedTuple
-
-from pawl.controller.gate.records import ArmFigures, Episode, GateOptions
 
 # 1: that the difference is above the null; −1: that it is below.
 Side = Literal[1, -1]
@@ -45,7 +43,7 @@ class Block(NamedTuple):
     reach: float
 
 
-class Wealth:
+class EProcess:
     """Keep what seven players have who bet against one claim, having begun with 1."""
 
     def __init__(self, null: float, side: Side) -> None:
@@ -68,7 +66,7 @@ class Wealth:
         ]
 
 
-class LateWealth(Wealth):
+class ChangeDetector(EProcess):
     """Keep the wealth of players who put 1/(t(t+1)) of what they have at stake from block t on.
 
     A claim that was true for long, and is not any more, is refuted soon after; the shares sum to
@@ -77,7 +75,7 @@ class LateWealth(Wealth):
     """
 
     def __init__(self, null: float, side: Side) -> None:
-        """Bet as `Wealth` does, and begin anew with each block."""
+        """Bet as `EProcess` does, and begin anew with each block."""
         super().__init__(null, side)
         self._parts = [0.0] * len(STAKES)
         self._blocks = 0
@@ -94,7 +92,7 @@ class LateWealth(Wealth):
 
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
-    """Return the logarithm of what `Wealth` has after these blocks (for nulls not known before)."""
+    """Return the logarithm of what `EProcess` has after these blocks, for any null."""
     odds = [(_odds(block, null, side), _bets(block.weight)) for block in blocks]
     logs = [
         fsum([log1p(bets[player] * won) for won, bets in odds]) for player in range(len(STAKES))
@@ -202,37 +200,6 @@ class Centres:
         all_total, all_count = self._all
         total, count = self._families.get(family, (0.0, 0))
         return (total + PRIOR * all_total / all_count) / (count + PRIOR)
-
-
-class ArmCount:
-    """Count the episodes of one arm as they come."""
-
-    def __init__(self, options: GateOptions) -> None:
-        """Begin with none."""
-        self._options = options
-        self._episodes = self._failed = self._clipped = self.scored = 0
-        self._total = 0.0
-
-    def add(self, episode: Episode, value: float | None) -> None:
-        """Count one more, with its scaled reward (0 to 1), or None if it is unscored."""
-        self._episodes += 1
-        self._failed += episode.failed
-        self._clipped += self._options.clips(episode)
-        if value is not None:
-            self.scored += 1
-            self._total += value
-
-    def figures(self) -> ArmFigures:
-        """Return what was counted, with the mean in units of the reward."""
-        low, width = self._options.reward_range[0], self._options.width
-        mean = low + width * self._total / max(self.scored, 1)
-        return ArmFigures(
-            episodes=self._episodes,
-            unscored=self._episodes - self.scored,
-            failed=self._failed,
-            mean=mean if self.scored else None,
-            clipped=self._clipped,
-        )
 
 
 # Bounds are multiples of 1/STEPS, rounded outwards.
