@@ -304,6 +304,7 @@ class Comparison:
         self._better_needed = 1 / rule.mistakes
         self._worse_needed = 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
+        self._total = self._weight = 0.0
         self._bounds = (0, -1.0, 1.0)
         self.verdict: Verdict | None = None
 
@@ -346,21 +347,20 @@ class Comparison:
     @property
     def difference(self) -> float | None:
         """Return the estimate of new − old, in units of the reward; None before the first block."""
-        if not self._blocks:
-            return None
-        weight = sum(block.weight for block in self._blocks)
-        total = sum(block.weight * block.difference for block in self._blocks)
-        return self._rule.width * total / weight
+        return self._rule.width * self._total / self._weight if self._weight else None
 
     @property
     def points_to_harm(self) -> bool:
         """Return whether what was seen so far, however little, speaks against the new version."""
         return (self.difference or 0.0) < 0 or self._against() is not None
 
-    def figures(self) -> Figures:
-        """Return all that the verdict rests on, with the bounds taken anew."""
+    def figures(self, renewed: float = 1.0) -> Figures:
+        """Return all that the verdict rests on.
+
+        The bounds are taken anew once there are `renewed` times the blocks of the last time.
+        """
         count, width = len(self._blocks), self._rule.width
-        if count > self._bounds[0]:
+        if count > renewed * self._bounds[0]:
             lower = lower_bound(self._blocks, 1 / self._better_needed)
             upper = upper_bound(self._blocks, 1 / self._worse_needed)
             self._bounds = (count, lower, upper)
@@ -389,6 +389,8 @@ class Comparison:
     def _settle(self, block: Block | None) -> None:
         if block is not None:
             self._blocks.append(block)
+            self._total += block.weight * block.difference
+            self._weight += block.weight
             self._better.update(block)
             self._worse.update(block)
 

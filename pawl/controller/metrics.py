@@ -36,22 +36,19 @@ GATE_MOVES = Counter(
 )
 GATE_BOUND = Gauge(
     "pawl_controller_gate_bound",
-    "Bounds of the difference of mean rewards: the version on trial less the one that serves.",
-    ["policy", "bound"],
+    "Bounds of the difference of mean rewards, new version less old: of the canary and what serves"
+    " (`trial`), or of what serves and its control (`watch`).",
+    ["policy", "compared", "bound"],
 )
 GATE_EPISODES = Gauge(
-    "pawl_controller_gate_episodes", "Episodes that a trial rests on, by arm.", ["policy", "arm"]
-)
-GATE_CLIPPED = Gauge(
-    "pawl_controller_gate_clipped_share",
-    "Share of the scored episodes whose reward is outside of `gate.reward_range` and counts as its"
-    " end, by what is judged by them (`trial`, `watch`) and arm.",
-    ["policy", "judged", "arm"],
+    "pawl_controller_gate_episodes",
+    "Episodes that a comparison rests on, of the new and of the old version.",
+    ["policy", "compared", "version"],
 )
 GATE_WATCHED = Gauge(
     "pawl_controller_gate_watched",
-    "1 while live rewards may roll back the trained version that serves; 0: nothing is watched, and"
-    " `pawl policies show`, or the controller's log (`nothing_watched`), says why.",
+    "1 while live rewards may roll back the trained version that serves; 0: it has no control, as"
+    " `publish.control_share` is 0 or an operator moved the traffic.",
     ["policy"],
 )
 GATE_FROZEN = Gauge(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.controller.gate.betting import (
+from pawl.controller.eprocess import (
     ABOVE,
     BELOW,
     FEWEST,
@@ -18,9 +18,9 @@ from pawl.controller.gate.betting import (
     Block,
     Blocks,
     Centres,
-    LateWealth,
+    ChangeDetector,
+    EProcess,
     Side,
-    Wealth,
     block_size,
     log_wealth,
     lower_bound,
@@ -134,11 +134,11 @@ def test_new_families_and_those_past_the_bound_are_centred_by_all() -> None:
         assert centres.of(family) == pytest.approx(1000 / (MOST_FAMILIES + 1000), abs=0.01)
 
 
-@pytest.mark.parametrize("kind", [Wealth, LateWealth])
+@pytest.mark.parametrize("kind", [EProcess, ChangeDetector])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("null", [-0.5, -0.02, 0.0, 0.3])
 def test_wealth_is_one_on_average_where_the_claim_is_just_true(
-    kind: type[Wealth], side: Side, null: float
+    kind: type[EProcess], side: Side, null: float
 ) -> None:
     # Each block shows one of three differences, whose mean is the null; weights and reaches vary.
     shown = [(-1.0, (1 - null) / 3), (1.0, (1 + null) / 3), (null, 1 / 3)]
@@ -157,7 +157,7 @@ def test_wealth_is_one_on_average_where_the_claim_is_just_true(
 def test_wealth_is_never_negative_and_can_be_had_afterwards(
     blocks: list[Block], null: float, side: Side
 ) -> None:
-    wealth, late = Wealth(null, side), LateWealth(null, side)
+    wealth, late = EProcess(null, side), ChangeDetector(null, side)
     assert wealth.value == late.value == 1.0
     for block in blocks:
         wealth.update(block)
@@ -174,8 +174,8 @@ def test_bolder_claim_is_refuted_no_later(blocks: list[Block], one: float, other
     assert log_wealth(blocks, high, BELOW) >= log_wealth(blocks, low, BELOW) - 1e-9
 
 
-@pytest.mark.parametrize("kind", [Wealth, LateWealth])
-def test_wealth_stays_a_number_however_much_is_won(kind: type[Wealth]) -> None:
+@pytest.mark.parametrize("kind", [EProcess, ChangeDetector])
+def test_wealth_stays_a_number_however_much_is_won(kind: type[EProcess]) -> None:
     wealth = kind(0.0, ABOVE)
     for _ in range(5_000):
         wealth.update(Block(1.0, 4.0, 1.0))
@@ -184,7 +184,7 @@ def test_wealth_stays_a_number_however_much_is_won(kind: type[Wealth]) -> None:
 
 
 def test_late_bets_find_a_change_that_early_ones_have_lost_their_money_on() -> None:
-    early, late = Wealth(0.0, ABOVE), LateWealth(0.0, ABOVE)
+    early, late = EProcess(0.0, ABOVE), ChangeDetector(0.0, ABOVE)
     for block in [Block(-0.3, 1.0, 1.0)] * 200 + [Block(0.5, 1.0, 1.0)] * 60:
         early.update(block)
         late.update(block)
