@@ -173,9 +173,9 @@ class PolicyGate:
         rule: Rule,
         why: tuple[str, Mapping[str, Any]],
     ) -> None:
-        """Write down once that what serves is no worse than its control, which has less from now on.
+        """Write down once that what serves is no worse than its control, whose share gets smaller.
 
-        It will be the control of what serves after it.
+        It will itself be the control of what serves after it.
         """
         reason, evidence = why
         if await is_proven(connection, self._name, serving.version):
@@ -223,27 +223,31 @@ class PolicyGate:
         evidence = self._evidence.get("trial")
         if evidence is None or evidence.key != key:
             evidence = self._compare("trial", rule, key, stands)
-        if not await evidence.catch_up(connection, stands.now):
-            return []
-        self._show("trial", evidence.comparison)
-        if not self._is_decided(evidence.comparison, rule, canary, stands):
-            evidence.confirms = False
-            return []
-        if not evidence.confirms:
+        is_over = stands.now - canary.since >= timedelta(hours=rule.decide_within_h)
+        is_decided = await self._is_decided(connection, evidence, stands, is_over=is_over)
+        if is_decided and not evidence.confirms:
             evidence = self._compare("trial", rule, key, stands, confirms=True)
-            if not await evidence.catch_up(connection, stands.now):
-                return []
-            if not self._is_decided(evidence.comparison, rule, canary, stands):
-                return []
-        if not await self._stands(connection, stands):
+            is_decided = await self._is_decided(connection, evidence, stands, is_over=is_over)
+        if not (is_decided and await self._stands(connection, stands)):
             return []
         return await self._end(connection, canary, rule, evidence.comparison)
 
-    @staticmethod
-    def _is_decided(comparison: Comparison, rule: Rule, canary: Standing, stands: Gated) -> bool:
-        """Return whether there is a verdict; or, with anything known at all, no time is left."""
-        is_over = stands.now - canary.since >= timedelta(hours=rule.decide_within_h)
-        return comparison.verdict is not None or (is_over and comparison.difference is not None)
+    async def _is_decided(
+        self, connection: AsyncConnection, evidence: Evidence, stands: Gated, *, is_over: bool
+    ) -> bool:
+        """Return whether there is a verdict; or, with anything known at all, no time is left.
+
+        There is none while episodes are still to be read.
+        """
+        if not await evidence.catch_up(connection, stands.now):
+            return False
+        comparison = evidence.comparison
+        self._show("trial", comparison)
+        is_decided = comparison.verdict is not None or (
+            is_over and comparison.difference is not None
+        )
+        evidence.confirms &= is_decided
+        return is_decided
 
     async def _end(
         self, connection: AsyncConnection, version: Standing, rule: Rule, comparison: Comparison
