@@ -13,19 +13,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.commands.common import AsJson, OfTenant, cell, grid, with_engine, write_lines
 from pawl.commands.policy_files import check, export_version, import_version
-from pawl.commands.policy_lookup import PolicyName, policy_versions
+from pawl.commands.policy_lookup import PolicyName, policy_versions, why_waits
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
-from pawl.controller.evidence import OnTrial, rule_of
-from pawl.controller.gate.records import Decision
-from pawl.controller.watching import why_not_in_line, why_unwatched
 from pawl.settings import read_settings
 from store.claim_query import waiting_episodes
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations
-from store.read.gates import gated, promotion, terms
-from store.records import Record
+from store.records import Arm, Record
 from store.tenants import DEFAULT
-from store.version_queries import list_events, list_versions, why_stays
+from store.version_queries import list_events, list_versions
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread, RecipeError
 from trainer.publishing.adapters import reading, why_altered
@@ -40,6 +36,7 @@ Kind = Literal["trained", "fixed", "unlisted"]
 MAX_EVENTS: Final = 100
 # The columns of figures that not every version has.
 MEASURED: Final = {
+    "share": "share",
     "kl_to_base": "KL to base",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
@@ -86,10 +83,11 @@ def show(
     are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. `tokens/s` are the
     distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
     of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
-    the policy explores, so does the line of the version that serves. That of a version which is
-    tried says what a gate would decide about it by now. If live rewards cannot roll back the
-    version that serves, its line says why, and what to set. Its `warnings` say where traffic and
-    recipe do not fit, so that episodes are not trained, and what to change.
+    the policy explores, so does the line of the version that serves. Its `warnings` say where
+    traffic and recipe do not fit, so that episodes are not trained, and what to change. New
+    episodes begin with the versions that have an `arm`: the one that serves, a canary and the
+    control with their `share`. An `unloaded` version is on no model server. If a version waits for
+    `pawl policies promote`, its line says why, with the evidence.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.
@@ -225,15 +223,18 @@ class VersionLine(Record, frozen=True, kw_only=True):
     it is from the base model, in nats a token on what it was trained on. How fast its update
     trained are `tokens_per_second`, distinct ones, `mfu`, the share of the GPU's peak, and
     `idle_share`, of the time since the update before in which the model computed nothing.
-    `explore` is there only on the version that serves, if the policy explores; `trial` only on the
-    one that is tried: what a gate would decide about it by now, and by what. `waits` is on a
-    candidate whose replay could ask nothing: why, and what to do. `unwatched` is on a trained
-    version that serves and that live rewards cannot roll back: why, and what to do. `warnings`
-    are on the one that serves: why episodes are not trained, and what to change.
+    `arm` and `share` are there only if new episodes begin with the version: all others than those
+    of a canary and of the control, which what serves is compared with, are the serving one's.
+    `explore` is there only on the version that serves, if the policy explores. `waits` and
+    `evidence` are on a version that waits for a person. `warnings` are on the one that serves: why
+    episodes are not trained, and what to change.
     """
 
     version: str
     state: PolicyState
+    arm: Arm | UnsetType = UNSET
+    share: float | UnsetType = UNSET
+    unloaded: bool = False
     eval_episodes: int = 0
     scored: int = 0
     mean: float | None = None
@@ -248,9 +249,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     mfu: float | UnsetType = UNSET
     idle_share: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
-    trial: Decision | UnsetType = UNSET
     waits: str | UnsetType = UNSET
-    unwatched: str | UnsetType = UNSET
+    evidence: dict[str, Any] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
 
 
@@ -272,7 +272,7 @@ async def versions_of(
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
-        notes = await _notes(connection, name)
+        waits = {one.version: await why_waits(connection, one) for one in versions}
         # Without a file, each policy is trained.
         is_trained = policies is None or (spec is not None and spec.trained)
         own_recipe = (spec and spec.recipe) or recipe
@@ -285,14 +285,19 @@ async def versions_of(
         line = VersionLine(
             version=f"{name}@{version.version}",
             state=version.state,
+            arm=arm_of(version) or UNSET,
+            share=UNSET if version.share is None else version.share,
+            unloaded=version.unloaded,
             explore=explore if version.state == "serving" else UNSET,
             warnings=(version.state == "serving" and warnings) or UNSET,
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
             **_of_files(version),
-            **notes.get(version.version, {}),
         )
+        if (event := waits[version.version]) is not None:
+            evidence = dict(event.evidence or {})
+            line = msgspec.structs.replace(line, waits=event.reason, evidence=evidence)
         line = msgspec.structs.replace(line, **version.throughput)
         if (point := curve.get(version.version)) is not None:
             evaluated = msgspec.structs.asdict(point)
@@ -311,14 +316,12 @@ async def _warnings(connection: AsyncConnection, policy: str, recipe: str) -> tu
     return tuple((await training_warnings(connection, rule)).values())
 
 
-def _on_trial(trial: Decision) -> str:
-    episodes = ", ".join(f"{one.episodes} {arm}" for arm, one in trial.arms.items())
-    clipped = ", ".join(f"{one.clipped} {arm}" for arm, one in trial.arms.items() if one.clipped)
-    outside = f", the rewards of {clipped} outside of gate.reward_range" if clipped else ""
-    return (
-        f"tried: {trial.lower:+.4f} to {trial.upper:+.4f} above what serves, by {episodes}"
-        f" episodes{outside} ({trial.kind}: {trial.reason})"
-    )
+def arm_of(version: PolicyVersion) -> Arm | None:
+    """Return as what new episodes begin with a version, or None if none does (pure)."""
+    match version.state:
+        case "serving" | "canary":
+            return version.state
+    return "control" if version.share is not None else None
 
 
 def _of_files(version: PolicyVersion) -> dict[str, Any]:
@@ -339,12 +342,10 @@ def _of_files(version: PolicyVersion) -> dict[str, Any]:
 def versions_table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
-    notes = explore + [_on_trial(line.trial) for line in lines if line.trial is not UNSET]
-    notes += [f"{line.version} waits: {line.waits}" for line in lines if line.waits is not UNSET]
-    notes += [
-        f"no reward rolls {line.version} back: {line.unwatched}"
+    notes = explore + [
+        f"{line.version} {line.waits}: {msgspec.json.encode(line.evidence).decode()}"
         for line in lines
-        if line.unwatched is not UNSET
+        if line.waits is not UNSET
     ]
     notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
@@ -359,6 +360,8 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
         more = {
+            "control": line.arm == "control",
+            "unloaded": line.unloaded,
             "ended": line.ended,
             "deleted": line.files_deleted,
             "altered": line.altered,
@@ -419,32 +422,3 @@ def events_table(lines: Sequence[EventLine]) -> Table:
         rows.append((at, line.version, state, line.actor, line.reason))
     names = ("at", "version", "state", "by", "why")
     return grid(names, rows, whole=names[:-1])
-
-
-async def _notes(connection: AsyncConnection, name: str) -> dict[int, dict[str, Any]]:
-    """Return what a gate has to say of versions by number, as fields of their lines.
-
-    Of the one that serves, why live rewards cannot roll it back; of the candidate, why it waits
-    though its replay has ended; of the one that is tried, what it has come to.
-    """
-    stands = await gated(connection, name)
-    if stands is None:
-        return {}
-    notes: dict[int, dict[str, Any]] = {}
-    serving = stands.serving.version.version
-    promoted = await promotion(connection, name, serving)
-    why = why_unwatched(stands, promoted)
-    rule = rule_of(stands.serving.gate or {})
-    if why is None and serving and rule.mode != "gated":
-        served = await terms(connection, name, serving, rule.counted_at(stands.now))
-        why = why_not_in_line(served, serving)
-    if why:
-        notes[serving] = {"unwatched": why}
-    if stands.candidate is not None:
-        candidate = stands.candidate.version.version
-        if (why := await why_stays(connection, name, candidate)) is not None:
-            notes[candidate] = {"waits": why}
-    if stands.canary is not None:
-        decision = await OnTrial(stands, stands.canary).decide(connection, stands.now)
-        notes[stands.canary.version.version] = {"trial": decision}
-    return notes

@@ -6,8 +6,8 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
-from store.version_queries import list_versions
-from store.versions import PolicyVersion
+from store.version_queries import list_events, list_versions
+from store.versions import PolicyEvent, PolicyVersion
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
 
@@ -67,3 +67,15 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
                 f" {trained})"
             )
     raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
+
+
+async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
+    """Return the event by which a version waits for a person, with the evidence; None: it does not.
+
+    It is the version's newest, and says that its state stays.
+    """
+    if version.state not in ("loaded", "canary"):
+        return None
+    [newest] = await list_events(connection, version.name, version.version, most=1)
+    is_wait = newest.from_state == newest.to_state and newest.evidence is not None
+    return newest if is_wait else None

@@ -1,52 +1,51 @@
 """Define `pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 from uuid import UUID
 
 import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import OfTenant, fail, in_database, with_engine, with_zone
-from pawl.commands.policy_lookup import PolicyName, chosen_version, numbered, policy_versions
-from pawl.controller.evidence import OnTrial
-from pawl.controller.rollback import (
-    Loaded,
-    RollbackTarget,
-    call_back,
-    load_again,
-    make_room,
-    roll_back_to,
+from pawl.commands.common import OfTenant, in_database, with_engine, with_zone
+from pawl.commands.policy_lookup import (
+    PolicyName,
+    chosen_version,
+    numbered,
+    policy_versions,
+    why_waits,
 )
 from pawl.settings import ControllerSettings, read_settings
 from store import retraining, version_states
 from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
-from store.read.gates import gated
 from store.retraining import Retrained
 from store.selecting import Selection, named, selected
 from store.tenants import scoped
-from store.version_queries import numbered_version, was_called_back
-from store.version_states import change_state, lock_policies
-from store.versions import Actor, PolicyState, PolicyVersion
-from trainer.errors import TrainerError
-from trainer.publishing.model_server import Replicas
-from trainer.publishing.sources import others_files
+from store.version_queries import numbered_version
+from store.version_states import lock_policies
+from store.versions import Actor, PolicyEvent, PolicyState, PolicyVersion
+from trainer.errors import UpstreamAway
+from trainer.publishing.model_server import ModelServer, Replicas
 
-Result = TypeVar("Result")
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME[@N]", help="The policy, or a version.", show_default=False)
 ]
 Reason = Annotated[str, typer.Option(help="Why, for the policy's events.")]
 BY_HAND: Final = "by hand"
 OPERATOR: Final[Actor] = "operator"
-# The states of versions that every model server has loaded, and that do not serve.
-LOADED: Final[tuple[PolicyState, ...]] = ("candidate", "canary", "ready", "published")
-# Which of them is meant where none is named: the one that is tried, or waits for it.
-NEXT: Final[tuple[PolicyState, ...]] = ("canary", "candidate", "ready")
+# The states of versions that may get the traffic by hand.
+PROMOTABLE: Final[tuple[PolicyState, ...]] = ("loaded", "canary", "retired")
+# Which version is meant where none is named: the one that is tried, or waits for it.
+NEXT: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
+# How long an operator waits for a recalled version, and how often the model servers are asked.
+LOADED_WITHIN_S: Final = 60.0
+ASKED_EVERY_S: Final = 0.5
 # The fields of a query; those of a time end with `since` or `before`.
 FIELDS: Final = (
     *("episode", "task", "prefix", "agent", "key"),
@@ -57,44 +56,51 @@ _BEGINS: Final = re.compile(rf"(?:{_FIELD})=")
 _NEXT: Final = re.compile(rf",(?=(?:{_FIELD})=)")
 
 
-def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
+def promote(
+    name: VersionName,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")] = False,
+    reason: Reason = BY_HAND,
+    tenant: OfTenant = None,
+) -> None:
     """Give a version the traffic now: by default the one that is tried, or waits to be.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). New episodes begin with
-    the version; those under way keep theirs. It must be loaded: its state is `candidate`, `canary`,
-    `ready` or `published`. A version that was retired and called back may be on no server yet, and
-    is loaded first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and
-    the adapters' files can be reached. The next candidate is judged as before; `pawl policies
-    freeze` keeps the traffic where it is.
+    the version; those under way keep theirs. If the version waits for approval, the evidence is
+    shown, and a terminal is asked. A version that was unloaded is loaded by the controller or the
+    trainer first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) answer.
+    The next version is judged as before; `pawl policies freeze` keeps the traffic where it is.
 
-    Status 2: there is no such version, or it cannot serve.
+    Status 1: the answer was no. Status 2: there is no such version, or it cannot serve.
     """
-    chosen = with_servers(
-        lambda engine, replicas: promote_by_hand(engine, replicas, name, reason, tenant)
-    )
-    print(f"{chosen.served_name} serves")
+
+    async def run(engine: AsyncEngine) -> PolicyVersion:
+        version, waits = await find_to_promote(engine, name, tenant)
+        if waits is not None:
+            print(f"{version.served_name} {shown_wait(waits)}")
+            if not yes and sys.stdin.isatty():
+                typer.confirm(f"Promote {version.served_name}?", abort=True)
+        return await promote_by_hand(engine, version, reason, waits and waits.evidence)
+
+    print(f"{with_engine(run).served_name} serves")
 
 
 def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
     """Let no new episode begin with a version: by default the one that serves.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
-    the one before it serves again, or the base model. For that it must be loaded: run this where
-    the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files can be
-    reached, as for a controller. If it cannot be loaded, the base model serves instead. Episodes
-    under way keep their version, and are not trained on. Versions that were trained from it never
-    serve. This cannot be undone; the adapter can be exported and imported again.
+    its control serves again, which is always loaded, and all that served since the control is
+    rolled back with it; without a control, what served before it serves, or the base model.
+    Episodes under way keep their version, and are not trained on. Versions that were trained from
+    it never serve. This cannot be undone; the adapter can be exported and imported again.
 
     Status 2: there is no such version, or it has no new episodes.
     """
-    chosen, serves, loaded = with_servers(
-        lambda engine, replicas: roll_back_by_hand(engine, replicas, name, reason, tenant)
+    chosen, serves = in_database(
+        lambda connection: roll_back_by_hand(connection, name, reason, tenant)
     )
     print(f"{chosen.served_name} is rolled back")
     if serves is not None:
         print(f"{serves.served_name} serves")
-    if serves is not None and loaded is not None and loaded.why_not is not None:
-        print(f"{loaded.version.served_name} could not be loaded: {loaded.why_not}")
 
 
 def retrain(
@@ -126,15 +132,15 @@ def retrain(
     meanwhile: an update under way is given up.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). A version that was
-    retired is loaded first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS)
-    and the adapters' files can be reached.
+    unloaded is loaded by the controller or the trainer first: run this where the model servers
+    (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) answer.
 
     Status 2: there is no such version, episode or key, or the line cannot start at the version.
     """
     left_out = [read_query(query) for query in without or ()]
-    retrained = with_servers(
-        lambda engine, replicas: retrain_by_hand(
-            engine, replicas, name, start, left_out, reason, tenant, dry_run=dry_run
+    retrained = with_engine(
+        lambda engine: retrain_by_hand(
+            engine, name, start, left_out, reason, tenant, dry_run=dry_run
         )
     )
     print(as_text(retrained))
@@ -142,7 +148,7 @@ def retrain(
 
 def freeze(
     name: PolicyName,
-    off: Annotated[bool, typer.Option("--off", help="Let the gate decide again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Let the controller decide again.")] = False,
     reason: Reason = BY_HAND,
     tenant: OfTenant = None,
 ) -> None:
@@ -162,58 +168,71 @@ def freeze(
     print(f"{name} is {'no longer ' if off else ''}frozen")
 
 
-def with_servers(work: Callable[[AsyncEngine, Replicas], Awaitable[Result]]) -> Result:
-    """Run `work` with the database and all replicas of the model server; return its result."""
-    settings = read_settings(ControllerSettings)
-    try:
-        files = others_files(settings)
-    except TrainerError as error:
-        fail(str(error))
-
-    async def run(engine: AsyncEngine) -> Result:
-        async with Replicas(settings.server_urls, settings.adapter_slots, files) as replicas:
-            return await work(engine, replicas)
-
-    return with_engine(run)
-
-
 def split_name(named: str) -> tuple[str, int | None]:
     """Return the policy and the number in `NAME@N`, or the policy and None (pure)."""
     name, at, number = named.rpartition("@")
     return (name, int(number)) if at and number.isdecimal() else (named, None)
 
 
-async def promote_by_hand(
-    engine: AsyncEngine,
-    replicas: Replicas,
-    named: str,
-    reason: str,
-    tenant: str | None = None,
-) -> PolicyVersion:
-    """Give a version the traffic, and return it; with `tenant` it must be that tenant's.
+async def find_to_promote(
+    engine: AsyncEngine, named: str, tenant: str | None = None
+) -> tuple[PolicyVersion, PolicyEvent | None]:
+    """Return the version to promote, and the event by which it waits for that, if it does.
 
-    What its trial came to so far is recorded with it, if it is tried. One that had been retired,
-    and was called back to serve again, is loaded first: no replica may have it yet.
+    With `tenant` it must be that tenant's.
 
     Raises:
         UnknownPolicy: there is no such version, or none waits.
-        NotGated: the version is not loaded, or cannot be, or serves already.
-        StateChanged: somebody else moved it meanwhile.
+        NotGated: the version cannot serve, or does already.
     """
     name, number = split_name(named)
-    async with engine.begin() as connection:
+    async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         chosen = _next(versions) if number is None else numbered(versions, number)
         _check_can_serve(chosen)
-    await load_if_called_back(engine, replicas, chosen, numbered(versions, 0))
+        return chosen, await why_waits(connection, chosen)
+
+
+def shown_wait(waits: PolicyEvent) -> str:
+    """Return in words why a version waits, with the evidence as JSON (pure)."""
+    return f"{waits.reason}: {msgspec.json.encode(waits.evidence).decode()}"
+
+
+async def promote_by_hand(
+    engine: AsyncEngine,
+    version: PolicyVersion,
+    reason: str,
+    evidence: Mapping[str, Any] | None = None,
+) -> PolicyVersion:
+    """Give a version the traffic, and return it; one that was unloaded is loaded first.
+
+    Raises:
+        NotGated: it is not loaded in time.
+        StateChanged, RolledBack: somebody else moved it meanwhile.
+    """
+    if version.unloaded:
+        async with engine.begin() as connection:
+            await version_states.recall(
+                connection, version.name, version.version, reason=reason, actor=OPERATOR
+            )
+        await wait_until_loaded(version)
     async with engine.begin() as connection:
-        evidence = await _trial_so_far(connection, chosen)
-        await lock_policies(connection, [name])
-        await _check_not_moved(connection, chosen)
+        await lock_policies(connection, [version.name])
+        now = await numbered_version(connection, version.name, version.version)
+        if now is None or now.state != version.state:
+            raise StateChanged(
+                f"{version.name}@{version.version} is not {version.state!r} any more, so it was not"
+                " promoted: look at its state (`pawl policies show`), and decide again"
+            )
         await version_states.promote(
-            connection, name, chosen.version, reason=reason, actor=OPERATOR, evidence=evidence
+            connection,
+            version.name,
+            version.version,
+            reason=reason,
+            actor=OPERATOR,
+            evidence=evidence,
         )
-    return chosen
+    return version
 
 
 def _next(versions: list[PolicyVersion]) -> PolicyVersion:
@@ -230,89 +249,65 @@ def _next(versions: list[PolicyVersion]) -> PolicyVersion:
 def _check_can_serve(version: PolicyVersion) -> None:
     if version.state == "serving":
         raise NotGated(f"{version.name}@{version.version} serves already")
-    if version.state not in LOADED:
+    if version.state not in PROMOTABLE or version.ended or version.files_deleted:
+        why = "its files were deleted" if version.files_deleted else f"it is {version.state!r}"
+        why = "it ended when the policy's line started again" if version.ended else why
         raise NotGated(
-            f"{version.name}@{version.version} is {version.state!r}, and can only be promoted while"
-            f" it is loaded ({', '.join(LOADED)}): export its adapter and import it, which makes it"
-            " a version of its own"
+            f"{version.name}@{version.version} cannot be promoted: {why}, and only versions that"
+            f" are {', '.join(PROMOTABLE)} can be; an adapter that was exported can be imported,"
+            " which makes it a version of its own"
         )
 
 
-async def load_if_called_back(
-    engine: AsyncEngine, replicas: Replicas, version: PolicyVersion, base: PolicyVersion
-) -> None:
-    """Load a version that was retired and called back on every replica that answers.
+async def wait_until_loaded(version: PolicyVersion, limit_s: float = LOADED_WITHIN_S) -> None:
+    """Wait until every replica that answers lists a version that was recalled.
 
     Raises:
-        NotGated: it is not there afterwards.
+        NotGated: it is not listed within `limit_s` seconds.
     """
-    async with engine.connect() as connection:
-        if not await was_called_back(connection, version):
-            return
-    await make_room(engine, replicas, version, OPERATOR)
-    loaded = await load_again(replicas, RollbackTarget(version=version, base=base))
-    if loaded.why_not is not None:
-        raise NotGated(
-            f"{version.served_name} had been retired, and could not be loaded again, so it"
-            f" was not promoted: {loaded.why_not}; run this again where the model servers"
-            " (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files are within reach"
-        )
-
-
-async def _check_not_moved(connection: AsyncConnection, chosen: PolicyVersion) -> None:
-    """Check that a version has the state still in which it was found; the policy is locked."""
-    now = await numbered_version(connection, chosen.name, chosen.version)
-    if now is None or now.state != chosen.state:
-        raise StateChanged(
-            f"{chosen.name}@{chosen.version} is not {chosen.state!r} any more, so it was not"
-            " promoted: look at its state (`pawl policies show`), and decide again"
-        )
-
-
-async def _trial_so_far(
-    connection: AsyncConnection, version: PolicyVersion
-) -> Mapping[str, Any] | None:
-    stands = await gated(connection, version.name)
-    if stands is None or stands.canary is None or stands.canary.version.version != version.version:
-        return None
-    trial = OnTrial(stands, stands.canary)
-    return trial.evidence(await trial.decide(connection, stands.now))
+    name = version.served_name
+    print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
+    clock = asyncio.get_running_loop().time
+    until, why = clock() + limit_s, ""
+    async with Replicas(read_settings(ControllerSettings).server_urls) as replicas:
+        while clock() < until:
+            try:
+                listed = await replicas.ask(ModelServer.models)
+            except UpstreamAway as error:
+                why = str(error)
+            else:
+                lacking = [server.url for server, models in listed.items() if name not in models]
+                if not lacking:
+                    return
+                why = f"{', '.join(lacking)} has not loaded it"
+            await asyncio.sleep(ASKED_EVERY_S)
+    raise NotGated(
+        f"{name} was not loaded within {limit_s:g} s, so it does not serve: {why}; let a `pawl"
+        " controller` run, which loads it, see its log, and run this again"
+    )
 
 
 async def roll_back_by_hand(
-    engine: AsyncEngine,
-    replicas: Replicas,
-    named: str,
-    reason: str,
-    tenant: str | None = None,
-) -> tuple[PolicyVersion, PolicyVersion | None, Loaded | None]:
+    connection: AsyncConnection, named: str, reason: str, tenant: str | None = None
+) -> tuple[PolicyVersion, PolicyVersion | None]:
     """Take the new episodes from a version, by default the one that serves.
 
-    If it serves, what served before it is loaded first. Return the version; what serves instead, or
-    None if it did not serve; and what came of loading that. With `tenant` the policy must be that
-    tenant's.
+    Return the version, and what serves instead, or None if it did not serve. With `tenant` the
+    policy must be that tenant's.
 
     Raises:
         UnknownPolicy: there is no such version.
         NotGated: the version has no new episodes, or is the base model.
-        StateChanged: somebody else moved the traffic meanwhile.
     """
     name, number = split_name(named)
-    async with engine.begin() as connection:
-        versions = await policy_versions(connection, name, tenant)
-        if number is None:
-            [chosen] = [one for one in versions if one.state == "serving"]
-        else:
-            chosen = numbered(versions, number)
-        if chosen.state != "serving" or not chosen.version:
-            await version_states.roll_back(connection, chosen, reason=reason, actor=OPERATOR)
-            return chosen, None, None
-        before, _ = await call_back(connection, chosen, OPERATOR)
-    await make_room(engine, replicas, before.version, OPERATOR)
-    loaded = await load_again(replicas, before)
-    async with engine.begin() as connection:
-        serves = await roll_back_to(connection, chosen, loaded, reason=reason, actor=OPERATOR)
-    return chosen, serves, loaded
+    await policy_versions(connection, name, tenant)
+    await lock_policies(connection, [name])
+    versions = await policy_versions(connection, name, tenant)
+    if number is None:
+        [chosen] = [one for one in versions if one.state == "serving"]
+    else:
+        chosen = numbered(versions, number)
+    return chosen, await version_states.roll_back(connection, chosen, reason=reason, actor=OPERATOR)
 
 
 class BadQuery(StoreError):
@@ -362,7 +357,6 @@ def read_query(query: str) -> str | Selection:
 
 async def retrain_by_hand(
     engine: AsyncEngine,
-    replicas: Replicas,
     name: str,
     number: int,
     without: Sequence[str | Selection],
@@ -371,7 +365,7 @@ async def retrain_by_hand(
     *,
     dry_run: bool = False,
 ) -> Retrained:
-    """Start a policy's line again at a version, which is loaded first if it is on no server.
+    """Start a policy's line again at a version, which is loaded first if it was unloaded.
 
     With `tenant` the policy must be that tenant's. With `dry_run` nothing is kept.
 
@@ -392,14 +386,14 @@ async def retrain_by_hand(
             reason=reason,
             actor=OPERATOR,
         )
-        if start.state == "retired":
+        if start.unloaded:
             why = "it is loaded, so that the policy's line can start again at it"
-            await change_state(connection, start, "published", reason=why, actor=OPERATOR)
-            start = msgspec.structs.replace(start, state="published")
+            await version_states.recall(connection, name, number, reason=why, actor=OPERATOR)
         if dry_run:
             return await retrain(connection)
         await connection.commit()
-    await load_if_called_back(engine, replicas, start, base)
+    if start.unloaded:
+        await wait_until_loaded(start)
     async with engine.begin() as connection:
         return await retrain(connection)
 

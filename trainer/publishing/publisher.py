@@ -12,8 +12,9 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_queries, version_states
+from store.errors import RolledBack, StateChanged
 from store.read.gates import newest_promoted
-from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE
+from store.schema.tables import KL_TO_BASE
 from store.version_states import lock_policies, set_state
 from store.versions import PolicyVersion
 from trainer.errors import FailedProbe, PublishError, TooFar
@@ -99,14 +100,12 @@ class Publisher:
         """Let a version that passed the probe go live, or wait for others or for a decision.
 
         Raises:
-            PublishError: what it was trained from was rolled back meanwhile.
+            PublishError: it fell meanwhile, with what it was trained from.
         """
-        promoted: list[PolicyVersion] = []
-        async with self._engine.begin() as connection:
-            # All at once: the trainer of another of them may let them go live at this moment.
-            await lock_policies(connection, self.together)
-            lost = await version_states.reject_orphan(connection, self._policy, version.version)
-            if lost is None:
+        try:
+            async with self._engine.begin() as connection:
+                # All at once: the trainer of another may let them go live at this moment.
+                await lock_policies(connection, self.together)
                 await version_states.make_loaded(
                     connection,
                     self._policy,
@@ -116,10 +115,10 @@ class Publisher:
                     actor="trainer",
                 )
                 promoted = await self._promote(connection)
-        if lost is not None:
+        except (StateChanged, RolledBack) as error:
             await self.servers.unload(version.served_name)
-            log.error("version_rejected", version=version.served_name, reason=lost)
-            raise PublishError(lost)
+            log.error("version_rejected", version=version.served_name, reason=str(error))
+            raise PublishError(str(error)) from error
         if not promoted:
             log.info("version_waits", version=version.served_name, goes_with=self.together)
         self._show_promoted(promoted)
@@ -206,16 +205,20 @@ class Publisher:
         return await server.base_of(name)
 
     async def _reject(self, version: PolicyVersion, error: PublishError) -> None:
-        async with self._engine.begin() as connection:
-            await set_state(
-                connection,
-                self._policy,
-                version.version,
-                "rejected",
-                reason=str(error),
-                actor="trainer",
-                evidence=error.evidence,
-            )
+        try:
+            async with self._engine.begin() as connection:
+                await set_state(
+                    connection,
+                    self._policy,
+                    version.version,
+                    "rejected",
+                    reason=str(error),
+                    actor="trainer",
+                    evidence=error.evidence,
+                )
+        except (StateChanged, RolledBack) as changed:
+            # A roll-back or a retraining took it down meanwhile.
+            log.info("version_not_rejected", version=version.served_name, reason=str(changed))
 
     async def reconcile(self) -> None:
         """Let every replica have the adapters that it should, and take the others from it.
@@ -274,5 +277,5 @@ def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
         f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
         f" publish.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on;"
         " set kl.coefficient, lower optimizer.learning_rate, or raise the bound",
-        {KL_TO_BASE: kl, MOST_KL_TO_BASE: most},
+        {KL_TO_BASE: kl, "most_kl_to_base": most},
     )

@@ -1,7 +1,7 @@
-"""Make a model server have the adapters that the store lists as servable, and no retired ones.
+"""Make a model server have the adapters that the store lists as servable, and no others.
 
-This is the one place that loads adapters: at publishing, after a server was restarted, and before a
-version serves again after a roll-back. A version is loaded with the files that its update wrote,
+This is the one place that loads adapters: at publishing, after a server was restarted, and when an
+operator recalls a version. A version is loaded with the files that its update wrote,
 and checked to be served as it was trained: the server may have been restarted with another base
 model, another dtype, or an adapter that it lists and does not apply. What is served otherwise is
 unloaded.
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import structlog
 
-from store.versions import SERVABLE, PolicyVersion
+from store.versions import PolicyVersion
 from trainer.errors import (
     AdapterError,
     FilesAltered,
@@ -54,7 +54,7 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
 
 def is_servable(version: PolicyVersion) -> bool:
     """Return whether the version has an adapter that every replica must have loaded."""
-    return version.version > 0 and version.state in SERVABLE
+    return version.version > 0 and version.is_servable
 
 
 def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
@@ -204,7 +204,7 @@ class Reconciler:
         may_load: Callable[[PolicyVersion], bool] = lambda version: True,
         is_unserved: Callable[[PolicyVersion], Awaitable[bool]] | None = None,
     ) -> None:
-        """Load the servable of `versions` (None: not known yet), and unload `unserved` versions.
+        """Load the servable of `versions` (None: not known yet), and unload `unserved` ones.
 
         `may_load` and `is_unserved` are asked at the last moment: what was read may have changed
         while other adapters were loaded.

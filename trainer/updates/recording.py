@@ -176,14 +176,7 @@ class Recovery:
     async def publish(
         self, publisher: Publisher, version: PolicyVersion, probe: Sequence[ProbeRow]
     ) -> str | None:
-        """Publish a recorded version, unless its parent is lost.
-
-        Return why it was rejected, or None if it was not.
-        """
-        lost = await self._versions.reject_orphan(version)
-        if lost is not None:
-            log.error("version_rejected", version=version.served_name, reason=lost)
-            return lost
+        """Publish a recorded version; return why it was rejected, or None if it was not."""
         serving = await self._versions.serving()
         return await publisher.try_to_publish(version, serving.served_name, probe)
 

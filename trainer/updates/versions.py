@@ -83,11 +83,6 @@ class Versions:
         async with self._engine.connect() as connection:
             return await version_queries.head_of(connection, self._policy)
 
-    async def reject_orphan(self, version: PolicyVersion) -> str | None:
-        """Reject a version if what it was trained from was rolled back; return why."""
-        async with self._engine.begin() as connection:
-            return await version_states.reject_orphan(connection, self._policy, version.version)
-
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""
         return [v for v in await self._live() if v.state == "written"]
