@@ -276,7 +276,7 @@ async def _publish_all(
         await lock_policy(guard, POLICY, "publish")
         await begin_policy(engine, POLICY, None, None)
         imports = Import(settings, recipe, engine, learner, POLICY)
-        publisher = Publisher(engine, servers, POLICY, recipe.publish)
+        publisher = Publisher(engine, servers, POLICY, recipe)
         made = count()
 
         async def load() -> None:
@@ -292,7 +292,7 @@ async def _publish_all(
             """Bring the server up to date, as a trainer does; return how many adapters it has."""
             began = time.monotonic()
             await publisher.reconcile()
-            await publisher.retire_idle()
+            await publisher.unload_idle()
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
             events.append(Seen(time.monotonic(), loaded))

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.stack import NotUp, free_port
 from store.embedded import EmbeddedPostgres
-from store.versions import SERVABLE
+from store.schema.tables import SERVABLE
 from tests.support.faults.stand import kill_and_start
 from tests.support.trainer.scored_episodes import POLICIES_TOML, recipe_toml, trained
 from tests.support.trainer.zygote import GONE_S, Zygote, zygote
@@ -103,9 +103,9 @@ _FIRST: Final = """
 _CALLS: Final = """
     SELECT coalesce(policy, 'no policy'), count(*) FROM transitions GROUP BY 1 ORDER BY 1
 """
-_SERVABLE: Final = """
+_SERVABLE: Final = f"""
     SELECT served_name, adapter_path FROM policies
-    WHERE name = ANY($1) AND version > 0 AND state = ANY($2)
+    WHERE name = ANY($1) AND version > 0 AND {SERVABLE}
 """
 
 
@@ -593,8 +593,8 @@ class Beside:
 
     def _see_loaded(self, taken: list[float]) -> None:
         """Wait until the server has what the store lists now, and note how long that took."""
-        began, names, states = time.monotonic(), self._policies, list(SERVABLE)
-        rows = self._database.ask(self._place.database_url, _SERVABLE, names, states)
+        began = time.monotonic()
+        rows = self._database.ask(self._place.database_url, _SERVABLE, self._policies)
         wanted = set(map(tuple, rows))
         while missing := wanted - set((self.server.models() or {}).items()):
             if time.monotonic() - began > LOADED_WITHIN_S:

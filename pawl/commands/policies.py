@@ -342,11 +342,7 @@ def _of_files(version: PolicyVersion) -> dict[str, Any]:
 def versions_table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
-    notes = explore + [
-        f"{line.version} {line.waits}: {msgspec.json.encode(line.evidence).decode()}"
-        for line in lines
-        if line.waits is not UNSET
-    ]
+    notes = explore + [f"{line.version}: {line.waits}" for line in lines if line.waits is not UNSET]
     notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
     measured = {

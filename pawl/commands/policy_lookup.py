@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -67,6 +68,12 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
                 f" {trained})"
             )
     raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
+
+
+def shown_wait(waits: PolicyEvent) -> str:
+    """Return in words why a version waits, with the evidence as JSON (pure)."""
+    evidence = msgspec.json.encode(waits.evidence).decode()
+    return f"{waits.name}@{waits.version}: {waits.reason}\n{evidence}"
 
 
 async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:

@@ -19,6 +19,7 @@ from pawl.commands.policy_lookup import (
     chosen_version,
     numbered,
     policy_versions,
+    shown_wait,
     why_waits,
 )
 from pawl.settings import ControllerSettings, read_settings
@@ -76,10 +77,11 @@ def promote(
     async def run(engine: AsyncEngine) -> PolicyVersion:
         version, waits = await find_to_promote(engine, name, tenant)
         if waits is not None:
-            print(f"{version.served_name} {shown_wait(waits)}")
+            print(shown_wait(waits))
             if not yes and sys.stdin.isatty():
                 typer.confirm(f"Promote {version.served_name}?", abort=True)
-        return await promote_by_hand(engine, version, reason, waits and waits.evidence)
+        evidence = None if waits is None else waits.evidence
+        return await promote_by_hand(engine, version, reason, evidence)
 
     print(f"{with_engine(run).served_name} serves")
 
@@ -191,11 +193,6 @@ async def find_to_promote(
         chosen = _next(versions) if number is None else numbered(versions, number)
         _check_can_serve(chosen)
         return chosen, await why_waits(connection, chosen)
-
-
-def shown_wait(waits: PolicyEvent) -> str:
-    """Return in words why a version waits, with the evidence as JSON (pure)."""
-    return f"{waits.reason}: {msgspec.json.encode(waits.evidence).decode()}"
 
 
 async def promote_by_hand(

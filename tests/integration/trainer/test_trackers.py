@@ -62,7 +62,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
 
 async def run_once(bench: Bench, trackers: Trackers) -> None:
     async with Replicas([bench.fake.url], None) as servers:
-        publisher = Publisher(bench.engine, servers, "m", bench.recipe.publish)
+        publisher = Publisher(bench.engine, servers, "m", bench.recipe)
         settings = TrainerSettings(adapter_dir=bench.folder)
         loop = Loop(
             settings, bench.recipe, bench.engine, publisher, bench.learner, "m", None, trackers

@@ -197,7 +197,7 @@ class Bench:
         return calls
 
     def loop(self, servers: Replicas) -> Loop:
-        publisher = Publisher(self.engine, servers, "m", self.recipe.publish, gate=self.recipe.gate)
+        publisher = Publisher(self.engine, servers, "m", self.recipe)
         settings = TrainerSettings(adapter_dir=self.folder)
         return Loop(settings, self.recipe, self.engine, publisher, self.learner, "m")
 

@@ -77,7 +77,7 @@ class Bench:
     def loop(self, server: Replicas) -> Loop:
         scratch = self.settings.scratch
         learner = Learner(self.model, self.recipe, seed=0, scratch=scratch)
-        publisher = Publisher(self.engine, server, "m", self.recipe.publish)
+        publisher = Publisher(self.engine, server, "m", self.recipe)
         return Loop(self.settings, self.recipe, self.engine, publisher, learner, "m")
 
     async def train(self) -> bool:

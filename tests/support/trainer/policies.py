@@ -61,7 +61,7 @@ class Policies:
         async def begin(engine: AsyncEngine) -> Loop:
             await begin_policy(engine, name, "m", None)
             together = self.together.get(name, ())
-            publisher = Publisher(engine, servers, name, recipe.publish, together)
+            publisher = Publisher(engine, servers, name, recipe, together)
             loop = Loop(settings, recipe, engine, publisher, self.learners[name], name)
             await loop.recover()
             return loop

@@ -159,7 +159,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
     file = adapters.version_folder(bench.folder, "m", 1) / name
     version = await bench.version(1)
     async with Replicas([bench.fake.url]) as server:
-        publisher = Publisher(bench.engine, server, "m", bench.recipe.publish)
+        publisher = Publisher(bench.engine, server, "m", bench.recipe)
         with unreadable(file):
             with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
                 await publisher.try_to_publish(version, "m", ())

@@ -15,7 +15,7 @@ from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.recipe import PublishOptions
+from trainer.recipes.recipe import Recipe
 
 NOBODY = "http://127.0.0.1:9/v1"
 
@@ -166,7 +166,7 @@ async def test_a_version_that_is_called_back_while_servers_answer_stays_loaded(
     monkeypatch.setattr(ModelServer, "models", answer)
     async with fake_model_server() as server, Replicas([server.url]) as servers:
         server.loaded.update({"m@1": "/1", "m@2": "/2"})
-        await Publisher(engine, servers, "m", PublishOptions()).reconcile()
+        await Publisher(engine, servers, "m", Recipe()).reconcile()
         assert set(server.loaded) == ({"m@1", "m@2"} if is_called_back else {"m@2"})
 
 
