@@ -13,9 +13,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.tables import CALLED_BACK, LIVE, OF_A_VERSION
-from store.version_states import change_state
-from store.versions import VERSION_COLUMNS, Actor, PolicyVersion, version_of
+from store.schema.tables import BACK_TO, LIVE
+from store.version_states import AT_ONCE, mark_unloaded
+from store.versions import VERSION_COLUMNS, version_of
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -44,9 +44,11 @@ _LIVE: Final = text(
             JOIN episode_policies s ON s.episode_id = e.id AND s.policy = here.name
             WHERE e.last_call_at > now() - make_interval(secs => :longest_s))),
     versions AS (
-        SELECT name, state, changed_at FROM policies
+        SELECT name, state, changed_at, {AT_ONCE} AS at_once,
+            state = 'retired' AND version = {BACK_TO.format(name="p.name")} AS is_held
+        FROM policies p
         WHERE version > 0 AND name IN (SELECT name FROM here) AND {LIVE}),
-    newest_retired AS (
+    newest_unloaded AS (
         SELECT LEAST(changed_at - next_at, make_interval(secs => :longest_s)) AS tail
         FROM here CROSS JOIN LATERAL (
             SELECT changed_at, (
@@ -55,8 +57,8 @@ _LIVE: Final = text(
                     AND later.state <> 'rejected'
                 ORDER BY later.version LIMIT 1) AS next_at
             FROM policies own
-            WHERE own.name = here.name AND version > 0 AND state = 'retired'
-            ORDER BY changed_at DESC LIMIT {RECENT}) retired
+            WHERE own.name = here.name AND unloaded_at IS NOT NULL
+            ORDER BY changed_at DESC LIMIT {RECENT}) unloaded
         ORDER BY changed_at DESC LIMIT {RECENT}),
     making AS (
         SELECT FROM updates WHERE state = 'running' AND policy IN (SELECT name FROM here)
@@ -66,67 +68,52 @@ _LIVE: Final = text(
             SELECT claimed_at FROM updates WHERE policy = here.name AND version IS NOT NULL
             ORDER BY claimed_at DESC LIMIT 1) made)
     SELECT count(*) FILTER (WHERE state = 'serving' AND is_needed) AS serving,
-        count(*) FILTER (WHERE state = 'ready' AND is_needed) AS ready,
-        (SELECT count(*) FROM policies WHERE state = 'ready' AND name <> :policy
+        count(*) FILTER (WHERE state = 'loaded' AND at_once AND is_needed) AS ready,
+        (SELECT count(*) FROM policies WHERE state = 'loaded' AND {AT_ONCE} AND name <> :policy
             AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
-        count(*) FILTER (WHERE state IN ('candidate', 'canary')) AS gated,
-        count(*) FILTER (WHERE state IN ('published', 'rolled_back')) AS published,
+        count(*) FILTER (WHERE state = 'canary' OR state = 'loaded' AND NOT at_once) AS gated,
+        count(*) FILTER (WHERE is_held AND is_needed) AS held,
+        count(*) FILTER (WHERE state IN ('retired', 'rolled_back') AND is_held IS NOT TRUE) AS kept,
         (SELECT count(*) FROM policies
-            WHERE version > 0 AND name IN (SELECT name FROM here) AND state = 'retired'
-                AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
+            WHERE name IN (SELECT name FROM here)
+                AND unloaded_at > now() - make_interval(secs => :unload_s)) AS unloading,
         count(DISTINCT name) FILTER (WHERE state = 'written'
             AND changed_at > now() - make_interval(secs => :longest_s))
             + (SELECT count(*) FROM making) AS coming,
-        COALESCE((SELECT extract(epoch FROM avg(tail)) FROM newest_retired), 0) AS tail_s,
+        COALESCE((SELECT extract(epoch FROM avg(tail)) FROM newest_unloaded), 0) AS tail_s,
         (SELECT extract(epoch FROM now() - max(claimed_at)) FROM newest_made) AS since_s
     FROM (SELECT *, name IN (SELECT name FROM needed) AS is_needed FROM versions) live
     """
 )
 _LONGEST: Final = f"""
     SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
+    WHERE version > 0 AND state IN ('retired', 'rolled_back') AND {LIVE} AND name IN ({_HERE})
+        AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")} AND share IS NULL
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
 """
-# By the calls, which are found by index; what was never called comes first. Left out is what was
-# called back, and is about to serve again.
-_CALLED_FIRST: Final = text(
-    f"""
-    SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
-        AND (name, version) <> (:policy, :version)
-        AND NOT ({CALLED_BACK})
-    ORDER BY (
-        SELECT t.id FROM transitions t
-        WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
-        ORDER BY t.id DESC LIMIT 1) NULLS FIRST, changed_at, name, version
-    LIMIT 1 FOR NO KEY UPDATE
-    """
-)
-# What is to serve again does not wait for a trainer that was stopped, or cut off, with a lock.
-_BRIEFLY: Final = text("SET LOCAL lock_timeout = '5s'")
 _HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
-_LOCK_LONGEST: Final = text(f"{_LONGEST} FOR NO KEY UPDATE")
 
 
 class Live(Record, frozen=True, kw_only=True):
     """Count the trained versions of one model server that need an adapter slot.
 
     `serving` have the traffic, `ready` wait for it until others go live with them, and `gated` are
-    tried, or wait to be. `published` are kept for episodes that began with them, whether they lost
-    the traffic to a newer one or were rolled back. `unloading` were retired so lately that a proxy
-    may not know it, and `coming` are being made or wait to be loaded. `partners_ready` of those
-    that are ready wait for the policy itself.
+    tried, or wait to be. `held` are those that a roll-back would give the traffic to, and `kept`
+    all others that episodes began with. `unloading` were unloaded so lately that a proxy may not
+    know it, and `coming` are being made or wait to be loaded. `partners_ready` of those that are
+    ready wait for the policy itself.
 
-    Those that were retired last were kept for `tail_s` seconds after they lost the traffic, of each
-    no more than one may be kept; the update that made the newest version was claimed `since_s`
+    Those that were unloaded last were kept for `tail_s` seconds after they lost the traffic, of
+    each no more than one may be kept; the update that made the newest version was claimed `since_s`
     seconds ago.
     """
 
     serving: int
-    published: int
+    kept: int
     unloading: int
     coming: int
+    held: int = 0
     ready: int = 0
     gated: int = 0
     partners_ready: int = 0
@@ -137,16 +124,16 @@ class Live(Record, frozen=True, kw_only=True):
     def total(self) -> int:
         """Return how many slots are taken or reserved."""
         waiting = self.ready + self.gated + self.coming
-        return self.serving + waiting + self.published + self.unloading
+        return self.serving + waiting + self.held + self.kept + self.unloading
 
 
 def free_slots(live: Live, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
-    A server with fewer than what serves and one more could never have any: there the next version
-    waits only until nothing else is left.
+    A server with fewer than what serves, what it would go back to, and one more could never have
+    any: there the next version waits only until nothing else is left.
     """
-    return max(0, max(slots, live.serving + live.ready + 1) - live.total)
+    return max(0, max(slots, live.serving + live.ready + live.held + 1) - live.total)
 
 
 def needed_slots(live: Live, slots: int, together: int) -> int:
@@ -208,57 +195,21 @@ async def live_versions(
 
 
 async def has_longest(connection: AsyncConnection, policy: str, longest_s: float) -> bool:
-    """Return whether there is a version that `retire_longest` would retire."""
+    """Return whether there is a version that `unload_longest` would unload."""
     values = {"policy": policy, "longest_s": longest_s}
     return bool(await connection.scalar(_HAS_LONGEST, values))
 
 
-async def retire_longest(connection: AsyncConnection, policy: str, longest_s: float) -> str | None:
-    """Retire the version that lost the traffic first, if that was `longest_s` seconds ago.
+async def unload_longest(connection: AsyncConnection, policy: str, longest_s: float) -> str | None:
+    """Unload the version that lost the traffic first, if that was `longest_s` seconds ago.
 
     Its episodes go on with the version that serves. Return its served name, or None.
     """
     values = {"policy": policy, "longest_s": longest_s}
-    row = (await connection.execute(_LOCK_LONGEST, values)).first()
+    row = (await connection.execute(text(_LONGEST), values)).first()
     if row is None:
         return None
-    longest = version_of(row)
     why = f"its slot is needed, and it lost the traffic more than {longest_s:g} s ago"
-    await change_state(connection, longest, "retired", reason=why, actor="trainer")
-    return longest.served_name
-
-
-async def make_room(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    slots: int,
-    unload_s: float,
-    longest_s: float,
-    *,
-    actor: Actor,
-) -> str | None:
-    """Retire what was called longest ago, if `version` is servable again and is one too many.
-
-    That is one of those that lost the traffic, of whichever policy of the server; its episodes go
-    on with the version that serves. `unload_s` and `longest_s` are those of `live_versions`. Return
-    its served name, or None if there is room, or nothing that lost the traffic.
-
-    Raises:
-        DBAPIError: a trainer held the slots for more than five seconds.
-    """
-    await connection.execute(_BRIEFLY)
-    await lock_slots(connection, version.name)
-    live = await live_versions(connection, version.name, unload_s, longest_s)
-    if live.total - live.unloading <= slots:
-        return None
-    values = {"policy": version.name, "version": version.version}
-    row = (await connection.execute(_CALLED_FIRST, values)).first()
-    if row is None:
-        return None
-    idle = version_of(row)
-    why = (
-        f"its slot is needed for {version.served_name}, which is to serve again, and of all that"
-        " lost the traffic it was called longest ago"
-    )
-    await change_state(connection, idle, "retired", reason=why, actor=actor)
-    return idle.served_name
+    longest = version_of(row)
+    unloaded = await mark_unloaded(connection, longest.name, [longest.version], why, "trainer")
+    return longest.served_name if unloaded else None

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.records import Record
-from store.schema.tables import FREE, minute_of
+from store.schema.tables import FREE, HAD_TRAFFIC, minute_of
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -294,14 +294,12 @@ NOT_ASIDE: Final = """
 """
 # What was claimed for the last version that went live was right, and what ended before that claim.
 _NOTE: Final = text(
-    """
+    f"""
     INSERT INTO fault_times AS known (policy, called_since, began_before)
     VALUES (:policy, COALESCE((
         SELECT max(u.claimed_at) FROM updates u
             JOIN policies p ON (p.name, p.version) = (u.policy, u.version)
-        WHERE u.policy = :policy
-            AND p.state IN ('serving', 'canary', 'published', 'rolled_back', 'retired')
-        ), to_timestamp(0)), :began_before)
+        WHERE u.policy = :policy AND {HAD_TRAFFIC}), to_timestamp(0)), :began_before)
     ON CONFLICT (policy, called_since) DO UPDATE
         SET began_before = GREATEST(known.began_before, excluded.began_before)
     """
@@ -311,7 +309,7 @@ _ASIDE: Final = text(
 )
 
 
-# How long after it was retired a version may still get episodes that began with another, in
+# How long after it was unloaded a version may still get episodes that began with another, in
 # records that are stored late.
 _LATE: Final = "interval '1 hour'"
 # An episode has calls of its lowest and its highest version. Whether it has any of one in between,
@@ -319,7 +317,7 @@ _LATE: Final = "interval '1 hour'"
 HAS_ROLLED_BACK: Final = """
     EXISTS (
         SELECT FROM policies lost
-        WHERE lost.name = :policy AND lost.rolled_back_at IS NOT NULL
+        WHERE lost.name = :policy AND lost.state = 'rolled_back'
             AND lost.version BETWEEN episode_policies.version AND episode_policies.latest
             AND (lost.version IN (episode_policies.version, episode_policies.latest) OR EXISTS (
                 SELECT FROM episodes part JOIN transitions t ON t.episode_id = part.id
@@ -335,20 +333,20 @@ _TO_EXPIRE: Final = text(
         SELECT episode_id FROM episode_policies
         WHERE policy = :policy AND {FREE} AND version = lost.version
         ORDER BY episode_id LIMIT :most) w
-    WHERE lost.name = :policy AND lost.rolled_back_at IS NOT NULL
+    WHERE lost.name = :policy AND lost.state = 'rolled_back'
     UNION
     SELECT episode_id FROM episode_policies
     WHERE policy = :policy AND {FREE} AND latest > version AND version < (
             SELECT max(lost.version) FROM policies lost
-            WHERE lost.name = :policy AND lost.rolled_back_at IS NOT NULL
-                AND (lost.state = 'rolled_back' OR lost.changed_at > now() - {_LATE}))
+            WHERE lost.name = :policy AND lost.state = 'rolled_back'
+                AND (lost.unloaded_at IS NULL OR lost.changed_at > now() - {_LATE}))
         AND {HAS_ROLLED_BACK}
     LIMIT :most
     """
 )
 _WERE_FAULTS: Final = text("SELECT EXISTS (SELECT FROM fault_times WHERE policy = :policy)")
 _WERE_ROLLED_BACK: Final = text(
-    "SELECT EXISTS (SELECT FROM policies WHERE name = :policy AND rolled_back_at IS NOT NULL)"
+    "SELECT EXISTS (SELECT FROM policies WHERE name = :policy AND state = 'rolled_back')"
 )
 
 

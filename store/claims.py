@@ -32,7 +32,15 @@ from store.ids import new_id
 from store.link.claimable import refresh
 from store.read.episodes import read_episodes
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
-from store.schema.tables import FREE, SPLIT, episode_policies, episodes, policies, updates
+from store.schema.tables import (
+    FREE,
+    HAD_TRAFFIC,
+    SPLIT,
+    episode_policies,
+    episodes,
+    policies,
+    updates,
+)
 from store.version_states import add_version, lock_policies
 
 # The metric that tells an imported version's update: where the adapter came from.
@@ -284,7 +292,7 @@ async def consume(
             nothing was written.
         HoldsRolledBack: a version that sampled one of them was rolled back since; nothing was
             written.
-        LineEnded: the version that it was trained from has ended since; nothing was written.
+        LineEnded: the version that it was trained from failed or ended since; nothing was written.
     """
     await _refuse_evaluation(connection, update_id)
     await lock_policies(connection, [policy])
@@ -349,17 +357,20 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
 
 
 async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
-    """Check that the version which an update was trained from is still of the policy's line."""
+    """Check that the version which an update was trained from neither failed nor ended.
+
+    So nothing is ever made of a version that was rolled back: what was made before fell with it.
+    """
     query = select(policies.c.served_name).where(
         policies.c.name == updates.c.policy,
         policies.c.version == updates.c.parent_version,
         updates.c.id == update_id,
-        policies.c.ended_at.is_not(None),
+        policies.c.ended_at.is_not(None) | policies.c.state.in_(("rejected", "rolled_back")),
     )
     if (parent := await connection.scalar(query)) is not None:
         raise LineEnded(
-            f"update {update_id} was trained from {parent}, which has ended since, as the policy's"
-            " line started again: release the update, and claim again"
+            f"update {update_id} was trained from {parent}, which has failed since, or has ended as"
+            " the policy's line started again: release the update, and claim again"
         )
 
 
@@ -411,11 +422,10 @@ MOST_EXPIRED: Final = 1000
 ROLLED_BACK: Final = "rolled_back"
 
 _OLDEST = text(
-    """
-    SELECT version FROM policies
-    WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL AND ended_at IS NULL
-        AND (state IN ('serving', 'canary', 'published', 'retired')
-            OR (:parent_serves AND version = :parent))
+    f"""
+    SELECT version FROM policies p
+    WHERE name = :policy AND version <= :parent AND state <> 'rolled_back' AND ended_at IS NULL
+        AND ({HAD_TRAFFIC} OR (:parent_serves AND version = :parent))
     ORDER BY version DESC OFFSET :staleness LIMIT 1
     """
 )

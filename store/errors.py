@@ -51,7 +51,7 @@ class HoldsRolledBack(ClaimSpoilt):
 
 
 class LineEnded(ClaimSpoilt):
-    """Report that an update was trained from a version that a retraining has ended since."""
+    """Report that an update was trained from a version that has failed, or ended, since."""
 
 
 class BadPolicies(StoreError):

@@ -22,7 +22,7 @@ ToolSource = Literal["header", "feedback", "not_offered", "is_error", "reader", 
 TargetKind = Literal["episode", "call", "response"]
 # The version that a new episode was given: the base model, as a control; the one that serves; or
 # the one that is tried on a share of the episodes.
-Arm = Literal["base", "serving", "canary"]
+Arm = Literal["serving", "canary", "control"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
 Split = Literal["train", "eval"]

@@ -28,7 +28,7 @@ from store.version_states import (
     lock_version,
     promote,
 )
-from store.versions import Actor, PolicyState
+from store.versions import Actor
 
 LEFT_OUT: Final = "left_out"
 
@@ -73,7 +73,7 @@ _UNCLAIMED: Final = """
         AND episode_id = ANY(CAST(:ids AS uuid[])) ORDER BY episode_id
 """
 _END: Final = """
-    UPDATE policies SET ended_at = now()
+    UPDATE policies SET ended_at = now(), share = NULL
     WHERE name = :policy AND version > :version AND ended_at IS NULL RETURNING version
 """
 _LAST_RECIPE: Final = (
@@ -158,6 +158,5 @@ async def retrain(
         await promote(connection, policy, version, **moves)
     for one in live:
         if one.version > version and one.state in (*WITHOUT_TRAFFIC, "canary"):
-            to: PolicyState = "published" if one.state == "canary" else "rejected"
-            await change_state(connection, one, to, reason=why, actor=actor)
+            await change_state(connection, one, "retired", reason=why, actor=actor)
     return msgspec.structs.replace(retrained, ended=len(await run(_END)))

@@ -1,10 +1,10 @@
-"""Read policy versions: their lineage, numbers and states, idle ones, and the events of a policy.
+"""Read policy versions: by number, state and lineage, idle ones, and the events of a policy.
 
 Queries that run every second read by index the versions that are live or have files; these are few,
 however many versions there ever were.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -13,16 +13,15 @@ from sqlalchemy import ColumnElement, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.records import Record
 from store.schema.tables import (
-    CALLED_BACK,
+    BACK_TO,
     FREE,
     KL_TO_BASE,
     LIVE,
     MANIFEST_SHA256,
     OF_A_VERSION,
-    ONCE_SERVED,
     PROBE_TOLERANCE,
+    SERVABLE,
     THROUGHPUT,
     WITHOUT_LOGPROBS,
     policies,
@@ -30,150 +29,7 @@ from store.schema.tables import (
     updates,
 )
 from store.tenants import tenant_of
-from store.versions import (
-    SERVABLE,
-    UNSERVED,
-    VERSION_COLUMNS,
-    PolicyEvent,
-    PolicyState,
-    PolicyVersion,
-    version_of,
-)
-
-# Lineage: an update makes a version from its parent. Nothing that was trained on from a failed
-# version may serve: it may have learned what that one was rolled back for. An import has version 0
-# as its parent.
-
-# The versions `of` a condition with all their descendants, as the table `built`.
-DESCENDANTS: Final = """
-    WITH RECURSIVE built AS (
-        SELECT version FROM policies p WHERE name = :name AND {of}
-        UNION
-        SELECT u.version FROM updates u JOIN built ON u.parent_version = built.version
-        WHERE u.policy = :name AND u.version IS NOT NULL)
-"""
-# A version that failed: it was rolled back, ended by a retraining, or rejected by its replay. One
-# that made way for a newer one did not fail.
-_FAILED: Final = """
-    (p.rolled_back_at IS NOT NULL OR p.ended_at IS NOT NULL
-        OR p.state = 'rejected' AND EXISTS (
-        SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
-            AND v.to_state = 'rejected' AND jsonb_exists(v.evidence, 'replay')))
-"""
-# A version and what it was trained on from, back to the first that a server has loaded: a candidate
-# of several updates consists of these.
-_CHAIN: Final = """
-    WITH RECURSIVE chain AS (
-        SELECT version, parent_version FROM updates WHERE policy = :name AND version = :version
-        UNION
-        SELECT u.version, u.parent_version FROM chain
-            JOIN policies p ON p.name = :name AND p.version = chain.parent_version
-            JOIN updates u ON u.id = p.update_id
-        WHERE p.state = 'written')
-"""
-_DESCENDANTS_OF: Final = text(
-    f"""
-    {DESCENDANTS.format(of="version = :version")}
-    SELECT {VERSION_COLUMNS} FROM policies p JOIN built USING (version)
-    WHERE p.name = :name AND p.version <> :version AND p.state = ANY(CAST(:states AS text[]))
-    ORDER BY p.version FOR NO KEY UPDATE OF p
-    """
-)
-_HEAD: Final = text(
-    f"""
-    {DESCENDANTS.format(of=_FAILED)}
-    SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE p.name = :name AND p.version NOT IN (SELECT version FROM built)
-        AND (p.version = 0 OR p.state IN ('written', 'ready', 'candidate', 'canary', 'serving'))
-    ORDER BY p.version DESC LIMIT 1
-    """
-)
-_FAILED_ANCESTOR: Final = text(
-    f"""
-    WITH RECURSIVE chain AS (
-        SELECT CAST(:version AS integer) AS version
-        UNION
-        SELECT u.parent_version FROM chain JOIN updates u
-            ON u.policy = :name AND u.version = chain.version)
-    SELECT {VERSION_COLUMNS} FROM policies p JOIN chain USING (version)
-    WHERE p.name = :name AND {_FAILED} ORDER BY version LIMIT 1
-    """
-)
-_UNLOADED_ANCESTORS: Final = text(
-    f"""
-    {_CHAIN}
-    SELECT {VERSION_COLUMNS}, (SELECT CAST(u.metrics ->> '{KL_TO_BASE}' AS float) FROM updates u
-        WHERE u.id = p.update_id) AS {KL_TO_BASE}
-    FROM policies p JOIN chain USING (version)
-    WHERE p.name = :name AND p.version < :version ORDER BY p.version DESC
-    """
-)
-_UPDATES_SINCE_LOADED: Final = text(f"{_CHAIN} SELECT count(*) FROM chain")
-# A version has several children only if all but the last of them failed.
-_REJECTED_SIBLINGS: Final = text(
-    """
-    SELECT count(*) FROM updates own
-    JOIN updates u ON u.policy = own.policy AND u.parent_version = own.parent_version
-    JOIN policies p ON p.update_id = u.id
-    WHERE own.policy = :name AND own.version = :version AND p.version < own.version
-        AND p.state = 'rejected'
-    """
-)
-
-
-async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
-    """Return the version that a gated policy is trained on from.
-
-    It is the newest that serves, or may still, and has no failed ancestor. If no trained one is
-    left, it is version 0.
-    """
-    return version_of((await connection.execute(_HEAD, {"name": name})).one())
-
-
-async def lock_descendants(
-    connection: AsyncConnection, version: PolicyVersion, states: Sequence[PolicyState]
-) -> list[PolicyVersion]:
-    """Return the descendants of a version in these states, oldest first, locked."""
-    values = {"name": version.name, "version": version.version, "states": list(states)}
-    return [version_of(row) for row in await connection.execute(_DESCENDANTS_OF, values)]
-
-
-async def failed_ancestor(
-    connection: AsyncConnection, name: str, version: int
-) -> PolicyVersion | None:
-    """Return the oldest that failed of a version and its ancestors, or None if none did."""
-    values = {"name": name, "version": version}
-    row = (await connection.execute(_FAILED_ANCESTOR, values)).first()
-    return None if row is None else version_of(row)
-
-
-async def unloaded_ancestors(
-    connection: AsyncConnection, name: str, version: int
-) -> list[PolicyVersion]:
-    """Return the ancestors of a version that no server has loaded yet, newest first.
-
-    The chain ends at the first ancestor that was loaded.
-    """
-    rows = await connection.execute(_UNLOADED_ANCESTORS, {"name": name, "version": version})
-    return [version_of(row) for row in rows]
-
-
-async def updates_since_candidate(connection: AsyncConnection, name: str, version: int) -> int:
-    """Return how many updates lie between a version and its newest ancestor that was loaded.
-
-    Its own is among them.
-    """
-    values = {"name": name, "version": version}
-    return int(await connection.scalar(_UPDATES_SINCE_LOADED, values) or 0)
-
-
-async def rejected_siblings(connection: AsyncConnection, name: str, version: int) -> int:
-    """Return how many older versions of the same parent were rejected."""
-    values = {"name": name, "version": version}
-    return int(await connection.scalar(_REJECTED_SIBLINGS, values) or 0)
-
-
-# By number and state, idle ones, those with files, those to go back to
+from store.versions import VERSION_COLUMNS, PolicyEvent, PolicyVersion, version_of
 
 
 def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
@@ -209,47 +65,35 @@ _TENANTS_OF_CALLS: Final = text(
 # for all; and what served a call of that time, whoever asked for it. The latter is looked for by
 # index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
 # the time for all versions at once.
-_IDLE: Final = text(
-    f"""
+_IDLE: Final = f"""
     WITH kept AS MATERIALIZED (
         SELECT DISTINCT s.latest AS version
         FROM episodes e JOIN episode_policies s
             ON s.episode_id = COALESCE(e.root, e.id) AND s.policy = :name
         WHERE e.last_call_at > :since)
     SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE p.name = :name AND p.state = ANY(CAST(:states AS text[])) AND p.version > 0
+    WHERE p.name = :name AND {{which}} AND p.version > 0
         AND p.files_deleted_at IS NULL AND p.changed_at < :since
         AND NOT EXISTS (SELECT FROM kept WHERE kept.version = p.version)
         AND (SELECT t.id FROM transitions t
              WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
                  AND t.id >= :first LIMIT 1) IS NULL
     ORDER BY p.version
-    """
-)
-# The one that had the traffic before it, as far as that can be loaded again; or the base model.
-# That is told by times: an operator may have given it back to an older one in between. The base
-# model's beginning has no time. What was trained on from one that was rolled back may have what
-# that was rolled back for, and an ended one is in doubt.
-_BEFORE: Final = text(
+"""
+# What a server keeps for the episodes that began with it, and for no other reason.
+_KEPT: Final = f"""
+    state IN ('retired', 'rolled_back') AND unloaded_at IS NULL AND share IS NULL
+        AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")}
+"""
+# What no server should have.
+_UNSERVED: Final = "(state = 'rejected' OR unloaded_at IS NOT NULL)"
+_HEAD: Final = text(
     f"""
-    {DESCENDANTS.format(of="(rolled_back_at IS NOT NULL OR ended_at IS NOT NULL)")}
-    SELECT version FROM policies
-    WHERE name = :name AND version < :version AND version NOT IN (SELECT version FROM built)
-        AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
-            AND EXISTS (SELECT FROM policy_events v WHERE v.name = policies.name
-                AND v.version = policies.version AND v.to_state = 'serving'))
-    ORDER BY (
-        SELECT max(v.at) FROM policy_events v
-        WHERE v.name = policies.name AND v.version = policies.version AND v.to_state = 'serving'
-            AND v.from_state IS NOT NULL AND v.at <= COALESCE((
-                SELECT max(o.at) FROM policy_events o
-                WHERE o.name = :name AND o.version = :version AND o.to_state = 'serving'),
-                'infinity')
-        ) DESC NULLS LAST, version DESC LIMIT 1
+    SELECT {VERSION_COLUMNS} FROM policies p
+    WHERE name = :name AND {LIVE}
+        AND (version = 0 OR state IN ('written', 'loaded', 'canary', 'serving'))
+    ORDER BY version DESC LIMIT 1
     """
-)
-_CALLED_BACK: Final = text(
-    f"SELECT {CALLED_BACK} FROM policies p WHERE name = :name AND version = :version"
 )
 # Versions with a call in a free episode that an update would ask for log-probabilities again
 # (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: what waits
@@ -264,50 +108,10 @@ _WAITED_FOR: Final = text(
             AND {WITHOUT_LOGPROBS} AND {FREE})
     """
 )
-# What the traffic may go back to: each version counts once, in the order in which versions last got
-# the traffic, whether its files are there or not.
-_ONCE_SERVED: Final = text(
-    f"""
-    {DESCENDANTS.format(of="(rolled_back_at IS NOT NULL OR ended_at IS NOT NULL)")},
-    served AS (
-        SELECT version, rank() OVER (ORDER BY max(at) DESC, version DESC) AS place
-        FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0
-        GROUP BY version)
-    SELECT version, place FROM policies JOIN served USING (version)
-    WHERE name = :name AND state IN ('published', 'retired') AND rolled_back_at IS NULL
-        AND files_deleted_at IS NULL AND version NOT IN (SELECT version FROM built)
-    ORDER BY place
-    """
-)
-_SERVING: Final = text(
-    f"SELECT {VERSION_COLUMNS} FROM policies p"
-    " WHERE name = :name AND state = 'serving' AND version > 0"
-)
+_BACK_TO: Final = text(f"SELECT {BACK_TO.format(name=':name')}")
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
 )
-
-
-class OnceServed(Record, frozen=True, kw_only=True):
-    """Describe a version that had the traffic, and may get it back.
-
-    `place` is its place among all that had it, by when they last got it: the one that serves has 1,
-    unless that is the base model.
-    """
-
-    version: int
-    place: int
-
-
-class RollbackTargets(Record, frozen=True, kw_only=True):
-    """Hold the versions that a roll-back may give the traffic to, of those whose files are there.
-
-    `before` would serve if the serving version were rolled back (0: the base model). `served` are
-    all that had the traffic and did not fail, the last first.
-    """
-
-    before: int
-    served: Sequence[OnceServed]
 
 
 async def _versions(
@@ -330,14 +134,15 @@ async def list_versions(
 async def list_servable(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
-    """Return the servable versions of policy `name` (None: of every policy), and its base model."""
-    return await _versions(
-        connection, name, (policies.c.version == 0) | policies.c.state.in_(SERVABLE)
-    )
+    """Return the versions of policy `name` (None: of every policy) that servers should have.
+
+    The base model is always among them.
+    """
+    return await _versions(connection, name, text(SERVABLE))
 
 
 async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
-    """Return the versions of policy `name` that are loaded, or will be, oldest first."""
+    """Return the versions of policy `name` that servers have, or will have, oldest first."""
     return await _versions(connection, name, text(LIVE))
 
 
@@ -371,51 +176,54 @@ async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
     return {tenant_of(row.tenant) for row in rows}
 
 
+async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
+    """Return the version that a policy is trained on from: the newest that serves, or may yet.
+
+    If no trained one is left, it is version 0.
+    """
+    return version_of((await connection.execute(_HEAD, {"name": name})).one())
+
+
+async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersion:
+    """Return what would serve if what serves were rolled back: the control, or what served before.
+
+    Every server has it. It is the base model if no other version served, or that serves itself.
+    """
+    number = await connection.scalar(_BACK_TO, {"name": name})
+    target = await numbered_version(connection, name, number or 0)
+    assert target is not None
+    return target
+
+
 async def idle_versions(
-    connection: AsyncConnection, name: str, states: Sequence[PolicyState], idle_s: float
+    connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
-    """Return trained versions in `states` that are idle, oldest first.
+    """Return the versions that servers keep for episodes alone, and that are idle, oldest first.
 
     For `idle_s` seconds their state did not change, they served no call, by whatever name it asked
-    for them, and no episode that goes on with them made one. Version 0, the base model, is never
-    among them, nor are versions whose files were deleted.
+    for them, and no episode that goes on with them made one. The base model, the control, and what
+    a roll-back would give the traffic to are never among them.
     """
+    return await _idle(connection, name, _KEPT, idle_s)
+
+
+async def unserved_versions(
+    connection: AsyncConnection, name: str, idle_s: float
+) -> list[PolicyVersion]:
+    """Return the rejected and unloaded versions that have files and are idle, oldest first.
+
+    No server should have them. They are idle as those of `idle_versions`.
+    """
+    return await _idle(connection, name, _UNSERVED, idle_s)
+
+
+async def _idle(
+    connection: AsyncConnection, name: str, which: str, idle_s: float
+) -> list[PolicyVersion]:
     since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
-    values = {"name": name, "states": list(states), "since": since, "first": lowest_id_at(since)}
-    return [version_of(row) for row in await connection.execute(_IDLE, values)]
-
-
-async def version_before(connection: AsyncConnection, version: PolicyVersion) -> PolicyVersion:
-    """Return what would serve if `version` lost the traffic: what had it before, or the base model.
-
-    A `retired` one is on no server, and must be loaded before it can serve.
-    """
-    values = {"name": version.name, "version": version.version}
-    number = (await connection.execute(_BEFORE, values)).scalar_one()
-    before = await numbered_version(connection, version.name, number)
-    assert before is not None
-    return before
-
-
-async def was_called_back(connection: AsyncConnection, version: PolicyVersion) -> bool:
-    """Return whether a version is servable again to serve, and no server may have it loaded yet.
-
-    It had been retired, and whoever called it back may have been killed since.
-    """
-    values = {"name": version.name, "version": version.version}
-    return bool(await connection.scalar(_CALLED_BACK, values))
-
-
-async def rollback_targets(connection: AsyncConnection, name: str) -> RollbackTargets:
-    """Return what a roll-back of the policy may give the traffic to."""
-    values = {"name": name}
-    serving = (await connection.execute(_SERVING, values)).first()
-    before = 0
-    if serving is not None:
-        before = (await version_before(connection, version_of(serving))).version
-    rows = await connection.execute(_ONCE_SERVED, values)
-    served = [OnceServed(version=row.version, place=row.place) for row in rows]
-    return RollbackTargets(before=before, served=served)
+    values = {"name": name, "since": since, "first": lowest_id_at(since)}
+    rows = await connection.execute(text(_IDLE.format(which=which)), values)
+    return [version_of(row) for row in rows]
 
 
 async def deleted_versions(
@@ -435,13 +243,12 @@ async def unasked_versions(
 ) -> list[PolicyVersion]:
     """Return the versions of a policy whose files are there and no reader is left for.
 
-    They are retired or rejected and not in `keep`; they had no change of state and no call for
-    `idle_s` seconds; and no free episode waits for their log-probabilities. There are none while
-    an update of the policy is running.
+    They are those of `unserved_versions` that are not in `keep`, and whose log-probabilities no
+    free episode waits for. There are none while an update of the policy is running.
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
-    idle = await idle_versions(connection, name, UNSERVED, idle_s)
+    idle = await unserved_versions(connection, name, idle_s)
     unasked = {version.version: version for version in idle if version.version not in keep}
     if not unasked:
         return []
@@ -455,14 +262,14 @@ async def mark_deleted(
 ) -> set[int]:
     """Mark the files of these versions as deleted; return those that could be marked.
 
-    A version that was given another state meanwhile keeps its files.
+    A version that was recalled meanwhile keeps its files.
     """
     marked = await connection.execute(
         update(policies)
         .where(
             policies.c.name == name,
             policies.c.version.in_(numbers),
-            policies.c.state.in_(UNSERVED),
+            text(_UNSERVED),
         )
         .values(files_deleted_at=text("now()"))
         .returning(policies.c.version)

@@ -1,14 +1,14 @@
 """Change the states of policy versions: nothing else writes them.
 
-`ALLOWED` is the table of transitions, and `change_state` the one statement that makes them: it adds
-the event with the reason too, so that neither is there without the other
-(docs/decisions/077-states-events-and-arms.md). Every other function moves traffic by several such
-changes in the caller's transaction. It locks the policy first (`lock_policies`), so that of several
-controllers, trainers and operators one moves traffic at a time.
+`ALLOWED` is the table of transitions. `change_state` makes one of them, and `roll_back` several in
+one statement; both add the event with the reason in the same statement, so that neither is there
+without the other. Every other function moves traffic by such changes in the caller's transaction.
+It locks the policy first (`lock_policies`), so that of several controllers, trainers and operators
+one moves traffic at a time (docs/decisions/077-states-events-and-arms.md).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -19,18 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
 from store.link.claimable import judged_by
-from store.schema.tables import KL_TO_BASE, MOST_KL_TO_BASE, policies, policy_events
+from store.read.gates import is_proven
+from store.schema.tables import BACK_TO, CONTROL, policies, policy_events
 from store.tenants import DEFAULT
-from store.version_queries import (
-    failed_ancestor,
-    lock_descendants,
-    numbered_version,
-    rejected_siblings,
-    unloaded_ancestors,
-    version_before,
-)
+from store.version_queries import numbered_version, rollback_target
 from store.versions import (
-    VERSION_COLUMNS,
     Actor,
     PolicyState,
     PolicyVersion,
@@ -39,46 +32,97 @@ from store.versions import (
 )
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
-# end, `serving`.
+# end, `serving`. What had no traffic yet is `rejected` if it fails, and `rolled_back` else.
 ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
-    "written": frozenset({"ready", "candidate", "rejected"}),
-    "ready": frozenset({"serving", "retired", "rejected"}),
-    "candidate": frozenset({"canary", "serving", "rejected"}),
-    # It makes way for a newer version that an operator promoted: it keeps its episodes.
-    "canary": frozenset({"serving", "published", "rolled_back"}),
-    "serving": frozenset({"published", "rolled_back"}),
-    # It lost the traffic, and stays loaded for the episodes that began with it.
-    "published": frozenset({"serving", "rolled_back", "retired"}),
-    "rolled_back": frozenset({"retired"}),
-    # It is called back to serve again.
-    "retired": frozenset({"published"}),
+    "written": frozenset({"loaded", "retired", "rejected"}),
+    # The servers have it, and it was probed.
+    "loaded": frozenset({"canary", "serving", "retired", "rejected"}),
+    "canary": frozenset({"serving", "retired", "rolled_back"}),
+    "serving": frozenset({"retired", "rolled_back"}),
+    # It lost the traffic, or never got it.
+    "retired": frozenset({"serving", "rolled_back"}),
     "rejected": frozenset(),
+    "rolled_back": frozenset(),
 }
-# States of versions that never had traffic, and of those that have it only to be tried.
-WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
-_NOT_LIVE: Final[tuple[PolicyState, ...]] = (*WITHOUT_TRAFFIC, "canary")
-# After so many rejections in a row the trainer holds and tries the servers, on an adapter that it
-# made up (`trainer.updates.circuit_breaker`): what fails after that is not the servers' fault.
-SERVER_TRIED: Final = 2
+WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
 # The database ends a transaction that judges a policy and asks nothing for so long.
 IDLE_S: Final = 120.0
+# The condition for a version that gets the traffic as soon as it is loaded.
+AT_ONCE: Final = (
+    "COALESCE(gate->>'mode', 'immediate') = 'immediate'"
+    " AND NOT COALESCE(CAST(gate->>'approve' AS boolean), false)"
+)
 
-# A canary that was rolled back keeps its share, by which it is known that it was one. An event has
-# the clock's time, not the transaction's: whoever moves traffic has locked the policy by then, so
-# that events are in the order of the moves.
+# The clock's time, not the transaction's: whoever moves traffic has locked the policy by then, so
+# that events are in the order of the moves. What had no traffic has no episodes to be kept for: it
+# is unloaded once it is retired.
 _CHANGE: Final = text(
     """
     WITH changed AS (
-        UPDATE policies SET state = :to, changed_at = now(),
-            share = CASE WHEN :to = 'serving' AND version > 0 THEN NULL ELSE share END,
-            rolled_back_at = CASE WHEN :to = 'rolled_back' THEN now() ELSE rolled_back_at END
+        UPDATE policies SET state = :to, changed_at = clock_timestamp(),
+            share = CAST(:share AS double precision),
+            unloaded_at = CASE WHEN :to = 'retired' AND state IN ('written', 'loaded')
+                THEN clock_timestamp() ELSE unloaded_at END
         WHERE name = :name AND version = :version AND state = :from
-        RETURNING name, version)
+        RETURNING name, version, changed_at)
     INSERT INTO policy_events
         (id, name, version, from_state, to_state, reason, actor, evidence, at)
     SELECT CAST(:id AS uuid), name, version, :from, :to, :reason, :actor, CAST(:evidence AS jsonb),
-        clock_timestamp()
+        changed_at
     FROM changed RETURNING id
+    """
+)
+# What falls: a version; if it serves, all that served since the control lost the traffic; and what
+# was trained on from any of these. The control never falls, nor what was trained on from it alone:
+# it did better than they did. Ids of events are made from the first, in the order of versions.
+_ROLL_BACK: Final = text(
+    f"""
+    WITH RECURSIVE control AS (
+        SELECT version, changed_at FROM policies WHERE name = :name AND {CONTROL}),
+    falling AS (
+        SELECT version, version AS root FROM policies p
+        WHERE name = :name AND version > 0 AND version NOT IN (SELECT version FROM control)
+            AND (version = :version OR CAST(:serves AS boolean) AND EXISTS (
+                SELECT FROM policy_events v JOIN control c ON v.at >= c.changed_at
+                WHERE v.name = p.name AND v.version = p.version AND v.to_state = 'serving'
+                    AND v.from_state <> 'serving'))
+        UNION
+        SELECT u.version, falling.root
+        FROM updates u JOIN falling ON u.parent_version = falling.version
+        WHERE u.policy = :name AND u.version NOT IN (SELECT version FROM control)),
+    before AS (
+        SELECT p.version, p.state, root, row_number() OVER (ORDER BY p.version) AS place
+        FROM policies p JOIN (
+            SELECT DISTINCT ON (version) version, root FROM falling
+            ORDER BY version, root = version DESC, root DESC) f
+            USING (version)
+        WHERE p.name = :name AND p.state NOT IN ('rejected', 'rolled_back')),
+    changed AS (
+        UPDATE policies p SET share = NULL, changed_at = clock_timestamp(),
+            state = CASE WHEN before.state IN ('written', 'loaded')
+                THEN 'rejected' ELSE 'rolled_back' END
+        FROM before WHERE p.name = :name AND p.version = before.version
+            AND p.state = before.state
+        RETURNING p.version, before.state AS from_state, p.state AS to_state, root, place,
+            p.changed_at)
+    INSERT INTO policy_events
+        (id, name, version, from_state, to_state, reason, actor, evidence, at)
+    SELECT CAST(left(:id, 26) || lpad(to_hex(place), 6, '0') AS uuid), :name, version, from_state,
+        to_state,
+        CASE WHEN version = :version THEN :reason
+            WHEN version = root THEN :served
+            ELSE :descends || root || ', which was rolled back' END,
+        :actor, CASE WHEN version = :version THEN CAST(:evidence AS jsonb) END, changed_at
+    FROM changed
+    """
+)
+_UNLOAD: Final = text(
+    f"""
+    UPDATE policies SET unloaded_at = clock_timestamp(), changed_at = clock_timestamp()
+    WHERE name = :name AND version = ANY(CAST(:numbers AS integer[])) AND version > 0
+        AND state IN ('retired', 'rolled_back') AND unloaded_at IS NULL AND share IS NULL
+        AND version IS DISTINCT FROM {BACK_TO.format(name=":name")}
+    RETURNING version, state
     """
 )
 _LOCK: Final = text(
@@ -87,6 +131,11 @@ _LOCK: Final = text(
 )
 _END_IDLE: Final = text("SELECT set_config('idle_in_transaction_session_timeout', :idle, true)")
 _HOLD: Final = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
+_CONTROL_SHARE: Final = text(
+    "SELECT CAST(gate->>'control_share' AS double precision) FROM policies"
+    " WHERE name = :name AND version = :version"
+)
+_CONTROL: Final = text(f"SELECT version FROM policies WHERE name = :name AND {CONTROL}")
 # Where the rewards never changed before, nothing said what they were made by.
 _NOTE_REWARD: Final = text(
     """
@@ -99,20 +148,8 @@ _JUDGE_BY: Final = text(
     """
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
         changed_at = CASE WHEN state = 'canary' THEN clock_timestamp() ELSE changed_at END
-    WHERE name = :name AND gate IS NOT NULL AND state IN ('ready', 'candidate', 'canary')
+    WHERE name = :name AND gate IS NOT NULL AND state IN ('loaded', 'canary')
     RETURNING version, state
-    """
-)
-# What had the traffic from one version on, and before another: by their numbers, which are given in
-# the order in which versions are made.
-_SERVED_SINCE: Final = text(
-    f"""
-    SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE name = :name AND version >= :first AND version < :version AND rolled_back_at IS NULL
-        AND state IN ('published', 'retired')
-        AND EXISTS (SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
-            AND v.to_state = 'serving')
-    ORDER BY version FOR NO KEY UPDATE
     """
 )
 
@@ -127,10 +164,12 @@ async def change_state(
     reason: str,
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
+    share: float | None = None,
 ) -> None:
     """Move a version from the state in which it was read to another, and record why.
 
-    `evidence` is what the decision rested on; it is stored as JSON. A version that has the state
+    `evidence` is what the decision rested on; it is stored as JSON. `share` is the share of new
+    episodes that it has in its new state, if it is an arm of its own. A version that has the state
     already is not changed, and gets no event.
 
     Raises:
@@ -140,8 +179,9 @@ async def change_state(
     """
     if to == version.state:
         return
-    if (version.ended or version.rolled_back) and to not in ("rolled_back", "retired"):
-        why = "ended when the policy's line started again" if version.ended else "was rolled back"
+    rolled_back = version.state == "rolled_back"
+    if rolled_back or (version.ended and to not in ("rolled_back", "retired")):
+        why = "was rolled back" if rolled_back else "ended when the policy's line started again"
         raise RolledBack(
             f"{version.name}@{version.version} {why}, so it cannot become {to!r}: nothing brings"
             " it back; import its adapter as a version of its own"
@@ -149,7 +189,7 @@ async def change_state(
     if to not in ALLOWED[version.state]:
         raise StateChanged(
             f"{version.name}@{version.version} is {version.state!r}, and cannot become {to!r}"
-            f" ({reason}); it can become {', '.join(sorted(ALLOWED[version.state]))}"
+            f" ({reason}); it can become {', '.join(sorted(ALLOWED[version.state])) or 'nothing'}"
         )
     changed = await connection.execute(
         _CHANGE,
@@ -162,6 +202,7 @@ async def change_state(
             "reason": reason,
             "actor": actor,
             "evidence": None if evidence is None else json.dumps(dict(evidence)),
+            "share": share,
         },
     )
     if changed.first() is None:
@@ -304,7 +345,60 @@ async def add_version(
     await add_event(connection, name, version, "written", reason=why, actor=actor)
 
 
-# It gets the traffic at once, or together with versions of other policies
+# It waits, gets the traffic, and loses it to a newer one
+
+
+async def make_loaded(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    rule: Mapping[str, Any],
+    *,
+    reason: str,
+    actor: Actor,
+) -> None:
+    """Let `version`, which every server has, wait for traffic, to be judged by the rule `rule`.
+
+    What was made before it and waits yet never will have any: this one has learnt what that had.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+        StateChanged: it is not `written` any more: what it was trained from was rolled back.
+    """
+    await lock_policies(connection, [name])
+    new = await lock_version(connection, name, version)
+    for older in await _in_state(connection, name, *WITHOUT_TRAFFIC):
+        if older.version < version:
+            why = f"{name}@{version} is newer, and waits instead"
+            await change_state(connection, older, "retired", reason=why, actor=actor)
+    await _set(connection, name, version, gate=await judged_by(connection, name, rule))
+    await change_state(connection, new, "loaded", reason=reason, actor=actor)
+
+
+async def begin_canary(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    share: float,
+    *,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
+) -> None:
+    """Give a loaded version `share` of the new episodes, a fraction of all.
+
+    Raises:
+        StateChanged: it is not loaded any more.
+    """
+    await lock_policies(connection, [version.name])
+    await change_state(
+        connection,
+        version,
+        "canary",
+        reason=reason,
+        actor=actor,
+        evidence=evidence,
+        share=share,
+    )
 
 
 async def promote(
@@ -316,7 +410,11 @@ async def promote(
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give `version` the traffic; the version that had it becomes `published`.
+    """Give `version` the traffic; the version that had it is retired, and kept for its episodes.
+
+    The last version with proof stays as the control, on the share of new episodes that the rule of
+    `version` says: that is what had the traffic if it is the base model, was promoted for being
+    better, or there is no control yet.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -325,75 +423,83 @@ async def promote(
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
-    for serving in await _in_state(connection, name, "serving"):
-        if serving.version != version:
-            why = f"{name}@{version} took the traffic"
-            await change_state(connection, serving, "published", reason=why, actor=actor)
+    if new.state == "serving":
+        return
+    if new.unloaded and new.state == "retired":
+        raise StateChanged(
+            f"{new.served_name} is unloaded, so it cannot serve: recall it first, and promote it"
+            " once the servers have it"
+        )
+    control = await connection.scalar(_CONTROL, {"name": name})
+    share = await connection.scalar(_CONTROL_SHARE, {"name": name, "version": version}) or None
+    if control == version:
+        share = None
+    serving = next(iter(await _in_state(connection, name, "serving")), None)
+    is_next = serving is not None and (
+        control is None
+        or serving.version == 0
+        or await is_proven(connection, name, serving.version)
+    )
+    if control is not None:
+        await _set(connection, name, control, share=None if is_next else share)
+    if serving is not None:
+        await change_state(
+            connection,
+            serving,
+            "retired",
+            reason=f"{new.served_name} took the traffic",
+            actor=actor,
+            share=share if is_next else None,
+        )
     await change_state(connection, new, "serving", reason=reason, actor=actor, evidence=evidence)
-
-
-async def make_ready(
-    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor
-) -> None:
-    """Let `version`, which is loaded, wait to go live; one that waited before never will.
-
-    Raises:
-        UnknownPolicy: there is no such version.
-    """
-    new = await lock_version(connection, name, version)
-    for ready in await _in_state(connection, name, "ready"):
-        if ready.version != version:
-            why = f"{name}@{version} is newer, and waits instead"
-            await change_state(connection, ready, "retired", reason=why, actor=actor)
-    await change_state(connection, new, "ready", reason=reason, actor=actor)
 
 
 async def promote_together(
     connection: AsyncConnection, names: Sequence[str], wait_s: float
 ) -> list[PolicyVersion]:
-    """Give the traffic to the versions of these policies that are ready, all at once, if it is due.
+    """Give the traffic to these policies' loaded versions, all at once, if it is due.
 
     It is if every policy has one, or if one of them has waited for `wait_s` seconds. Return the
     versions that were promoted. Several trainers may ask at the same time. Nothing is promoted of a
-    policy that is frozen.
+    policy that is frozen, or whose version waits to be judged or approved.
     """
     due, _ = await _due_together(connection, names, wait_s)
     if not due:
         return []
     # What waits for others must not keep these from coming: it locks nothing until it is due.
     await lock_policies(connection, names)
-    ready, why = await _due_together(connection, names, wait_s, lock=True)
-    for version in ready:
+    loaded, why = await _due_together(connection, names, wait_s, lock=True)
+    for version in loaded:
         await promote(connection, version.name, version.version, reason=why, actor="trainer")
-    return ready
+    return loaded
 
 
 async def _due_together(
     connection: AsyncConnection, names: Sequence[str], wait_s: float, *, lock: bool = False
 ) -> tuple[list[PolicyVersion], str]:
-    """Return the versions that are ready, if it is time to promote them, and why it is.
+    """Return the versions that are loaded, if it is time to promote them, and why it is.
 
-    With `lock` they stay ready until the transaction ends.
+    With `lock` they stay so until the transaction ends.
     """
     has_waited = text("changed_at < now() - make_interval(secs => :wait_s) AS has_waited")
     base = policies.alias("base")
     frozen = select(base.c.name).where(base.c.version == 0, base.c.frozen_at.is_not(None))
     query = (
         select(policies, has_waited.bindparams(wait_s=wait_s))
-        .where(policies.c.name.in_(names), policies.c.state == "ready")
-        .where(policies.c.name.not_in(frozen))
+        .where(policies.c.name.in_(names), policies.c.state == "loaded")
+        .where(policies.c.name.not_in(frozen), text(AT_ONCE))
         .order_by(policies.c.name, policies.c.version)
     )
-    ready = (await connection.execute(query.with_for_update() if lock else query)).all()
-    if {row.name for row in ready} == set(names):
-        return [version_of(row) for row in ready], "it is ready"
-    if not any(row.has_waited for row in ready):
+    loaded = (await connection.execute(query.with_for_update() if lock else query)).all()
+    if {row.name for row in loaded} == set(names):
+        return [version_of(row) for row in loaded], "it is loaded"
+    if not any(row.has_waited for row in loaded):
         return [], ""
     why = f"it has waited for {wait_s:g} s for others to go live with"
-    return [version_of(row) for row in ready], why
+    return [version_of(row) for row in loaded], why
 
 
-# It is tried first
+# It is judged
 
 
 async def hold_gate(connection: AsyncConnection, name: str) -> bool:
@@ -406,91 +512,13 @@ async def hold_gate(connection: AsyncConnection, name: str) -> bool:
     return bool(await connection.scalar(_HOLD, {"name": f"pawl-gate:{name}"}))
 
 
-async def make_candidate(
-    connection: AsyncConnection,
-    name: str,
-    version: int,
-    gate: Mapping[str, Any],
-    *,
-    reason: str,
-) -> bool:
-    """Let `version`, which is loaded, wait for its canary, to be judged by the rule `gate`.
-
-    What was made before it and has no traffic yet never will have any: this one has learnt what
-    that had. Return whether a candidate that waited makes way.
-
-    Raises:
-        UnknownPolicy: there is no such version.
-    """
-    await lock_policies(connection, [name])
-    makes_way = False
-    for older in await _in_state(connection, name, "written", "candidate"):
-        if older.version >= version:
-            continue
-        newer = f"{name}@{version} was made from more episodes, and waits instead"
-        await change_state(connection, older, "rejected", reason=newer, actor="trainer")
-        makes_way |= older.state == "candidate"
-    new = await lock_version(connection, name, version)
-    await _set(connection, name, version, gate=await judged_by(connection, name, gate))
-    await change_state(connection, new, "candidate", reason=reason, actor="trainer")
-    return makes_way
-
-
-async def begin_canary(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    share: float,
-    base_share: float,
-    *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
-) -> None:
-    """Give a candidate `share` of the new episodes, and the base model `base_share` for good.
-
-    Both are fractions of all new episodes; `evidence` is what its replay came to, if it had one.
-
-    Raises:
-        StateChanged: it is no candidate any more.
-    """
-    await lock_policies(connection, [version.name])
-    await _set(connection, version.name, 0, share=base_share)
-    await _set(connection, version.name, version.version, share=share)
-    await change_state(connection, version, "canary", reason=reason, actor=actor, evidence=evidence)
-
-
-async def watch(
-    connection: AsyncConnection,
-    name: str,
-    version: int,
-    gate: Mapping[str, Any],
-    base_share: float,
-) -> None:
-    """Let `version`, which will serve untried, be watched by the rule `gate` while it does.
-
-    The base model gets `base_share` of the new episodes for good, to compare with.
-    """
-    await lock_policies(connection, [name])
-    await _set(connection, name, version, gate=await judged_by(connection, name, gate))
-    await _set(connection, name, 0, share=base_share)
-
-
-async def end_base_share(connection: AsyncConnection, name: str) -> None:
-    """Give the base model no new episodes any more: the policy has no gate."""
-    await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.version == 0, policies.c.share.is_not(None))
-        .values(share=None)
-    )
-
-
 async def judge_anew(
     connection: AsyncConnection, name: str, before: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Let a policy's candidates be judged by other rewards; a trial that is under way begins anew.
+    """Let what waits or is tried be judged by other rewards; a trial under way begins anew.
 
     `before` is the digest of what rewards were made by until now, `units` what replaces parts of
-    the candidates' rules. The serving version keeps its rule: it is not judged by rewards that it
+    the rules. The serving version keeps its rule: it is not judged by rewards that it
     was not promoted for.
     """
     await connection.execute(_NOTE_REWARD, {"name": name, "reward": before})
@@ -533,94 +561,51 @@ async def _set(connection: AsyncConnection, name: str, version: int, **values: A
     )
 
 
-# It failed, and its descendants with it
+# It is taken from the servers, or from the traffic
 
 
-async def reject(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any],
-) -> None:
-    """Reject a candidate for its replay, and its descendants: the head goes back.
+async def mark_unloaded(
+    connection: AsyncConnection, name: str, numbers: Collection[int], reason: str, actor: Actor
+) -> set[int]:
+    """Let no server keep these versions for their episodes; return those that this is true of now.
 
-    `evidence` has the replay under that name, by which it is known for good that it failed.
-
-    Raises:
-        StateChanged: it has another state by now; nothing was written.
+    The control is left, and what a roll-back would give the traffic to, and what is not retired or
+    rolled back by now.
     """
-    await lock_policies(connection, [version.name])
-    await change_state(
-        connection, version, "rejected", reason=reason, actor=actor, evidence=evidence
-    )
-    await _reject_descendants(connection, version, actor)
-
-
-async def reject_with_chain(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    most_kl: float | None,
-    *,
-    reason: str,
-    evidence: Mapping[str, Any] | None,
-) -> None:
-    """Reject a version for what was learned, and the unloaded ancestors that learned it.
-
-    With `most_kl`, the bound on the KL to the base model that it is above, its ancestors are
-    rejected as far as the newest that is not above it. Without, it failed its probe, which a server
-    may be to blame for: its ancestors are rejected once `SERVER_TRIED` siblings were rejected
-    before.
-
-    Raises:
-        UnknownPolicy: there is no such version.
-    """
-    name, number = version.name, version.version
     await lock_policies(connection, [name])
-    ancestors = await unloaded_ancestors(connection, name, number)
-    siblings = await rejected_siblings(connection, name, number)
-    await set_state(
-        connection, name, number, "rejected", reason=reason, actor="trainer", evidence=evidence
-    )
-    if most_kl is None and siblings < SERVER_TRIED:
-        return
-    for ancestor in ancestors:
-        if most_kl is None:
-            why = (
-                f"neither {version.served_name}, which was trained on from it, nor those tried"
-                " before are served as they were trained; it was never probed itself"
-            )
-            figures = None
-        elif ancestor.kl_to_base is None or ancestor.kl_to_base <= most_kl:
-            return
-        else:
-            why = (
-                f"{version.served_name}, which was trained on from it, is too far from the base"
-                f" model, and its own KL to the base model is {ancestor.kl_to_base:.4g} nats a"
-                f" token: gate.most_kl_to_base is {most_kl:g}"
-            )
-            figures = {KL_TO_BASE: ancestor.kl_to_base, MOST_KL_TO_BASE: most_kl}
-        await change_state(
-            connection, ancestor, "rejected", reason=why, actor="trainer", evidence=figures
+    rows = (await connection.execute(_UNLOAD, {"name": name, "numbers": list(numbers)})).all()
+    for row in rows:
+        await add_event(
+            connection, name, row.version, row.state, before=row.state, reason=reason, actor=actor
         )
+    return {row.version for row in rows}
 
 
-async def reject_orphan(connection: AsyncConnection, name: str, version: int) -> str | None:
-    """Reject a version without traffic if it ended meanwhile, or one of its ancestors failed.
+async def recall(
+    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor
+) -> None:
+    """Let the servers load a retired version again, so that it can be promoted.
 
-    Return why it was, or None. Until the transaction ends nothing of the policy fails.
+    One that is loaded already stays so.
 
     Raises:
         UnknownPolicy: there is no such version.
+        StateChanged: it is not retired, or its files were deleted.
+        RolledBack: it was rolled back, or ended.
     """
     await lock_policies(connection, [name])
-    ancestor = await failed_ancestor(connection, name, version)
-    if ancestor is None:
-        return None
-    why = _trained_on_from(ancestor)
-    await set_state(connection, name, version, "rejected", reason=why, actor="trainer")
-    return why
+    retired = await lock_version(connection, name, version)
+    if retired.state == "rolled_back" or retired.ended:
+        raise RolledBack(f"{retired.served_name} was rolled back, or ended: it never serves again")
+    if retired.state != "retired" or retired.files_deleted:
+        why = "its files were deleted" if retired.files_deleted else f"it is {retired.state!r}"
+        raise StateChanged(f"{retired.served_name} cannot be loaded again: {why}")
+    if retired.unloaded:
+        now = func.clock_timestamp()
+        await _set(connection, name, version, unloaded_at=None, changed_at=now)
+        await add_event(
+            connection, name, version, "retired", before="retired", reason=reason, actor=actor
+        )
 
 
 async def roll_back(
@@ -630,103 +615,46 @@ async def roll_back(
     reason: str,
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
-    to_base: str | None = None,
-    first: PolicyVersion | None = None,
 ) -> PolicyVersion | None:
     """Take the new episodes from a canary, or from the version that serves.
 
-    In the latter case the version before it serves again, which is returned; every server must have
-    it loaded. `to_base` is why it cannot be: then the base model serves. Its descendants that did
-    not serve yet are rejected, a canary among them is rolled back. The episodes that it has keep
-    it, and are not trained on.
-
-    All of this holds for `first`, and what else had the traffic since that, as well, if it is
-    given: what serves again is what had the traffic before that.
+    With what serves, all that served since the control falls, and the control serves again; without
+    a control what served before it, or the base model. That is returned, and every server has it.
+    What was trained on from any of these falls too: it is rejected if it had no traffic yet.
+    Episodes that have such a version keep it, and are not trained on.
 
     Raises:
-        StateChanged: it, or the version before it, has another state by now; nothing was written.
+        StateChanged: it has another state by now; nothing was written.
         NotGated: it is neither a canary nor the one that serves, or it is the base model.
     """
-    if version.state not in ("canary", "serving") or not version.version:
+    name, number = version.name, version.version
+    if version.state not in ("canary", "serving") or not number:
         raise NotGated(
-            f"{version.name}@{version.version} is {version.state!r}: only a trained version that "
-            "serves, or is a canary, can be rolled back"
+            f"{name}@{number} is {version.state!r}: only a trained version that serves, or is a"
+            " canary, can be rolled back"
         )
-    await lock_policies(connection, [version.name])
-    await change_state(
-        connection, version, "rolled_back", reason=reason, actor=actor, evidence=evidence
-    )
-    await _reject_descendants(connection, version, actor)
+    await lock_policies(connection, [name])
+    now = await lock_version(connection, name, number)
+    if now.state != version.state:
+        raise StateChanged(
+            f"{name}@{number} is {now.state!r} by now, and not {version.state!r}, so it was not"
+            f" rolled back ({reason}): decide again"
+        )
+    values = {
+        "id": new_id().hex,
+        "name": name,
+        "version": number,
+        "serves": version.state == "serving",
+        "reason": reason,
+        "served": f"it served since the control did, as {name}@{number}, which was rolled back",
+        "descends": f"it was trained on from {name}@",
+        "actor": actor,
+        "evidence": None if evidence is None else json.dumps(dict(evidence)),
+    }
+    await connection.execute(_ROLL_BACK, values)
     if version.state == "canary":
         return None
-    first = first or version
-    await _roll_back_between(connection, first, version, actor)
-    again = f"{version.name}@{version.version} was rolled back: {reason}"
-    if to_base is not None:
-        base = await numbered_version(connection, version.name, 0)
-        assert base is not None
-        before, again = base, f"{again}; {to_base}"
-    else:
-        before = await version_before(connection, first)
-        if before.state == "retired":
-            raise StateChanged(
-                f"{before.name}@{before.version}, which served before, is retired, and so on no"
-                " server: it cannot serve before it is loaded; decide again"
-            )
-    await promote(connection, before.name, before.version, reason=again, actor=actor)
-    return before
-
-
-async def _roll_back_between(
-    connection: AsyncConnection, first: PolicyVersion, last: PolicyVersion, actor: Actor
-) -> None:
-    """Roll back every version that had the traffic from `first` until `last` got it.
-
-    One that is retired by then is on no server, and stays so: it is only noted as rolled back.
-    """
-    values = {"name": last.name, "first": first.version, "version": last.version}
-    why = (
-        f"it served before {last.name}@{last.version}, which was rolled back with all since"
-        f" {first.name}@{first.version}"
-    )
-    for row in (await connection.execute(_SERVED_SINCE, values)).all():
-        version = version_of(row)
-        if version.state == "retired":
-            await _set(
-                connection,
-                version.name,
-                version.version,
-                rolled_back_at=text("now()"),
-                changed_at=text("now()"),
-            )
-            await add_event(
-                connection,
-                version.name,
-                version.version,
-                "retired",
-                before="retired",
-                reason=why,
-                actor=actor,
-            )
-        else:
-            await change_state(connection, version, "rolled_back", reason=why, actor=actor)
-        await _reject_descendants(connection, version, actor)
-
-
-async def _reject_descendants(
-    connection: AsyncConnection, version: PolicyVersion, actor: Actor
-) -> None:
-    """Reject the descendants of a version that never had traffic; roll a canary among them back."""
-    why = _trained_on_from(version)
-    for descendant in await lock_descendants(connection, version, _NOT_LIVE):
-        to: PolicyState = "rejected" if descendant.state in WITHOUT_TRAFFIC else "rolled_back"
-        await change_state(connection, descendant, to, reason=why, actor=actor)
-
-
-def _trained_on_from(ancestor: PolicyVersion) -> str:
-    if ancestor.ended:
-        return f"{ancestor.name}@{ancestor.version} ended when the policy's line started again"
-    failed = (
-        "failed its replay" if ancestor.state in ("candidate", "rejected") else "was rolled back"
-    )
-    return f"it was trained on from {ancestor.name}@{ancestor.version}, which {failed}"
+    serves = await rollback_target(connection, name)
+    again = f"{name}@{number} was rolled back: {reason}"
+    await promote(connection, name, serves.version, reason=again, actor=actor)
+    return await numbered_version(connection, name, serves.version)

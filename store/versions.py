@@ -9,22 +9,8 @@ from store.records import Record
 from store.tenants import DEFAULT
 
 PolicyState = Literal[
-    "written",
-    "ready",
-    "candidate",
-    "canary",
-    "serving",
-    "published",
-    "rolled_back",
-    "retired",
-    "rejected",
+    "written", "loaded", "canary", "serving", "retired", "rejected", "rolled_back"
 ]
-# The states in which an episode may keep a version, which every model server has loaded for it.
-WITH_TRAFFIC: Final[tuple[PolicyState, ...]] = ("serving", "canary", "published", "rolled_back")
-# The states of versions whose adapters every model server should have loaded.
-SERVABLE: Final[tuple[PolicyState, ...]] = (*WITH_TRAFFIC, "ready", "candidate")
-# Those of versions that will not be served any more.
-UNSERVED: Final[tuple[PolicyState, ...]] = ("retired", "rejected")
 # Who changes the state of a version: a trainer, the controller that judges it, a person, or whoever
 # brought it from elsewhere.
 Actor = Literal["trainer", "controller", "operator", "import"]
@@ -57,19 +43,25 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     throughput: Mapping[str, float] = {}
     # How far what is served of it may be from what was trained, by the recipe that made it.
     probe_tolerance: float | None = None
-    # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
+    # A canary's share of new episodes; or the control's, which is the retired version that has one.
     share: float | None = None
-    # It lost the gate, or fell behind later: nothing is trained from it, or on its episodes.
-    rolled_back: bool = False
+    # Retired or rolled back, and no server keeps it for its episodes any more.
+    unloaded: bool = False
     # A retraining started the policy's line again at an older version.
     ended: bool = False
+
+    @property
+    def is_servable(self) -> bool:
+        """Return whether every model server should have the version (its adapter, if any)."""
+        return self.state not in ("written", "rejected") and not self.unloaded
 
 
 class PolicyEvent(Record, frozen=True, kw_only=True):
     """State one change of a version's state, with its reason; it is written once, for good.
 
     `from_state` is None for the version's first state. `evidence` is what the decision rested on.
-    A policy that is frozen, or no longer, has such an event of its version 0, whose state stays.
+    An event whose states are equal says why the version stays in that state: the policy is frozen,
+    or no longer (of version 0), or the version is unloaded, or recalled.
     """
 
     id: UUID
@@ -91,7 +83,7 @@ def policy_name(policy: str, version: int, base_name: str) -> str:
 # Named, so that a column that a newer version of Pawl adds ends no prepared statement.
 _READ: Final = (
     *("name", "version", "state", "served_name", "adapter_path", "update_id", "files_deleted_at"),
-    *("tenant", "share", "rolled_back_at", "ended_at"),
+    *("tenant", "share", "unloaded_at", "ended_at"),
 )
 # The columns of a row of `policies p` that `version_of` reads.
 VERSION_COLUMNS: Final = ", ".join(f"p.{name}" for name in _READ)
@@ -113,6 +105,6 @@ def version_of(row: Any) -> PolicyVersion:
         probe_tolerance=getattr(row, "probe_tolerance", None),
         tenant=row.tenant,
         share=row.share,
-        rolled_back=row.rolled_back_at is not None,
+        unloaded=row.unloaded_at is not None,
         ended=row.ended_at is not None,
     )

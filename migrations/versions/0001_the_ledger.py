@@ -250,7 +250,7 @@ def upgrade() -> None:
         sa.Column("sampled_ids", sa.LargeBinary(), nullable=False),
         sa.Column("sampled_logprobs", sa.LargeBinary(), nullable=False),
         sa.CheckConstraint(
-            "arm IN ('base', 'serving', 'canary')", name=op.f("ck_transitions_arm_known")
+            "arm IN ('serving', 'canary', 'control')", name=op.f("ck_transitions_arm_known")
         ),
         sa.CheckConstraint(
             "confidence IN ('certain', 'likely', 'doubtful')",
@@ -467,23 +467,27 @@ def upgrade() -> None:
         sa.Column("files_deleted_at", TIME),
         sa.Column("share", sa.Double()),
         sa.Column("gate", postgresql.JSONB()),
-        sa.Column("rolled_back_at", TIME),
+        sa.Column("unloaded_at", TIME),
         sa.Column("ended_at", TIME),
         sa.Column("frozen_at", TIME),
         sa.CheckConstraint(
-            "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back' ELSE state IN ('rolled_back', 'retired') END",
-            name=op.f("ck_policies_rolled_back_for_good"),
+            "share IS NULL OR state IN ('canary', 'retired')",
+            name=op.f("ck_policies_share_is_of_an_arm"),
         ),
         sa.CheckConstraint(
-            "ended_at IS NULL OR state IN ('published', 'rolled_back', 'retired', 'rejected')",
+            "unloaded_at IS NULL OR state IN ('retired', 'rolled_back') AND share IS NULL AND version > 0",
+            name=op.f("ck_policies_unloaded_serves_nobody"),
+        ),
+        sa.CheckConstraint(
+            "ended_at IS NULL OR state IN ('retired', 'rolled_back', 'rejected')",
             name=op.f("ck_policies_ended_for_good"),
         ),
         sa.CheckConstraint(
-            "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
+            "files_deleted_at IS NULL OR state = 'rejected' OR unloaded_at IS NOT NULL",
             name=op.f("ck_policies_deleted_is_not_servable"),
         ),
         sa.CheckConstraint(
-            "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back', 'retired', 'rejected')",
+            "state IN ('written', 'loaded', 'canary', 'serving', 'retired', 'rejected', 'rolled_back')",
             name=op.f("ck_policies_state_known"),
         ),
         sa.CheckConstraint(
@@ -501,21 +505,19 @@ def upgrade() -> None:
         "ix_policies_live",
         "policies",
         ["name"],
-        postgresql_where=sa.text(
-            "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
-        ),
+        postgresql_where=sa.text("state <> 'rejected' AND unloaded_at IS NULL"),
     )
     op.create_index(
-        "ix_policies_retired",
+        "ix_policies_unloaded",
         "policies",
         ["name", "changed_at"],
-        postgresql_where=sa.text("state = 'retired'"),
+        postgresql_where=sa.text("unloaded_at IS NOT NULL"),
     )
     op.create_index(
         "ix_policies_rolled_back",
         "policies",
         ["name", "version"],
-        postgresql_where=sa.text("rolled_back_at IS NOT NULL"),
+        postgresql_where=sa.text("state = 'rolled_back'"),
     )
     op.create_index(
         "ix_policies_with_files",
@@ -529,6 +531,13 @@ def upgrade() -> None:
         ["name"],
         unique=True,
         postgresql_where=sa.text("state = 'canary'"),
+    )
+    op.create_index(
+        "uq_policies_control",
+        "policies",
+        ["name"],
+        unique=True,
+        postgresql_where=sa.text("state = 'retired' AND share IS NOT NULL"),
     )
     op.create_index(
         "uq_policies_served_name",
@@ -617,11 +626,11 @@ def upgrade() -> None:
             name=op.f("ck_policy_events_actor_known"),
         ),
         sa.CheckConstraint(
-            "from_state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back', 'retired', 'rejected')",
+            "from_state IN ('written', 'loaded', 'canary', 'serving', 'retired', 'rejected', 'rolled_back')",
             name=op.f("ck_policy_events_from_state_known"),
         ),
         sa.CheckConstraint(
-            "to_state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back', 'retired', 'rejected')",
+            "to_state IN ('written', 'loaded', 'canary', 'serving', 'retired', 'rejected', 'rolled_back')",
             name=op.f("ck_policy_events_to_state_known"),
         ),
         sa.ForeignKeyConstraint(

@@ -27,7 +27,7 @@ from store.keys import key_ring
 from store.metrics import begin_at_zero
 from store.schema.migrate import upgrade
 from store.version_queries import versions_with_files
-from store.versions import WITH_TRAFFIC, PolicyVersion
+from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
@@ -182,7 +182,7 @@ class Database:
         for policy, version in self.serving.items():
             SERVING.labels(policy).set(version)
         for one in versions:
-            if one.state in WITH_TRAFFIC:
+            if one.is_servable:
                 earner = [[one.name], [str(one.version)]]
                 begin_at_zero({REWARD: earner, REWARD_SUM: earner})
         log.info("policies", serving=self.serving)

@@ -23,7 +23,7 @@ from proxy.policies.shared_pins import SharedPins
 from store.policy_table import Explore, PolicySpec, PolicyTable
 from store.records import EVAL, TRAIN, Arm, Split
 from store.tenants import DEFAULT
-from store.versions import SERVABLE, WITH_TRAFFIC, PolicyState, PolicyVersion
+from store.versions import PolicyState, PolicyVersion
 
 _BYTES: Final = 6
 _ALL: Final = 2 ** (8 * _BYTES)
@@ -33,49 +33,45 @@ _APART: Final = "\x1f"
 class Arms(msgspec.Struct, frozen=True):
     """Hold the versions of one policy's arms, and the shares of new episodes that they get.
 
-    Shares are fractions of all new episodes. `tried` are the canary, if there is one, and those
-    that ended as canaries, rolled back or for a newer version, which only keep their episodes.
+    Shares are fractions of all new episodes. `control` is what the serving version is compared
+    with, and `canary` what is tried, if there are any.
     """
 
     policy: str
     serving: int
     canary: int | None = None
     canary_share: float = 0.0
-    base_share: float = 0.0
-    tried: frozenset[int] = frozenset()
+    control: int | None = None
+    control_share: float = 0.0
 
     @property
     def are_several(self) -> bool:
         """Return whether an episode of the policy may have another arm than `serving`."""
-        return self.canary is not None or bool(self.base_share or self.tried)
+        return self.canary is not None or self.control is not None
 
     def of_new(self, episode: str) -> Arm:
-        """Return the arm of a new episode, by its name as it is kept.
-
-        While the base model itself serves there is no arm `base`: both would be the same.
-        """
-        if self.canary is None and not self.base_share:
+        """Return the arm of a new episode, by its name as it is kept."""
+        if not self.are_several:
             return "serving"
         drawn = fraction(self.policy, self.serving if self.canary is None else self.canary, episode)
-        if drawn < self.base_share:
-            return "base" if self.serving else "serving"
-        is_tried = self.canary is not None and drawn < self.base_share + self.canary_share
-        return "canary" if is_tried else "serving"
+        if drawn < self.control_share:
+            return "control"
+        return "canary" if drawn < self.control_share + self.canary_share else "serving"
 
     def version_of(self, arm: Arm) -> int:
         """Return the version that an arm's new episodes get."""
-        if arm == "base":
-            return 0
-        return self.canary if arm == "canary" and self.canary is not None else self.serving
+        version = {"canary": self.canary, "control": self.control}.get(arm)
+        return self.serving if version is None else version
 
     def of_version(self, version: int) -> Arm:
         """Return the arm of an episode that has a version already.
 
-        What had the traffic before another took it has the arm `serving`, as it had then.
+        What had the traffic before another took it has the arm `serving`, as it had then, unless it
+        is the control by now.
         """
-        if version in self.tried:
+        if version == self.canary:
             return "canary"
-        return "base" if not version and self.serving and self.base_share else "serving"
+        return "control" if version == self.control else "serving"
 
 
 def fraction(policy: str, version: int, episode: str) -> float:
@@ -86,49 +82,36 @@ def fraction(policy: str, version: int, episode: str) -> float:
 
 def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
     """Return the arms of each policy among `versions` that has one that serves, by its name."""
-    serving: dict[str, int] = {}
-    canary: dict[str, PolicyVersion] = {}
-    base_share: dict[str, float] = {}
-    tried: dict[str, set[int]] = {}
+    by_state: dict[str, dict[PolicyState, PolicyVersion]] = {}
     for one in versions:
-        name = one.name
-        if one.state == "serving":
-            serving[name] = one.version
-        if one.version == 0:
-            base_share[name] = one.share or 0.0
-        elif one.state == "canary":
-            canary[name] = one
-        # Serving ends a share.
-        if one.version and one.share is not None and one.state in WITH_TRAFFIC:
-            tried.setdefault(name, set()).add(one.version)
-    return {
-        name: Arms(
-            policy=name,
-            serving=number,
-            canary=canary[name].version if name in canary else None,
-            canary_share=(canary[name].share or 0.0) if name in canary else 0.0,
-            base_share=base_share.get(name, 0.0),
-            tried=frozenset(tried.get(name, ())),
-        )
-        for name, number in serving.items()
-    }
+        # Of those that are retired, the one with a share is the control.
+        if one.state == "serving" or (one.share and one.is_servable):
+            by_state.setdefault(one.name, {})[one.state] = one
+    arms: dict[str, Arms] = {}
+    for name, own in by_state.items():
+        canary, control = own.get("canary"), own.get("retired")
+        if "serving" in own:
+            arms[name] = Arms(
+                policy=name,
+                serving=own["serving"].version,
+                canary=None if canary is None else canary.version,
+                canary_share=0.0 if canary is None else canary.share or 0.0,
+                control=None if control is None else control.version,
+                control_share=0.0 if control is None else control.share or 0.0,
+            )
+    return arms
 
 
-_AGAIN: Final = "is being loaded again"
+AGAIN: Final = "is being loaded again"
 WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not published yet",
-    "ready": _AGAIN,
-    "candidate": _AGAIN,
-    "canary": _AGAIN,
-    "published": _AGAIN,
-    "serving": _AGAIN,
-    "rolled_back": "was rolled back, and is kept for the episodes that began with it alone; for "
-    f"these it {_AGAIN}",
-    "retired": "is retired, and was unloaded because no episode used it; while its files "
-    "are there they can be loaded again (docs/howto/evaluate.md)",
-    "rejected": "was rejected: it did not load, was not served as it was trained, or was trained "
-    "on from a version that was rolled back",
+    "rejected": "was rejected: it did not load, was not served as it was trained, was worse than "
+    "what served, or was trained on from a version that was rolled back",
 }
+UNLOADED: Final = (
+    "is {state}, and was unloaded because no episode used it; while its files are there they can "
+    "be loaded again (docs/howto/evaluate.md)"
+)
 DELETED: Final = (
     "was retired or rejected, and its files were deleted, as nothing asked for them any more"
 )
@@ -136,9 +119,8 @@ DELETED: Final = (
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
-# What a client may ask for by the version's own name: one that waits to go live is loaded, and a
-# retired one may still be.
-ASKABLE: Final = (*SERVABLE, "retired")
+# What a client may not ask for by the version's own name. What was unloaded may still be there.
+NEVER_LOADED: Final[tuple[PolicyState, ...]] = ("written", "rejected")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
@@ -158,6 +140,15 @@ class Serving(msgspec.Struct, frozen=True):
     served_name: str | None
     exploring: Exploring | None = None
     arm: Arm | None = None
+
+
+def _why_not(version: PolicyVersion) -> str:
+    """Return why the upstream may lack a version that the store knows."""
+    if version.unloaded:
+        return UNLOADED.format(state=version.state.replace("_", " "))
+    if version.state == "rolled_back":
+        return f"was rolled back, and is kept for the episodes that began with it alone; it {AGAIN}"
+    return WHY_NOT.get(version.state, AGAIN)
 
 
 class Versions:
@@ -194,7 +185,7 @@ class Versions:
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
         self._asked_for: dict[str, Serving] = {}
-        self._states: dict[str, dict[int, PolicyState]] = {}
+        self._known: dict[str, dict[int, PolicyVersion]] = {}
         self._newest: dict[str, int] = {}
         versions = list(versions)
         self.owners.learn(versions)
@@ -204,10 +195,11 @@ class Versions:
         for version in versions:
             name, number = version.name, version.version
             self._newest[name] = max(number, self._newest.get(name, 0))
-            self._states.setdefault(name, {})[number] = version.state
-            if version.state in WITH_TRAFFIC or number == 0:
+            self._known.setdefault(name, {})[number] = version
+            # One that is only loaded had no episode yet that could keep it.
+            if version.is_servable and version.state != "loaded":
                 self._names.setdefault(name, {})[number] = version.served_name
-            if version.state in ASKABLE or number == 0:
+            if version.state not in NEVER_LOADED:
                 serving = Serving(name, number, version.served_name)
                 # Several policies may have one base model, whose name is then none of theirs.
                 if number or version.served_name == name:
@@ -333,11 +325,11 @@ class Versions:
 
     def is_servable(self, serving: Serving) -> bool:
         """Return whether every replica should have the version, which is an adapter."""
-        policy, version = serving.policy, serving.version
-        return bool(policy and version) and self._state(policy, version) in SERVABLE
+        known = self._version(serving.policy or "", serving.version or 0)
+        return known is not None and known.version > 0 and known.is_servable
 
-    def _state(self, policy: str | None, version: int | None) -> PolicyState | None:
-        return self._states.get(policy or "", {}).get(version or 0)
+    def _version(self, policy: str, number: int) -> PolicyVersion | None:
+        return self._known.get(policy, {}).get(number)
 
     def why_not_served(self, model: str | None) -> str | None:
         """Return what is known of a version that a client asked for and the upstream has not.
@@ -348,11 +340,11 @@ class Versions:
         if named is None:
             return None
         policy, number = named
-        state = self._state(policy, number)
-        if state is not None:
-            what = WHY_NOT[state]
-        else:
+        version = self._version(policy, number)
+        if version is None:
             what = DELETED if self._is_deleted(policy, number) else "is unknown"
+        else:
+            what = _why_not(version)
         loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (
@@ -363,7 +355,7 @@ class Versions:
     def _named(self, model: str | None) -> tuple[str, int] | None:
         """Return the known policy and the number in the name of a version, or None."""
         policy, _, number = (model or "").rpartition("@")
-        if policy not in self._states or not number.isdecimal() or len(number) > MOST_DIGITS:
+        if policy not in self._known or not number.isdecimal() or len(number) > MOST_DIGITS:
             return None
         return policy, int(number)
 
@@ -376,7 +368,7 @@ class Versions:
 
     def _is_deleted(self, policy: str, number: int) -> bool:
         # Such a version is not among those that are known, and its number is not above theirs.
-        is_known = self._state(policy, number) is not None
+        is_known = self._version(policy, number) is not None
         return not is_known and 0 < number <= self._newest.get(policy, 0)
 
     def _trains(self, tenant: str, policy: str | None) -> bool:

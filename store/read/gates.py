@@ -15,94 +15,67 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
-import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.ids import lowest_id_at, time_of
+from store.ids import lowest_id_at
 from store.link.claimable import reward_rule
 from store.records import FAILED, Arm, Record
-from store.schema.tables import CLAIMABLE, LIVE, ONCE_SERVED
+from store.schema.tables import CLAIMABLE, CONTROL, LIVE
 from store.tenants import bare, task_family
 from store.values.rewards import TERMS_OF_POLICY, rewards
-from store.versions import VERSION_COLUMNS, Actor, PolicyState, PolicyVersion, version_of
+from store.versions import VERSION_COLUMNS, PolicyState, PolicyVersion, version_of
 
 _GATED: Final = text(
     f"""
     SELECT DISTINCT name FROM policies
-    WHERE {LIVE} AND state IN ('candidate', 'canary', 'serving') AND gate IS NOT NULL ORDER BY name
+    WHERE {LIVE} AND state IN ('loaded', 'canary', 'serving') AND gate IS NOT NULL ORDER BY name
     """
 )
+# The newest of those that are loaded comes last.
 _STANDING: Final = text(
     f"""
-    SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen, base_share
-    FROM policies p JOIN (
-        SELECT name, frozen_at IS NOT NULL AS frozen, COALESCE(share, 0) AS base_share
-        FROM policies WHERE version = 0) b USING (name)
-    WHERE name = :name AND {LIVE} AND state IN ('candidate', 'canary', 'serving')
+    SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen
+    FROM policies p
+    JOIN (SELECT name, frozen_at IS NOT NULL AS frozen FROM policies WHERE version = 0) b
+        USING (name)
+    WHERE name = :name AND {LIVE} AND (state IN ('loaded', 'canary', 'serving') OR {CONTROL})
+    ORDER BY version
     """
 )
-
-
-# What served before events were kept has none.
 _NEWEST_PROMOTED: Final = text(
+    "SELECT COALESCE(max(version), 0) FROM policy_events"
+    " WHERE name = :name AND to_state = 'serving'"
+)
+# An event from `serving` to `serving` says why a version stays.
+_SERVED_SINCE: Final = text(
+    """
+    SELECT version FROM policy_events WHERE name = :name AND to_state = 'serving'
+        AND from_state IS DISTINCT FROM 'serving' AND at >= :at
+    UNION SELECT version FROM policies WHERE name = :name AND state = 'serving'
+    """
+)
+_PROVEN: Final = text(
+    """
+    SELECT EXISTS (SELECT FROM policy_events WHERE name = :name AND version = :version
+        AND to_state = 'serving' AND evidence->>'verdict' = 'better')
+    """
+)
+# Hours over which the new episodes of a policy are counted.
+HOURS: Final = 24
+_NEW_EPISODES: Final = text(
     f"""
-    SELECT GREATEST(
-        (SELECT max(version) FROM policies
-            WHERE name = :name AND (state = 'serving' OR {ONCE_SERVED})),
-        (SELECT version FROM policy_events
-            WHERE name = :name AND to_state = 'serving' ORDER BY version DESC LIMIT 1), 0)
-    """
-)
-
-
-# Numbers are given in the order in which versions are made. The base model, which had the traffic
-# at first, and may have it again, is there unless what is left out came after it.
-_TERMS: Final = text(
-    """
-    SELECT version, v.at AS since, COALESCE(
-            v.actor = 'trainer' AND p.gate->>'mode' = 'immediate', false) AS is_untried,
-        p.gate->>'reward' AS reward
-    FROM policy_events v JOIN policies p USING (name, version)
-    WHERE name = :name AND v.to_state = 'serving' AND p.rolled_back_at IS NULL
-        AND (version > 0 AND version BETWEEN :least AND :serving
-            OR version = 0 AND NOT EXISTS (
-                SELECT FROM policy_events o WHERE o.name = v.name AND o.to_state = 'serving'
-                    AND o.version > 0 AND o.version < :least AND o.at > v.at))
-    ORDER BY v.at, v.id
-    """
-)
-_SERVED_AT: Final = text(
-    """
-    SELECT max(version) FROM policy_events
-    WHERE name = :name AND to_state = 'serving' AND at <= :at AND version BETWEEN 1 AND :serving
-    """
-)
-# So many numbers before what served when the newest episodes began that count, a version is of
-# another time.
-FAR: Final = 64
-
-
-# By the clock of the database: ids are made by those of several machines. What a trial has shown
-# holds whenever the version serves: after a roll-back, or by hand, it gets the traffic without one.
-_PROMOTION: Final = text(
-    """
-    WITH promoted AS MATERIALIZED (
-        SELECT id, at, actor, jsonb_exists(evidence, 'reference') AS is_tried FROM policy_events
-        WHERE name = :name AND version = :version AND to_state = 'serving')
-    SELECT p.actor, t.evidence, t.at
-    FROM (SELECT actor FROM promoted ORDER BY at DESC, id DESC LIMIT 1) p
-    LEFT JOIN policy_events t ON t.id = (
-        SELECT id FROM promoted WHERE is_tried ORDER BY at DESC, id DESC LIMIT 1)
+    SELECT count(*) FROM episode_policies s JOIN episodes e ON e.id = s.episode_id
+    WHERE s.policy = :policy AND s.episode_id >= :first AND e.id >= :first AND {CLAIMABLE}
     """
 )
 
 
 class Standing(Record, frozen=True, kw_only=True):
-    """Describe a version that has a part in a gate.
+    """Describe a version that has a part in a comparison.
 
-    `gate` is the rule of the recipe that made it a candidate, None if it never was one; `since` is
-    when it got its state.
+    `gate` is the rule of the recipe that made it, None if it has none; `since` is when it got its
+    state.
     """
 
     version: PolicyVersion
@@ -113,8 +86,9 @@ class Standing(Record, frozen=True, kw_only=True):
 class Gated(Record, frozen=True, kw_only=True):
     """Describe a policy at the time `now` of the database: of each part one version at most.
 
-    `frozen` says that only operators change which version has traffic. `base_share` is the share of
-    new episodes that the base model keeps. `reward` is the digest of what rewards are made by now.
+    `candidate` is the newest version that is loaded and waits, `control` the one that what served
+    since it lost the traffic is compared with. `frozen` says that only operators change which
+    version has traffic. `reward` is the digest of what rewards are made by now.
     """
 
     now: datetime
@@ -122,46 +96,12 @@ class Gated(Record, frozen=True, kw_only=True):
     serving: Standing
     canary: Standing | None = None
     candidate: Standing | None = None
-    base_share: float = 0.0
+    control: Standing | None = None
     reward: str | None = None
-
-
-class Promotion(Record, frozen=True, kw_only=True):
-    """Say who gave a version the traffic last, and what its trial had shown before.
-
-    `evidence` is that of the newest promotion by a trial, and `tried_at` its time, whoever gave it
-    the traffic again since; empty and None if it never was promoted for a trial.
-    """
-
-    actor: Actor
-    evidence: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    tried_at: datetime | None = None
-
-
-class Term(Record, frozen=True, kw_only=True):
-    """Say when a version got the traffic, and whether as it was made, untried, to be watched.
-
-    `reward` is the digest of what its rewards were made by; None: of what they are made by now.
-    """
-
-    version: int
-    since: datetime
-    is_untried: bool
-    reward: str | None = None
-
-
-_UNRULED: Final = text(
-    "SELECT name FROM policies WHERE state = 'serving' AND version > 0 AND gate IS NULL"
-)
-
-
-async def unruled_policies(connection: AsyncConnection) -> set[str]:
-    """Return the policies of which a trained version serves without a rule to judge it by."""
-    return set((await connection.execute(_UNRULED)).scalars())
 
 
 async def gated_policies(connection: AsyncConnection) -> list[str]:
-    """Return the policies with a version that a gate decides about, or watches, by name."""
+    """Return the policies with a version that a rule decides about, or watches, by name."""
     return list((await connection.execute(_GATED)).scalars())
 
 
@@ -182,11 +122,11 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     return Gated(
         now=rows[0].now,
         frozen=rows[0].frozen,
-        base_share=rows[0].base_share,
         reward=reward,
         serving=by_state["serving"],
         canary=by_state.get("canary"),
-        candidate=by_state.get("candidate"),
+        candidate=by_state.get("loaded"),
+        control=by_state.get("retired"),
     )
 
 
@@ -195,26 +135,23 @@ async def newest_promoted(connection: AsyncConnection, name: str) -> int:
     return int(await connection.scalar(_NEWEST_PROMOTED, {"name": name}) or 0)
 
 
-async def promotion(connection: AsyncConnection, name: str, version: int) -> Promotion | None:
-    """Return the version's last promotion; None if it served before events were kept."""
-    row = (await connection.execute(_PROMOTION, {"name": name, "version": version})).first()
-    if row is None:
-        return None
-    return Promotion(actor=row.actor, evidence=row.evidence or {}, tried_at=row.at)
+async def served_since(connection: AsyncConnection, name: str, at: datetime) -> set[int]:
+    """Return the versions that got the traffic at that time or later, and the one that serves."""
+    rows = await connection.execute(_SERVED_SINCE, {"name": name, "at": at})
+    return set(rows.scalars())
 
 
-async def terms(
-    connection: AsyncConnection, name: str, serving: int, counted: datetime
-) -> list[Term]:
-    """Return the times at which versions got the traffic, up to that of what serves, oldest first.
+async def is_proven(connection: AsyncConnection, name: str, version: int) -> bool:
+    """Return whether a version was ever promoted as what it was compared with was worse."""
+    values = {"name": name, "version": version}
+    return bool(await connection.scalar(_PROVEN, values))
 
-    Versions that were rolled back are left out, and those from long before what served at the time
-    `counted`: before it the newest episodes began that count yet.
-    """
-    values: dict[str, Any] = {"name": name, "serving": serving}
-    then = await connection.scalar(_SERVED_AT, values | {"at": counted})
-    values["least"] = (then or 1) - FAR + 1
-    return [Term(**row._mapping) for row in await connection.execute(_TERMS, values)]
+
+async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
+    """Return how many episodes of a policy began in an hour, on average of the last 24."""
+    now: datetime = (await connection.execute(text("SELECT now()"))).scalar_one()
+    values = {"policy": policy, "first": lowest_id_at(now - timedelta(hours=HOURS))}
+    return int(await connection.scalar(_NEW_EPISODES, values) or 0) / HOURS
 
 
 # What the episodes came to, arm by arm
@@ -286,18 +223,6 @@ _CAME_TO: Final = text(
 )
 # A call's id is made as the call begins; no two clocks are so far apart.
 _APART: Final = timedelta(days=1)
-
-
-# The first of the newest episodes: ids are those of the calls that were stored first.
-_NEWEST: Final = text(
-    """
-    SELECT episode_id FROM (
-        SELECT episode_id FROM episode_policies
-        WHERE policy = :policy AND episode_id >= :first AND episode_id < :last
-        ORDER BY episode_id DESC LIMIT :most) newest
-    ORDER BY episode_id LIMIT 1
-    """
-)
 
 
 class ArmEpisode(Record, frozen=True, kw_only=True):
@@ -381,20 +306,3 @@ async def arm_episodes(
     is_whole = len(begun) < most
     after = None if is_whole else UUID(int=begun[-1].first_call_id.int + 1)
     return ArmPart(episodes=episodes, goes_on_from=after)
-
-
-async def begin_of_newest(
-    connection: AsyncConnection, policy: str, *, since: datetime, until: datetime, most: int
-) -> datetime:
-    """Return when the first of a policy's newest `most` episodes between two times began.
-
-    If there is none it is `until`.
-    """
-    values = {
-        "policy": policy,
-        "first": lowest_id_at(since),
-        "last": lowest_id_at(until),
-        "most": most,
-    }
-    newest: UUID | None = await connection.scalar(_NEWEST, values)
-    return until if newest is None else time_of(newest)

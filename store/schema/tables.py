@@ -543,22 +543,28 @@ MANIFEST_SHA256: Final = "manifest_sha256"
 # Among the figures of an update that trained: how far its version is from the base model, as KL in
 # nats a token.
 KL_TO_BASE: Final = "kl_to_base"
-# In the evidence of a rejection: the bound that this was held against.
-MOST_KL_TO_BASE: Final = "most_kl_to_base"
 # Others of them: how fast it trained, the last two as shares of one.
 THROUGHPUT: Final = ("tokens_per_second", "mfu", "idle_share")
 # How far what is served of a version may be from what was trained: a key of its update's recipe.
 PROBE_TOLERANCE: Final = "probe_tolerance"
-# The condition for a version that is loaded, or that will be: of all that there ever were few are.
-LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
-# The condition for a published version that had the traffic: a canary which made way for another
-# before it got that is published too, for its episodes, and keeps its share, which serving ends.
-ONCE_SERVED = "state = 'published' AND (version = 0 OR share IS NULL)"
-# The condition for a version (`p`) that was retired, and is published again to serve. By the clock
-# of the database: ids are made by those of several machines.
-CALLED_BACK = """p.state = 'published' AND 'retired' IS NOT DISTINCT FROM (
-    SELECT v.from_state FROM policy_events v WHERE v.name = p.name AND v.version = p.version
-    ORDER BY v.at DESC, v.id DESC LIMIT 1)"""
+# The condition for a version that servers have, or will have: of all that there ever were few are.
+LIVE: Final = "state <> 'rejected' AND unloaded_at IS NULL"
+# The condition for a version that every server should have (`PolicyVersion.is_servable`).
+SERVABLE: Final = f"state <> 'written' AND {LIVE}"
+# The condition for the version that what served since is compared with: one of a policy at most.
+CONTROL: Final = "state = 'retired' AND share IS NOT NULL"
+# The condition for a version (`p`) that new episodes began with.
+HAD_TRAFFIC: Final = """EXISTS (
+    SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+        AND v.to_state IN ('serving', 'canary'))"""
+# The version that gets the traffic of the policy `name` if what serves is rolled back: the control,
+# or the last loaded one that served before. The base model is always loaded.
+BACK_TO: Final = """(
+    SELECT r.version FROM policies r
+    JOIN policy_events v ON v.name = r.name AND v.version = r.version AND v.to_state = 'serving'
+    WHERE r.name = {name} AND r.state = 'retired' AND r.unloaded_at IS NULL
+        AND r.ended_at IS NULL
+    ORDER BY r.share IS NULL, v.at DESC, v.id DESC LIMIT 1)"""
 
 # One row for each version of a policy; version 0 is the base model.
 policies = Table(
@@ -578,13 +584,12 @@ policies = Table(
     Column("changed_at", When, nullable=False, server_default=text("now()")),
     # The files are gone, as nothing could ask for them any more; null while they are there.
     Column("files_deleted_at", When),
-    # Of a canary, its share of new episodes, also after it was rolled back. Of version 0, the share
-    # that stays on the base model.
+    # A canary's share of new episodes, or the control's.
     Column("share", Double),
-    # The rule by which a candidate is judged, as its recipe had it.
+    # The `[publish]` rule of its recipe, by which it is judged.
     Column("gate", JSONB),
-    # It was rolled back, which stays so: nothing is trained from it, or on its episodes.
-    Column("rolled_back_at", When),
+    # Servers keep it no longer for the episodes that began with it; null while they do.
+    Column("unloaded_at", When),
     # The policy's line started again before it (`store.retraining`): it never serves again, nothing
     # is trained from it, and it makes no episode older.
     Column("ended_at", When),
@@ -592,17 +597,18 @@ policies = Table(
     Column("frozen_at", When),
     one_of("state", POLICY_STATES),
     CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),
+    CheckConstraint("share IS NULL OR state IN ('canary', 'retired')", name="share_is_of_an_arm"),
     CheckConstraint(
-        "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back'"
-        " ELSE state IN ('rolled_back', 'retired') END",
-        name="rolled_back_for_good",
+        "unloaded_at IS NULL"
+        " OR state IN ('retired', 'rolled_back') AND share IS NULL AND version > 0",
+        name="unloaded_serves_nobody",
     ),
     CheckConstraint(
-        "ended_at IS NULL OR state IN ('published', 'rolled_back', 'retired', 'rejected')",
+        "ended_at IS NULL OR state IN ('retired', 'rolled_back', 'rejected')",
         name="ended_for_good",
     ),
     CheckConstraint(
-        "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
+        "files_deleted_at IS NULL OR state = 'rejected' OR unloaded_at IS NOT NULL",
         name="deleted_is_not_servable",
     ),
     CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
@@ -615,17 +621,23 @@ policies = Table(
     ),
     Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
     Index("uq_policies_canary", "name", unique=True, postgresql_where=text("state = 'canary'")),
+    Index("uq_policies_control", "name", unique=True, postgresql_where=text(CONTROL)),
     # Few of all versions, and most policies have none.
     Index(
         "ix_policies_rolled_back",
         "name",
         "version",
-        postgresql_where=text("rolled_back_at IS NOT NULL"),
+        postgresql_where=text("state = 'rolled_back'"),
     ),
     # So that what is asked once a second does not grow with the number of versions.
     Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
     Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
-    Index("ix_policies_retired", "name", "changed_at", postgresql_where=text("state = 'retired'")),
+    Index(
+        "ix_policies_unloaded",
+        "name",
+        "changed_at",
+        postgresql_where=text("unloaded_at IS NOT NULL"),
+    ),
     Index(
         "ix_policies_with_files",
         "name",

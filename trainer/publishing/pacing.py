@@ -106,7 +106,7 @@ class Pacing:
         known, live = await self._look(connection)
         free, needed = free_slots(live, known), self._needed(live, known)
         if free + live.unloading < needed:
-            await self._retire_longest(connection, is_wanted)
+            await self._unload_longest(connection, is_wanted)
         wait_s = due_in(live, known)
         self._warn(live, known)
         self._show(live, known, wait_s, is_free=free >= needed)
@@ -121,7 +121,7 @@ class Pacing:
         """
         known, live = await self._look(connection)
         if free_slots(live, known) + live.unloading < 1:
-            await self._retire_longest(connection, _always)
+            await self._unload_longest(connection, _always)
         return free_slots(live, known) >= 1
 
     async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
@@ -173,14 +173,14 @@ class Pacing:
             self._known_until = now + KNOWN_S
         return self._named
 
-    async def _retire_longest(
+    async def _unload_longest(
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> None:
         if not await adapter_slots.has_longest(connection, self._policy, LONGEST_PIN_S):
             return
         if not await is_wanted():
             return
-        name = await adapter_slots.retire_longest(connection, self._policy, LONGEST_PIN_S)
+        name = await adapter_slots.unload_longest(connection, self._policy, LONGEST_PIN_S)
         if name is not None:
             log.warning("version_retired_for_its_slot", version=name, after_s=LONGEST_PIN_S)
 

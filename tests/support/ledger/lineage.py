@@ -1,5 +1,6 @@
 """Make the versions of a policy as updates do, and move them to a state as the product would."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -41,10 +42,15 @@ async def add_in_state(
     *,
     parent: int = 0,
     ago_s: float = 0.0,
+    unloaded: bool = False,
     deleted: bool = False,
 ) -> None:
-    """Add a version that came to be in `state` so many seconds ago, without the way there."""
+    """Add a version that came to be in `state` so many seconds ago, without the way there.
+
+    What is `deleted` and not rejected is unloaded too.
+    """
     now = func.now()
+    is_unloaded = unloaded or (deleted and state != "rejected")
     await connection.execute(
         insert(policies).values(
             name=name,
@@ -55,7 +61,7 @@ async def add_in_state(
             update_id=await _updated(connection, name, version, parent),
             changed_at=now - timedelta(seconds=ago_s),
             files_deleted_at=now if deleted else None,
-            rolled_back_at=now if state == "rolled_back" else None,
+            unloaded_at=now - timedelta(seconds=ago_s) if is_unloaded else None,
         )
     )
 
@@ -96,13 +102,15 @@ async def promote(
     *,
     reason: str = TEST,
     actor: Actor = "operator",
+    rule: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Give a version the traffic; one that no server has loaded yet is ready first."""
+    """Give a version the traffic; one that no server has is loaded first, with `rule` or none."""
     await version_states.lock_policies(connection, [name])
     current = await lock_version(connection, name, version)
+    why: dict[str, Any] = {"reason": reason, "actor": actor}
     if current.state == "written":
-        await version_states.make_ready(connection, name, version, reason=reason, actor=actor)
-    elif current.state == "retired":
-        await set_state(connection, name, version, "published", reason=reason, actor=actor)
-    await version_states.promote(connection, name, version, reason=reason, actor=actor, **more)
+        await version_states.make_loaded(connection, name, version, rule or {}, **why)
+    elif current.unloaded:
+        await version_states.recall(connection, name, version, **why)
+    await version_states.promote(connection, name, version, **why, **more)

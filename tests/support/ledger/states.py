@@ -5,7 +5,7 @@ from itertools import pairwise
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.version_queries import list_events, list_versions, numbered_version
-from store.version_states import begin_canary, make_candidate
+from store.version_states import begin_canary, make_loaded
 from store.versions import PolicyState, PolicyVersion
 
 TEST = "for the test"
@@ -43,8 +43,12 @@ async def version(connection: AsyncConnection, number: int) -> PolicyVersion:
     return found
 
 
-async def canary(connection: AsyncConnection, number: int, share: float = 0.1) -> PolicyVersion:
-    await make_candidate(connection, "m", number, {"canary_share": share}, reason=TEST)
-    candidate = await version(connection, number)
-    await begin_canary(connection, candidate, share, 0.02, reason=TEST, actor="controller")
+async def canary(
+    connection: AsyncConnection, number: int, share: float = 0.1, control_share: float = 0.05
+) -> PolicyVersion:
+    """Let a written version be tried on a share of new episodes."""
+    rule = {"mode": "canary", "control_share": control_share}
+    await make_loaded(connection, "m", number, rule, reason=TEST, actor="trainer")
+    loaded = await version(connection, number)
+    await begin_canary(connection, loaded, share, reason=TEST, actor="controller")
     return await version(connection, number)
