@@ -1,0 +1,213 @@
+"""One comparison: verdicts with bounded error, guards, pairs of tasks, and a canary's share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+import pytest
+
+from pawl.controller.comparison import (
+    INFORMATION,
+    LEAST_SHARE,
+    MOST_SHARE,
+    Comparison,
+    Episode,
+    Rule,
+    canary_share,
+)
+
+RULE = Rule()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Say what episodes of a version are like, and what the comparison is to say of it."""
+
+    name: str
+    new: Callable[[Random], Episode]
+    kind: str | None
+    reason: str = ""
+
+
+def scored(mean: float, **values: object) -> Callable[[Random], Episode]:
+    """Return what draws episodes of one family with rewards of 0 or 1."""
+
+    def draw(random: Random) -> Episode:
+        reward = float(random.random() < mean)
+        return msgspec.structs.replace(Episode("one", reward, seconds=1.0), **values)
+
+    return draw
+
+
+def sometimes(share: float, **values: object) -> Callable[[Random], Episode]:
+    """Return what draws equal episodes of which this share goes wrong."""
+
+    def draw(random: Random) -> Episode:
+        good = scored(0.5)(random)
+        return msgspec.structs.replace(good, **values) if random.random() < share else good
+
+    return draw
+
+
+OLD = scored(0.5, malformed=False)
+CASES = (
+    Case("better", scored(0.8, malformed=False), "better", "no lower"),
+    Case("worse", scored(0.2, malformed=False), "worse", "scores lower"),
+    Case("fails", sometimes(0.4, reward=None, failed=True), "worse", ""),
+    Case("calls tools badly", scored(0.9, malformed=True), "worse", "malformed tool calls"),
+    Case("slow", scored(0.9, seconds=3.0), "worse", "slow episodes"),
+    Case("unscored", scored(0.5, reward=None), None),
+)
+
+
+def compared(
+    case: Callable[[Random], Episode],
+    *,
+    episodes: int = 1_500,
+    watches: bool = False,
+    share: float = 0.5,
+) -> Comparison:
+    random = Random(7)
+    comparison = Comparison(RULE, new_share=share, old_share=1 - share, watches=watches)
+    for _ in range(episodes):
+        is_new = random.random() < share
+        comparison.add(is_new, (case if is_new else OLD)(random))
+    return comparison
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("watches", [False, True])
+def test_live_episodes_come_to_a_verdict_with_its_reason(case: Case, watches: bool) -> None:
+    verdict = compared(case.new, watches=watches).verdict
+    assert (verdict and verdict.kind) == case.kind
+    assert case.reason in (verdict.reason if verdict else "")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_pairs_of_tasks_come_to_the_same_verdicts(case: Case) -> None:
+    random, comparison = Random(3), Comparison(RULE)
+    for _ in range(400):
+        comparison.add_pair(*[[draw(random) for _ in range(4)] for draw in (case.new, OLD)])
+    assert (comparison.verdict and comparison.verdict.kind) == case.kind
+
+
+@pytest.mark.parametrize("effect", [0.0, -RULE.margin])
+def test_wrong_verdicts_are_rarer_than_the_rule_allows_though_each_episode_is_looked_at(
+    effect: float,
+) -> None:
+    wrong = {0.0: "worse", -RULE.margin: "better"}[effect]
+    runs, mistakes = 200, 0
+    for run in range(runs):
+        random, comparison = Random(f"{effect} {run}"), Comparison(RULE)
+        for _ in range(400):
+            is_new = random.random() < 0.5
+            comparison.add(is_new, scored(0.5 + effect * is_new)(random))
+        mistakes += comparison.verdict is not None and comparison.verdict.kind == wrong
+    assert mistakes <= RULE.mistakes * runs
+
+
+def test_watch_finds_a_version_that_turns_bad_after_it_was_proven() -> None:
+    random, comparison = Random(1), Comparison(RULE, watches=True)
+    for episode in range(4_000):
+        is_new = random.random() < 0.8
+        mean = 0.8 if episode < 2_000 else 0.2
+        comparison.add(is_new, scored(mean if is_new else 0.5)(random))
+        if episode == 1_999:
+            assert comparison.verdict is not None
+            assert comparison.verdict.kind == "better"
+    assert comparison.verdict is not None
+    assert comparison.verdict.kind == "worse"
+
+
+def test_fall_of_the_whole_world_is_no_fault_of_what_serves() -> None:
+    random, comparison = Random(2), Comparison(RULE, watches=True)
+    for episode in range(4_000):
+        is_new = random.random() < 0.9
+        comparison.add(is_new, scored(0.9 if episode < 2_000 else 0.1)(random))
+    assert comparison.verdict is None or comparison.verdict.kind == "better"
+
+
+def test_verdict_of_a_trial_stands_whatever_comes_later() -> None:
+    comparison = compared(scored(0.9))
+    verdict = comparison.verdict
+    assert verdict is not None
+    for _ in range(500):
+        comparison.add(True, Episode("one", 0.0))
+        comparison.add(False, Episode("one", 1.0))
+    assert comparison.verdict == verdict
+
+
+def test_promotion_is_put_off_while_a_guard_speaks_against_it() -> None:
+    """Rewards suffice long before failures of a fifth are shown to be more than of a tenth."""
+    random, comparison = Random(5), Comparison(RULE)
+    while comparison.figures().better < comparison.figures().better_needed:
+        is_new = random.random() < 0.5
+        failed = is_new and random.random() < 0.3
+        comparison.add(is_new, Episode("one", 1.0 if is_new else 0.0, failed=failed))
+    assert comparison.verdict is None
+    assert comparison.points_to_harm
+
+
+def test_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
+    comparison = Comparison(Rule(reward_range=(0.0, 2.0), margin=0.1))
+    comparison.add_pair([Episode("one", 5.0)], [Episode("one", -1.0), Episode("one", 1.0)])
+    figures = comparison.figures()
+    assert (figures.new.mean, figures.new.clipped) == (2.0, 1)
+    assert (figures.old.mean, figures.old.clipped) == (0.5, 1)
+    assert figures.difference == 1.5
+
+
+def test_failed_episode_without_a_reward_counts_as_the_lowest_and_an_unscored_one_not_at_all() -> (
+    None
+):
+    comparison = Comparison(RULE)
+    comparison.add_pair([Episode("one", None, failed=True)], [Episode("one", 1.0)])
+    comparison.add_pair([Episode("one", None)], [Episode("one", 1.0)])
+    assert (comparison.blocks, comparison.difference) == (1, -1.0)
+    assert comparison.figures().new.unscored == 1
+
+
+def test_bounds_close_in_on_the_difference() -> None:
+    figures = compared(scored(0.8, malformed=False)).figures()
+    assert figures.difference is not None
+    assert -RULE.margin < figures.lower < 0.3 < figures.upper
+    assert figures.lower < figures.difference < figures.upper
+
+
+@pytest.mark.parametrize(
+    ("per_hour", "taken", "share"),
+    [(0.0, 0.0, MOST_SHARE), (2.0, 0.0, MOST_SHARE), (2.0, 0.5, 0.25), (1e6, 0.0, LEAST_SHARE)],
+)
+def test_canary_gets_half_of_little_traffic_and_little_of_much(
+    per_hour: float, taken: float, share: float
+) -> None:
+    assert canary_share(per_hour, RULE, taken) == share
+
+
+def test_canarys_share_gives_the_information_that_a_decision_needs_in_time() -> None:
+    share = canary_share(100.0, RULE)
+    episodes = 100.0 * (RULE.decide_within_h - RULE.reward_delay_s / 3600)
+    assert LEAST_SHARE < share < MOST_SHARE
+    assert episodes * share * (1 - share) == pytest.approx(INFORMATION)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward_range", (1.0, 1.0)),
+        ("margin", 0.0),
+        ("margin", 1.0),
+        ("mistakes", 1.0),
+        ("control_share", 0.6),
+        ("reward_delay_s", 0.0),
+    ],
+)
+def test_rule_that_cannot_be_judged_by_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=key):
+        Rule(**{key: value})
+
+
+def test_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        Comparison(RULE).add(True, Episode("one", float("nan")))
