@@ -143,12 +143,14 @@ _NOTE_REWARD: Final = text(
     WHERE name = :name AND gate IS NOT NULL AND NOT gate ? 'reward'
     """
 )
-# By the clock, as whoever changes rewards has waited for all who store some.
+# By the clock, as whoever changes rewards has waited for all who store some. What is compared
+# begins anew: the trial with its canary, and the watch with the control.
 _JUDGE_BY: Final = text(
-    """
+    f"""
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
-        changed_at = CASE WHEN state = 'canary' THEN clock_timestamp() ELSE changed_at END
-    WHERE name = :name AND gate IS NOT NULL AND state IN ('loaded', 'canary')
+        changed_at = CASE WHEN state = 'canary' OR {CONTROL} THEN clock_timestamp()
+            ELSE changed_at END
+    WHERE name = :name AND (state IN ('loaded', 'canary', 'serving') OR {CONTROL})
     RETURNING version, state
     """
 )
@@ -409,12 +411,13 @@ async def promote(
     reason: str,
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
+    control_share: float | None = None,
 ) -> None:
     """Give `version` the traffic; the version that had it is retired, and kept for its episodes.
 
-    The last version with proof stays as the control, on the share of new episodes that the rule of
-    `version` says: that is what had the traffic if it is the base model, was promoted for being
-    better, or there is no control yet.
+    The last version with proof stays as the control, on `control_share` of the new episodes (None:
+    what the rule of `version` says): that is what had the traffic if it is the base model, was
+    promoted for being better, or there is no control yet.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -431,7 +434,8 @@ async def promote(
             " once the servers have it"
         )
     control = await connection.scalar(_CONTROL, {"name": name})
-    share = await connection.scalar(_CONTROL_SHARE, {"name": name, "version": version}) or None
+    values = {"name": name, "version": version}
+    share = control_share or await connection.scalar(_CONTROL_SHARE, values) or None
     if control == version:
         share = None
     serving = next(iter(await _in_state(connection, name, "serving")), None)
@@ -452,6 +456,13 @@ async def promote(
             share=share if is_next else None,
         )
     await change_state(connection, new, "serving", reason=reason, actor=actor, evidence=evidence)
+
+
+async def set_control_share(connection: AsyncConnection, name: str, share: float) -> None:
+    """Give the policy's control, if it has one, this share of the new episodes; 0: it ends."""
+    control = await connection.scalar(_CONTROL, {"name": name})
+    if control is not None:
+        await _set(connection, name, control, share=share or None)
 
 
 async def promote_together(
@@ -515,11 +526,10 @@ async def hold_gate(connection: AsyncConnection, name: str) -> bool:
 async def judge_anew(
     connection: AsyncConnection, name: str, before: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Let what waits or is tried be judged by other rewards; a trial under way begins anew.
+    """Let versions be judged by other rewards; what is compared now is compared anew.
 
     `before` is the digest of what rewards were made by until now, `units` what replaces parts of
-    the rules. The serving version keeps its rule: it is not judged by rewards that it
-    was not promoted for.
+    the rules.
     """
     await connection.execute(_NOTE_REWARD, {"name": name, "reward": before})
     values = {"name": name, "units": json.dumps(dict(units))}
@@ -616,7 +626,7 @@ async def roll_back(
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
 ) -> PolicyVersion | None:
-    """Take the new episodes from a canary, or from the version that serves.
+    """Take the new episodes from a canary, or from the version that serves; or reject a loaded one.
 
     With what serves, all that served since the control falls, and the control serves again; without
     a control what served before it, or the base model. That is returned, and every server has it.
@@ -625,13 +635,13 @@ async def roll_back(
 
     Raises:
         StateChanged: it has another state by now; nothing was written.
-        NotGated: it is neither a canary nor the one that serves, or it is the base model.
+        NotGated: it is not loaded, a canary or the one that serves, or it is the base model.
     """
     name, number = version.name, version.version
-    if version.state not in ("canary", "serving") or not number:
+    if version.state not in ("loaded", "canary", "serving") or not number:
         raise NotGated(
-            f"{name}@{number} is {version.state!r}: only a trained version that serves, or is a"
-            " canary, can be rolled back"
+            f"{name}@{number} is {version.state!r}: only a trained version that serves, is a"
+            " canary, or waits for its evaluation, can be rolled back"
         )
     await lock_policies(connection, [name])
     now = await lock_version(connection, name, number)
@@ -652,7 +662,7 @@ async def roll_back(
         "evidence": None if evidence is None else json.dumps(dict(evidence)),
     }
     await connection.execute(_ROLL_BACK, values)
-    if version.state == "canary":
+    if version.state != "serving":
         return None
     serves = await rollback_target(connection, name)
     again = f"{name}@{number} was rolled back: {reason}"

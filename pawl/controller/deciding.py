@@ -414,10 +414,10 @@ def _key_of(*parts: Standing) -> tuple[object, ...]:
 def _why(comparison: Comparison, rule: Rule) -> tuple[str, dict[str, Any]]:
     """Return the reason of a decision, and the evidence that is stored with it."""
     verdict, difference = comparison.verdict, comparison.difference or 0.0
+    kind = "undecided" if verdict is None else verdict.kind
     if verdict is not None:
-        kind, reason = verdict.kind, verdict.reason
+        reason = verdict.reason
     else:
-        kind = "undecided"
         points = "and points to harm" if comparison.points_to_harm else "which is no sign of harm"
         reason = f"{NOTHING_SHOWN}: the difference so far is {difference:+.3g}, {points}"
     found = {"verdict": kind, "figures": comparison.figures(), "rule": rule}

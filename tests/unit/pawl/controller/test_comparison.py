@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -203,7 +204,7 @@ def test_canarys_share_gives_the_information_that_a_decision_needs_in_time() -> 
         ("reward_delay_s", 0.0),
     ],
 )
-def test_rule_that_cannot_be_judged_by_is_refused_by_name(key: str, value: object) -> None:
+def test_rule_that_cannot_be_judged_by_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
         Rule(**{key: value})
 
