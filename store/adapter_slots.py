@@ -13,8 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.tables import BACK_TO, LIVE
-from store.version_states import AT_ONCE, mark_unloaded
+from store.schema.tables import AT_ONCE, BACK_TO, LIVE
+from store.version_states import mark_unloaded
 from store.versions import VERSION_COLUMNS, version_of
 
 _HERE: Final = """

@@ -29,7 +29,7 @@ from store.schema.tables import (
     updates,
 )
 from store.tenants import tenant_of
-from store.versions import VERSION_COLUMNS, PolicyEvent, PolicyVersion, version_of
+from store.versions import VERSION_COLUMNS, PolicyEvent, PolicyState, PolicyVersion, version_of
 
 
 def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
@@ -146,6 +146,13 @@ async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersio
     return await _versions(connection, name, text(LIVE))
 
 
+async def in_states(
+    connection: AsyncConnection, name: str, *states: PolicyState
+) -> list[PolicyVersion]:
+    """Return the versions of a policy in these states, oldest first."""
+    return await _versions(connection, name, policies.c.state.in_(states))
+
+
 async def versions_with_files(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
@@ -239,22 +246,19 @@ async def deleted_versions(
 
 
 async def unasked_versions(
-    connection: AsyncConnection, name: str, keep: Collection[int], idle_s: float
+    connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
     """Return the versions of a policy whose files are there and no reader is left for.
 
-    They are those of `unserved_versions` that are not in `keep`, and whose log-probabilities no
-    free episode waits for. There are none while an update of the policy is running.
+    They are those of `unserved_versions` whose log-probabilities no free episode waits for. There
+    are none while an update of the policy is running.
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
-    idle = await unserved_versions(connection, name, idle_s)
-    unasked = {version.version: version for version in idle if version.version not in keep}
-    if not unasked:
-        return []
-    values = {"policy": name, "versions": list(unasked)}
+    unserved = await unserved_versions(connection, name, idle_s)
+    values = {"policy": name, "versions": [one.version for one in unserved]}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    return [version for number, version in unasked.items() if number not in waited_for]
+    return [one for one in unserved if one.version not in waited_for]
 
 
 async def mark_deleted(
@@ -266,11 +270,7 @@ async def mark_deleted(
     """
     marked = await connection.execute(
         update(policies)
-        .where(
-            policies.c.name == name,
-            policies.c.version.in_(numbers),
-            text(_UNSERVED),
-        )
+        .where(policies.c.name == name, policies.c.version.in_(numbers), text(_UNSERVED))
         .values(files_deleted_at=text("now()"))
         .returning(policies.c.version)
     )

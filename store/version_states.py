@@ -1,18 +1,18 @@
 """Change the states of policy versions: nothing else writes them.
 
 `ALLOWED` is the table of transitions. `change_state` makes one of them, and `roll_back` several in
-one statement; both add the event with the reason in the same statement, so that neither is there
-without the other. Every other function moves traffic by such changes in the caller's transaction.
-It locks the policy first (`lock_policies`), so that of several controllers, trainers and operators
-one moves traffic at a time (docs/decisions/077-states-events-and-arms.md).
+one statement; both add the events in the same statement, so that no change is there without its
+reason (docs/decisions/077-states-events-and-arms.md). Every other function moves traffic by such
+changes in the caller's transaction. It locks the policy first (`lock_policies`), so that of several
+controllers, trainers and operators one moves traffic at a time.
 """
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NotRequired, TypedDict, Unpack
 from uuid import UUID
 
-from sqlalchemy import func, insert, null, select, text, update
+from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -20,10 +20,11 @@ from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
 from store.link.claimable import judged_by
 from store.read.gates import is_proven
-from store.schema.tables import BACK_TO, CONTROL, policies, policy_events
+from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
 from store.tenants import DEFAULT
-from store.version_queries import numbered_version, rollback_target
+from store.version_queries import in_states, numbered_version, rollback_target
 from store.versions import (
+    VERSION_COLUMNS,
     Actor,
     PolicyState,
     PolicyVersion,
@@ -47,17 +48,13 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
 WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
 # The database ends a transaction that judges a policy and asks nothing for so long.
 IDLE_S: Final = 120.0
-# The condition for a version that gets the traffic as soon as it is loaded.
-AT_ONCE: Final = (
-    "COALESCE(gate->>'mode', 'immediate') = 'immediate'"
-    " AND NOT COALESCE(CAST(gate->>'approve' AS boolean), false)"
-)
 
-# The clock's time, not the transaction's: whoever moves traffic has locked the policy by then, so
-# that events are in the order of the moves. What had no traffic has no episodes to be kept for: it
-# is unloaded once it is retired.
+_EVENT: Final = """INSERT INTO policy_events
+        (id, name, version, from_state, to_state, reason, actor, evidence, at)"""
+# By the clock: whoever moves traffic has locked the policy, so that events are in the order of the
+# moves. What had no traffic has no episodes to be kept for: it is unloaded once it is retired.
 _CHANGE: Final = text(
-    """
+    f"""
     WITH changed AS (
         UPDATE policies SET state = :to, changed_at = clock_timestamp(),
             share = CAST(:share AS double precision),
@@ -65,25 +62,34 @@ _CHANGE: Final = text(
                 THEN clock_timestamp() ELSE unloaded_at END
         WHERE name = :name AND version = :version AND state = :from
         RETURNING name, version, changed_at)
-    INSERT INTO policy_events
-        (id, name, version, from_state, to_state, reason, actor, evidence, at)
+    {_EVENT}
     SELECT CAST(:id AS uuid), name, version, :from, :to, :reason, :actor, CAST(:evidence AS jsonb),
         changed_at
     FROM changed RETURNING id
     """
 )
-# What falls: a version; if it serves, all that served since the control lost the traffic; and what
-# was trained on from any of these. The control never falls, nor what was trained on from it alone:
-# it did better than they did. Ids of events are made from the first, in the order of versions.
+_STAYS: Final = text(
+    f"""
+    {_EVENT}
+    VALUES (CAST(:id AS uuid), :name, :version, :from, :to, :reason, :actor,
+        CAST(:evidence AS jsonb), clock_timestamp())
+    """
+)
+# What falls: a version; if it serves, all that served since the control did; and what was trained
+# on from any of these. The control never falls, nor what was trained on from it alone: it did
+# better than they did. Ids of events are made from one, in the order of versions.
 _ROLL_BACK: Final = text(
     f"""
     WITH RECURSIVE control AS (
-        SELECT version, changed_at FROM policies WHERE name = :name AND {CONTROL}),
+        SELECT version, (SELECT max(at) FROM policy_events v
+            WHERE v.name = p.name AND v.version = p.version AND v.to_state = 'serving'
+                AND v.from_state IS DISTINCT FROM 'serving') AS served_at
+        FROM policies p WHERE name = :name AND {CONTROL}),
     falling AS (
         SELECT version, version AS root FROM policies p
         WHERE name = :name AND version > 0 AND version NOT IN (SELECT version FROM control)
             AND (version = :version OR CAST(:serves AS boolean) AND EXISTS (
-                SELECT FROM policy_events v JOIN control c ON v.at >= c.changed_at
+                SELECT FROM policy_events v JOIN control ON v.at > control.served_at
                 WHERE v.name = p.name AND v.version = p.version AND v.to_state = 'serving'
                     AND v.from_state <> 'serving'))
         UNION
@@ -91,27 +97,21 @@ _ROLL_BACK: Final = text(
         FROM updates u JOIN falling ON u.parent_version = falling.version
         WHERE u.policy = :name AND u.version NOT IN (SELECT version FROM control)),
     before AS (
-        SELECT p.version, p.state, root, row_number() OVER (ORDER BY p.version) AS place
-        FROM policies p JOIN (
-            SELECT DISTINCT ON (version) version, root FROM falling
-            ORDER BY version, root = version DESC, root DESC) f
-            USING (version)
-        WHERE p.name = :name AND p.state NOT IN ('rejected', 'rolled_back')),
+        SELECT DISTINCT ON (version) version, root, state
+        FROM falling JOIN policies p USING (version)
+        WHERE p.name = :name AND p.state NOT IN ('rejected', 'rolled_back')
+        ORDER BY version, root = version DESC, root DESC),
     changed AS (
         UPDATE policies p SET share = NULL, changed_at = clock_timestamp(),
             state = CASE WHEN before.state IN ('written', 'loaded')
                 THEN 'rejected' ELSE 'rolled_back' END
-        FROM before WHERE p.name = :name AND p.version = before.version
-            AND p.state = before.state
-        RETURNING p.version, before.state AS from_state, p.state AS to_state, root, place,
-            p.changed_at)
-    INSERT INTO policy_events
-        (id, name, version, from_state, to_state, reason, actor, evidence, at)
-    SELECT CAST(left(:id, 26) || lpad(to_hex(place), 6, '0') AS uuid), :name, version, from_state,
-        to_state,
+        FROM before
+        WHERE p.name = :name AND p.version = before.version AND p.state = before.state
+        RETURNING p.version, before.state AS was, p.state, root, p.changed_at)
+    {_EVENT}
+    SELECT CAST(left(:id, 26) || lpad(to_hex(version), 6, '0') AS uuid), :name, version, was, state,
         CASE WHEN version = :version THEN :reason
-            WHEN version = root THEN :served
-            ELSE :descends || root || ', which was rolled back' END,
+            WHEN version = root THEN :served ELSE :descends || root || ', which failed' END,
         :actor, CASE WHEN version = :version THEN CAST(:evidence AS jsonb) END, changed_at
     FROM changed
     """
@@ -129,13 +129,25 @@ _LOCK: Final = text(
     "SELECT name FROM policies WHERE version = 0 AND name = ANY(CAST(:names AS text[]))"
     " ORDER BY name FOR NO KEY UPDATE"
 )
-_END_IDLE: Final = text("SELECT set_config('idle_in_transaction_session_timeout', :idle, true)")
-_HOLD: Final = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
-_CONTROL_SHARE: Final = text(
+_HOLD: Final = text(
+    "SELECT pg_try_advisory_xact_lock(hashtext(:name))"
+    " FROM set_config('idle_in_transaction_session_timeout', :idle, true)"
+)
+_CONTROL: Final = text(f"SELECT version FROM policies WHERE name = :name AND {CONTROL}")
+_RULES_SHARE: Final = text(
     "SELECT CAST(gate->>'control_share' AS double precision) FROM policies"
     " WHERE name = :name AND version = :version"
 )
-_CONTROL: Final = text(f"SELECT version FROM policies WHERE name = :name AND {CONTROL}")
+_TOGETHER: Final = text(
+    f"""
+    SELECT {VERSION_COLUMNS}, changed_at < now() - make_interval(secs => :wait_s) AS has_waited
+    FROM policies p
+    WHERE name = ANY(CAST(:names AS text[])) AND state = 'loaded' AND {AT_ONCE}
+        AND NOT EXISTS (SELECT FROM policies b
+            WHERE b.name = p.name AND b.version = 0 AND b.frozen_at IS NOT NULL)
+    ORDER BY name, version
+    """
+)
 # Where the rewards never changed before, nothing said what they were made by.
 _NOTE_REWARD: Final = text(
     """
@@ -143,17 +155,25 @@ _NOTE_REWARD: Final = text(
     WHERE name = :name AND gate IS NOT NULL AND NOT gate ? 'reward'
     """
 )
-# By the clock, as whoever changes rewards has waited for all who store some. What is compared
-# begins anew: the trial with its canary, and the watch with the control.
+# By the clock, as whoever changes rewards has waited for all who store some.
 _JUDGE_BY: Final = text(
     f"""
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
-        changed_at = CASE WHEN state = 'canary' OR {CONTROL} THEN clock_timestamp()
+        changed_at = CASE WHEN state IN ('canary', 'retired') THEN clock_timestamp()
             ELSE changed_at END
     WHERE name = :name AND (state IN ('loaded', 'canary', 'serving') OR {CONTROL})
     RETURNING version, state
     """
 )
+
+
+class Why(TypedDict):
+    """Say why a version changes: the reason in words, who decided, and what that rests on."""
+
+    reason: str
+    actor: Actor
+    evidence: NotRequired[Mapping[str, Any] | None]
+
 
 # One change
 
@@ -163,76 +183,53 @@ async def change_state(
     version: PolicyVersion,
     to: PolicyState,
     *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
     share: float | None = None,
+    **why: Unpack[Why],
 ) -> None:
     """Move a version from the state in which it was read to another, and record why.
 
-    `evidence` is what the decision rested on; it is stored as JSON. `share` is the share of new
-    episodes that it has in its new state, if it is an arm of its own. A version that has the state
-    already is not changed, and gets no event.
+    `share` is the share of new episodes that it has in its new state, if it is an arm of its own. A
+    version that has the state already is not changed, and gets no event.
 
     Raises:
         StateChanged: the version has another state by now, or `ALLOWED` does not have the
             transition; nothing was written.
-        RolledBack: the version was rolled back, so it cannot have that state any more.
+        RolledBack: the version was rolled back, or ended, so it cannot have that state any more.
     """
     if to == version.state:
         return
-    rolled_back = version.state == "rolled_back"
-    if rolled_back or (version.ended and to not in ("rolled_back", "retired")):
-        why = "was rolled back" if rolled_back else "ended when the policy's line started again"
+    if version.state == "rolled_back" or (version.ended and to == "serving"):
         raise RolledBack(
-            f"{version.name}@{version.version} {why}, so it cannot become {to!r}: nothing brings"
-            " it back; import its adapter as a version of its own"
+            f"{version.name}@{version.version} was rolled back, or ended when the policy's line"
+            f" started again, so it cannot become {to!r}: nothing brings it back; import its"
+            " adapter as a version of its own"
         )
     if to not in ALLOWED[version.state]:
+        may_become = ", ".join(sorted(ALLOWED[version.state])) or "nothing"
         raise StateChanged(
             f"{version.name}@{version.version} is {version.state!r}, and cannot become {to!r}"
-            f" ({reason}); it can become {', '.join(sorted(ALLOWED[version.state])) or 'nothing'}"
+            f" ({why['reason']}); it can become {may_become}"
         )
-    changed = await connection.execute(
-        _CHANGE,
-        {
-            "id": new_id(),
-            "name": version.name,
-            "version": version.version,
-            "from": version.state,
-            "to": to,
-            "reason": reason,
-            "actor": actor,
-            "evidence": None if evidence is None else json.dumps(dict(evidence)),
-            "share": share,
-        },
-    )
-    if changed.first() is None:
+    of_version = {"name": version.name, "version": version.version, "from": version.state}
+    values = {**of_version, "to": to, "share": share, **_values(why)}
+    if (await connection.execute(_CHANGE, values)).first() is None:
         raise StateChanged(
             f"{version.name}@{version.version} is not {version.state!r} any more, so it was not "
-            f"made {to!r} ({reason}): read its state, and decide again"
+            f"made {to!r} ({why['reason']}): read its state, and decide again"
         )
 
 
 async def set_state(
-    connection: AsyncConnection,
-    name: str,
-    version: int,
-    state: PolicyState,
-    *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
+    connection: AsyncConnection, name: str, version: int, state: PolicyState, **why: Unpack[Why]
 ) -> None:
     """Move one version from its current state to `state`, as `change_state` does.
 
     Raises:
         UnknownPolicy: there is no such version.
-        StateChanged: `ALLOWED` does not have the transition.
-        RolledBack: it was rolled back, so it cannot have that state any more.
+        StateChanged, RolledBack: it cannot have that state.
     """
     current = await lock_version(connection, name, version)
-    await change_state(connection, current, state, reason=reason, actor=actor, evidence=evidence)
+    await change_state(connection, current, state, **why)
 
 
 async def add_event(
@@ -242,24 +239,17 @@ async def add_event(
     state: PolicyState,
     *,
     before: PolicyState | None = None,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
+    **why: Unpack[Why],
 ) -> None:
     """Record why a version is in `state`: as its first state, or to stay in it (`before`)."""
-    await connection.execute(
-        insert(policy_events).values(
-            id=new_id(),
-            name=name,
-            version=version,
-            from_state=before,
-            to_state=state,
-            reason=reason,
-            actor=actor,
-            # None alone would be JSON's null.
-            evidence=null() if evidence is None else dict(evidence),
-        )
-    )
+    values = {"name": name, "version": version, "from": before, "to": state}
+    await connection.execute(_STAYS, values | _values(why))
+
+
+def _values(why: Why) -> dict[str, Any]:
+    evidence = why.get("evidence")
+    as_json = None if evidence is None else json.dumps(dict(evidence))
+    return {"id": new_id().hex, "evidence": as_json, "reason": why["reason"], "actor": why["actor"]}
 
 
 async def lock_policies(connection: AsyncConnection, names: Sequence[str]) -> None:
@@ -283,13 +273,10 @@ async def lock_version(connection: AsyncConnection, name: str, version: int) -> 
     return version_of(row)
 
 
-async def _in_state(
-    connection: AsyncConnection, name: str, *states: PolicyState
-) -> list[PolicyVersion]:
-    """Return the versions of a policy in these states, oldest first."""
-    query = select(policies).where(policies.c.name == name, policies.c.state.in_(states))
-    rows = await connection.execute(query.order_by(policies.c.version))
-    return [version_of(row) for row in rows]
+async def _set(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
+    """Set columns of a version other than its state."""
+    of_version = (policies.c.name == name, policies.c.version == version)
+    await connection.execute(update(policies).where(*of_version).values(**values))
 
 
 # A version begins
@@ -347,7 +334,7 @@ async def add_version(
     await add_event(connection, name, version, "written", reason=why, actor=actor)
 
 
-# It waits, gets the traffic, and loses it to a newer one
+# It waits, is tried, and gets the traffic
 
 
 async def make_loaded(
@@ -355,9 +342,7 @@ async def make_loaded(
     name: str,
     version: int,
     rule: Mapping[str, Any],
-    *,
-    reason: str,
-    actor: Actor,
+    **why: Unpack[Why],
 ) -> None:
     """Let `version`, which every server has, wait for traffic, to be judged by the rule `rule`.
 
@@ -369,22 +354,16 @@ async def make_loaded(
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
-    for older in await _in_state(connection, name, *WITHOUT_TRAFFIC):
+    for older in await in_states(connection, name, *WITHOUT_TRAFFIC):
         if older.version < version:
-            why = f"{name}@{version} is newer, and waits instead"
-            await change_state(connection, older, "retired", reason=why, actor=actor)
+            newer = f"{name}@{version} is newer, and waits instead"
+            await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
     await _set(connection, name, version, gate=await judged_by(connection, name, rule))
-    await change_state(connection, new, "loaded", reason=reason, actor=actor)
+    await change_state(connection, new, "loaded", **why)
 
 
 async def begin_canary(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    share: float,
-    *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
+    connection: AsyncConnection, version: PolicyVersion, share: float, **why: Unpack[Why]
 ) -> None:
     """Give a loaded version `share` of the new episodes, a fraction of all.
 
@@ -392,15 +371,7 @@ async def begin_canary(
         StateChanged: it is not loaded any more.
     """
     await lock_policies(connection, [version.name])
-    await change_state(
-        connection,
-        version,
-        "canary",
-        reason=reason,
-        actor=actor,
-        evidence=evidence,
-        share=share,
-    )
+    await change_state(connection, version, "canary", share=share, **why)
 
 
 async def promote(
@@ -408,21 +379,19 @@ async def promote(
     name: str,
     version: int,
     *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
     control_share: float | None = None,
+    **why: Unpack[Why],
 ) -> None:
     """Give `version` the traffic; the version that had it is retired, and kept for its episodes.
 
     The last version with proof stays as the control, on `control_share` of the new episodes (None:
-    what the rule of `version` says): that is what had the traffic if it is the base model, was
-    promoted for being better, or there is no control yet.
+    what the rule of `version` says; 0: there is none). That is what had the traffic if it is the
+    base model, was found to be better, or there is no control yet.
 
     Raises:
         UnknownPolicy: there is no such version.
         StateChanged: it is on no server, so it cannot serve.
-        RolledBack: it was rolled back.
+        RolledBack: it was rolled back, or ended.
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
@@ -433,33 +402,28 @@ async def promote(
             f"{new.served_name} is unloaded, so it cannot serve: recall it first, and promote it"
             " once the servers have it"
         )
+    if control_share is None:
+        values = {"name": name, "version": version}
+        control_share = await connection.scalar(_RULES_SHARE, values)
     control = await connection.scalar(_CONTROL, {"name": name})
-    values = {"name": name, "version": version}
-    share = control_share or await connection.scalar(_CONTROL_SHARE, values) or None
-    if control == version:
-        share = None
-    serving = next(iter(await _in_state(connection, name, "serving")), None)
-    is_next = serving is not None and (
-        control is None
-        or serving.version == 0
-        or await is_proven(connection, name, serving.version)
-    )
-    if control is not None:
-        await _set(connection, name, control, share=None if is_next else share)
-    if serving is not None:
-        await change_state(
-            connection,
-            serving,
-            "retired",
-            reason=f"{new.served_name} took the traffic",
-            actor=actor,
-            share=share if is_next else None,
+    share = None if control == version else control_share or None
+    for serving in await in_states(connection, name, "serving"):
+        is_control = (
+            control is None
+            or serving.version == 0
+            or await is_proven(connection, name, serving.version)
         )
-    await change_state(connection, new, "serving", reason=reason, actor=actor, evidence=evidence)
+        if is_control:
+            await set_control_share(connection, name, 0.0)
+        taken: Why = {"reason": f"{new.served_name} took the traffic", "actor": why["actor"]}
+        own = share if is_control else None
+        await change_state(connection, serving, "retired", share=own, **taken)
+    await set_control_share(connection, name, share or 0.0)
+    await change_state(connection, new, "serving", **why)
 
 
 async def set_control_share(connection: AsyncConnection, name: str, share: float) -> None:
-    """Give the policy's control, if it has one, this share of the new episodes; 0: it ends."""
+    """Give the control, if there is one, this share of new episodes; 0: there is none any more."""
     control = await connection.scalar(_CONTROL, {"name": name})
     if control is not None:
         await _set(connection, name, control, share=share or None)
@@ -474,40 +438,22 @@ async def promote_together(
     versions that were promoted. Several trainers may ask at the same time. Nothing is promoted of a
     policy that is frozen, or whose version waits to be judged or approved.
     """
-    due, _ = await _due_together(connection, names, wait_s)
-    if not due:
-        return []
+    loaded: Sequence[Any] = ()
     # What waits for others must not keep these from coming: it locks nothing until it is due.
-    await lock_policies(connection, names)
-    loaded, why = await _due_together(connection, names, wait_s, lock=True)
-    for version in loaded:
-        await promote(connection, version.name, version.version, reason=why, actor="trainer")
-    return loaded
-
-
-async def _due_together(
-    connection: AsyncConnection, names: Sequence[str], wait_s: float, *, lock: bool = False
-) -> tuple[list[PolicyVersion], str]:
-    """Return the versions that are loaded, if it is time to promote them, and why it is.
-
-    With `lock` they stay so until the transaction ends.
-    """
-    has_waited = text("changed_at < now() - make_interval(secs => :wait_s) AS has_waited")
-    base = policies.alias("base")
-    frozen = select(base.c.name).where(base.c.version == 0, base.c.frozen_at.is_not(None))
-    query = (
-        select(policies, has_waited.bindparams(wait_s=wait_s))
-        .where(policies.c.name.in_(names), policies.c.state == "loaded")
-        .where(policies.c.name.not_in(frozen), text(AT_ONCE))
-        .order_by(policies.c.name, policies.c.version)
-    )
-    loaded = (await connection.execute(query.with_for_update() if lock else query)).all()
-    if {row.name for row in loaded} == set(names):
-        return [version_of(row) for row in loaded], "it is loaded"
-    if not any(row.has_waited for row in loaded):
-        return [], ""
-    why = f"it has waited for {wait_s:g} s for others to go live with"
-    return [version_of(row) for row in loaded], why
+    for is_locked in (False, True):
+        if is_locked:
+            await lock_policies(connection, names)
+        values = {"names": list(names), "wait_s": wait_s}
+        loaded = (await connection.execute(_TOGETHER, values)).all()
+        are_all = {row.name for row in loaded} == set(names)
+        if not (are_all or any(row.has_waited for row in loaded)):
+            return []
+    why = "it is loaded"
+    if not are_all:
+        why = f"it has waited for {wait_s:g} s for others to go live with"
+    for row in loaded:
+        await promote(connection, row.name, row.version, reason=why, actor="trainer")
+    return [version_of(row) for row in loaded]
 
 
 # It is judged
@@ -519,31 +465,25 @@ async def hold_gate(connection: AsyncConnection, name: str) -> bool:
     Return False if another does already. Whoever is stopped or cut off while it holds the gate does
     not keep it: the database ends a transaction in which nothing is asked for `IDLE_S`.
     """
-    await connection.execute(_END_IDLE, {"idle": f"{IDLE_S:g}s"})
-    return bool(await connection.scalar(_HOLD, {"name": f"pawl-gate:{name}"}))
+    values = {"name": f"pawl-gate:{name}", "idle": f"{IDLE_S:g}s"}
+    return bool(await connection.scalar(_HOLD, values))
 
 
 async def judge_anew(
     connection: AsyncConnection, name: str, before: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Let versions be judged by other rewards; what is compared now is compared anew.
+    """Let a policy's versions be judged by other rewards; what is compared begins anew.
 
     `before` is the digest of what rewards were made by until now, `units` what replaces parts of
     the rules.
     """
     await connection.execute(_NOTE_REWARD, {"name": name, "reward": before})
     values = {"name": name, "units": json.dumps(dict(units))}
+    why = "the reward is another sum: what it is compared by begins anew, with what begins now"
     for row in (await connection.execute(_JUDGE_BY, values)).all():
-        if row.state == "canary":
-            await add_event(
-                connection,
-                name,
-                row.version,
-                "canary",
-                before="canary",
-                reason="the reward is another sum: its trial begins anew, with what begins now",
-                actor=actor,
-            )
+        if row.state in ("canary", "retired"):
+            of_version = (name, row.version, row.state)
+            await add_event(connection, *of_version, before=row.state, reason=why, actor=actor)
 
 
 async def freeze(
@@ -556,19 +496,8 @@ async def freeze(
     """
     base = await lock_version(connection, name, 0)
     await _set(connection, name, 0, frozen_at=text("now()") if frozen else None)
-    described = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
-    await add_event(
-        connection, name, 0, base.state, before=base.state, reason=described, actor=actor
-    )
-
-
-async def _set(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
-    """Set columns of a version that say how it is judged."""
-    await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.version == version)
-        .values(**values)
-    )
+    why = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
+    await add_event(connection, name, 0, base.state, before=base.state, reason=why, actor=actor)
 
 
 # It is taken from the servers, or from the traffic
@@ -577,7 +506,7 @@ async def _set(connection: AsyncConnection, name: str, version: int, **values: A
 async def mark_unloaded(
     connection: AsyncConnection, name: str, numbers: Collection[int], reason: str, actor: Actor
 ) -> set[int]:
-    """Let no server keep these versions for their episodes; return those that this is true of now.
+    """Let no server keep these versions for their episodes; return those that were unloaded.
 
     The control is left, and what a roll-back would give the traffic to, and what is not retired or
     rolled back by now.
@@ -585,48 +514,38 @@ async def mark_unloaded(
     await lock_policies(connection, [name])
     rows = (await connection.execute(_UNLOAD, {"name": name, "numbers": list(numbers)})).all()
     for row in rows:
-        await add_event(
-            connection, name, row.version, row.state, before=row.state, reason=reason, actor=actor
-        )
+        of_version = (name, row.version, row.state)
+        await add_event(connection, *of_version, before=row.state, reason=reason, actor=actor)
     return {row.version for row in rows}
 
 
-async def recall(
-    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor
-) -> None:
+async def recall(connection: AsyncConnection, name: str, version: int, **why: Unpack[Why]) -> None:
     """Let the servers load a retired version again, so that it can be promoted.
 
-    One that is loaded already stays so.
+    One that is loaded stays so.
 
     Raises:
         UnknownPolicy: there is no such version.
-        StateChanged: it is not retired, or its files were deleted.
-        RolledBack: it was rolled back, or ended.
+        StateChanged: it is not retired, or it ended, or its files were deleted.
     """
     await lock_policies(connection, [name])
-    retired = await lock_version(connection, name, version)
-    if retired.state == "rolled_back" or retired.ended:
-        raise RolledBack(f"{retired.served_name} was rolled back, or ended: it never serves again")
-    if retired.state != "retired" or retired.files_deleted:
-        why = "its files were deleted" if retired.files_deleted else f"it is {retired.state!r}"
-        raise StateChanged(f"{retired.served_name} cannot be loaded again: {why}")
-    if retired.unloaded:
-        now = func.clock_timestamp()
-        await _set(connection, name, version, unloaded_at=None, changed_at=now)
-        await add_event(
-            connection, name, version, "retired", before="retired", reason=reason, actor=actor
+    old = await lock_version(connection, name, version)
+    if old.state != "retired" or old.ended or old.files_deleted:
+        raise StateChanged(
+            f"{old.served_name} cannot be loaded again: only a retired version can, of the policy's"
+            " present line, while its files are there; export an adapter, and import it, which"
+            " makes it a version of its own"
         )
+    if old.unloaded:
+        await _set(connection, name, version, unloaded_at=None, changed_at=func.clock_timestamp())
+        of_version = (name, version, old.state)
+        await add_event(connection, *of_version, before=old.state, **why)
 
 
 async def roll_back(
-    connection: AsyncConnection,
-    version: PolicyVersion,
-    *,
-    reason: str,
-    actor: Actor,
-    evidence: Mapping[str, Any] | None = None,
+    connection: AsyncConnection, version: PolicyVersion, **why: Unpack[Why]
 ) -> PolicyVersion | None:
-    """Take the new episodes from a canary, or from the version that serves; or reject a loaded one.
+    """Let no new episode begin with the version that serves, a canary, or one that is loaded.
 
     With what serves, all that served since the control falls, and the control serves again; without
     a control what served before it, or the base model. That is returned, and every server has it.
@@ -635,36 +554,29 @@ async def roll_back(
 
     Raises:
         StateChanged: it has another state by now; nothing was written.
-        NotGated: it is not loaded, a canary or the one that serves, or it is the base model.
+        NotGated: it has no new episodes, and waits for none, or is the base model.
     """
     name, number = version.name, version.version
     if version.state not in ("loaded", "canary", "serving") or not number:
         raise NotGated(
             f"{name}@{number} is {version.state!r}: only a trained version that serves, is a"
-            " canary, or waits for its evaluation, can be rolled back"
+            " canary, or is loaded for that, can be rolled back"
         )
     await lock_policies(connection, [name])
     now = await lock_version(connection, name, number)
     if now.state != version.state:
         raise StateChanged(
             f"{name}@{number} is {now.state!r} by now, and not {version.state!r}, so it was not"
-            f" rolled back ({reason}): decide again"
+            f" rolled back ({why['reason']}): decide again"
         )
-    values = {
-        "id": new_id().hex,
-        "name": name,
-        "version": number,
-        "serves": version.state == "serving",
-        "reason": reason,
-        "served": f"it served since the control did, as {name}@{number}, which was rolled back",
-        "descends": f"it was trained on from {name}@",
-        "actor": actor,
-        "evidence": None if evidence is None else json.dumps(dict(evidence)),
-    }
-    await connection.execute(_ROLL_BACK, values)
-    if version.state != "serving":
+    serves = version.state == "serving"
+    served = f"it served since the control did, as {name}@{number}, which was rolled back"
+    because = {"served": served, "descends": f"it was trained on from {name}@"}
+    values = {"name": name, "version": number, "serves": serves, **because}
+    await connection.execute(_ROLL_BACK, values | _values(why))
+    if not serves:
         return None
-    serves = await rollback_target(connection, name)
-    again = f"{name}@{number} was rolled back: {reason}"
-    await promote(connection, name, serves.version, reason=again, actor=actor)
-    return await numbered_version(connection, name, serves.version)
+    target = await rollback_target(connection, name)
+    again = f"{name}@{number} was rolled back: {why['reason']}"
+    await promote(connection, name, target.version, reason=again, actor=why["actor"])
+    return await numbered_version(connection, name, target.version)

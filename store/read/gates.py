@@ -209,14 +209,13 @@ _CAME_TO: Final = text(
                 AND (COALESCE(http_status >= 400, true) OR status = 'truncated')) AS broken
         FROM began GROUP BY whole),
     tools AS (
-        SELECT p.whole, bool_or(v.status = 'malformed') AS malformed,
-            bool_or(v.status IN ('error', 'timeout')) AS tools_failed
+        SELECT p.whole, bool_or(v.status = 'malformed') AS malformed
         FROM parts p JOIN tool_events v ON v.episode_id = p.id AND v.at < p.until
         GROUP BY p.whole),
     terms AS ({TERMS_OF_POLICY}),
     {rewards("f.at < p.until")}
     SELECT b.id, c.arm, c.version, c.seconds, c.failed, c.broken,
-        t.malformed, t.tools_failed, r.value AS reward
+        t.malformed, r.value AS reward
     FROM begun b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
     """
@@ -231,9 +230,8 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     `version` is the one that it was given. `reward` is None while nobody scored it. `failed` says
     whether its last call was refused for what it says (`store.records.FAILED`), `broken` whether
     any of its requests came to an error, or to a reply that broke off by itself, or the first had
-    not ended. `malformed` says whether a tool call of it was malformed, and `tools_failed` whether
-    one was executed and came to an error or a timeout; None if it called no tool. `seconds` is the
-    mean duration of its calls, as far as these had come.
+    not ended. `malformed` says whether a tool call of it was malformed; None if it called no tool.
+    `seconds` is the mean duration of its calls, as far as these had come.
     """
 
     id: UUID
@@ -244,7 +242,6 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     failed: bool
     broken: bool
     malformed: bool | None
-    tools_failed: bool | None
     seconds: float
 
 

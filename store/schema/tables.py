@@ -553,6 +553,11 @@ LIVE: Final = "state <> 'rejected' AND unloaded_at IS NULL"
 SERVABLE: Final = f"state <> 'written' AND {LIVE}"
 # The condition for the version that what served since is compared with: one of a policy at most.
 CONTROL: Final = "state = 'retired' AND share IS NOT NULL"
+# The condition for a version that gets the traffic as soon as it is loaded, by its rule.
+AT_ONCE: Final = (
+    "COALESCE(gate->>'mode', 'immediate') = 'immediate'"
+    " AND NOT COALESCE(CAST(gate->>'approve' AS boolean), false)"
+)
 # The condition for a version (`p`) that new episodes began with.
 HAD_TRAFFIC: Final = """EXISTS (
     SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
