@@ -63,7 +63,7 @@ async def test_next_update_is_planned_while_the_version_is_published(
         monkeypatch.undo()
         assert await loop.update_once()
     assert await states(bench) == [("done", 0), ("done", 1)]
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     await bench.assert_spent_once(8)
 
 
@@ -78,7 +78,7 @@ async def test_update_planned_on_a_version_that_is_rejected_is_begun_again_on_an
         bench.learner.served_off = 0.0
         assert await loop.update_once()
     assert await states(bench) == [("done", 0), ("abandoned", 1), ("done", 0)]
-    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "rejected", 2: "serving"}
     await bench.assert_spent_once(8)
 
 
@@ -98,7 +98,7 @@ async def test_update_that_cannot_be_planned_ahead_frees_its_episodes_and_stops_
         is_known = isinstance(error, LearnerError)
         with nullcontext() if is_known else pytest.raises(ValueError, match="a new fault"):
             assert await loop.update_once(looks_ahead=True)
-        assert await bench.states() == {0: "published", 1: "serving"}
+        assert await bench.states() == {0: "retired", 1: "serving"}
         if not is_known:
             # As once the policy, which is left for a while, is taken up again.
             await loop.finish_killed()

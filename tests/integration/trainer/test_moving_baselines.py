@@ -73,4 +73,4 @@ async def test_an_update_that_trains_nothing_still_moves_them(bench: Bench) -> N
     assert not await bench.run_once()
     found = [baselines for state, baselines in await left(bench.engine) if state == "done"]
     assert [seen(baselines)[1] for baselines in found] == [4, 8]
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}

@@ -139,7 +139,7 @@ def together(policies: Policies) -> Policies:
 async def test_versions_that_go_live_together_do_so_in_one_transaction(together: Policies) -> None:
     await together.fill({"writer": 8, "checker": 8})
     assert len(await together.turns(1)) == 1
-    assert list((await together.states()).values()) == ["ready"]
+    assert list((await together.states()).values()) == ["loaded"]
     assert await together.serving() == {"writer": 0, "checker": 0}
     assert sorted(await together.turns(1)) == ["checker", "writer"]
     assert await together.serving() == {"writer": 1, "checker": 1}
@@ -171,7 +171,7 @@ async def test_a_rejected_one_keeps_all_at_their_old_versions_until_the_next(
     await together.fill({"writer": 8, "checker": 2})
     together.learners["checker"].served_off = -5.0
     await together.turns(2)
-    assert await together.states() == {"writer@1": "ready", "checker@1": "rejected"}
+    assert await together.states() == {"writer@1": "loaded", "checker@1": "rejected"}
     assert await together.serving() == {"writer": 0, "checker": 0}
     together.learners["checker"].served_off = 0.0
     await together.fill({"checker": 2}, "u")
@@ -183,7 +183,7 @@ async def test_a_rejected_one_keeps_all_at_their_old_versions_until_the_next(
 async def test_two_trainers_bring_them_live_together(together: Policies, first: tuple[str]) -> None:
     await together.fill({"writer": 8, "checker": 2})
     await together.turn(first)
-    assert set((await together.states()).values()) == {"ready"}
+    assert set((await together.states()).values()) == {"loaded"}
     await together.turn([name for name in NAMES if name not in first])
     assert await together.serving() == {"writer": 1, "checker": 1}
 

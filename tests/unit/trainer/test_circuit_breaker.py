@@ -148,16 +148,3 @@ def test_a_doubt_that_is_settled_is_no_reason_any_more() -> None:
     breaker.doubt("the memory is short", "out_of_memory")
     breaker.settle()
     assert (breaker.is_open, breaker.reason) == (False, None)
-
-
-def test_a_part_of_a_candidate_ends_no_row_of_rejections() -> None:
-    breaker = CircuitBreaker()
-    breaker.note_failure("it is too far from its base model", "rejected")
-    breaker.note_written()
-    breaker.note_failure("it is too far from its base model", "rejected")
-    assert breaker.is_open
-    breaker = CircuitBreaker()
-    breaker.note_failure("no memory", "out_of_memory")
-    breaker.note_written()
-    breaker.note_failure("no memory", "out_of_memory")
-    assert not breaker.is_open

@@ -123,11 +123,17 @@ def test_an_adapter_goes_to_a_policy_of_the_tenant_that_is_named_or_to_none() ->
         importing_policy(alone, None, "m", "a")
 
 
-def test_a_gate_is_refused_for_policies_that_go_live_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [("mode", "mode = 'canary'"), ("approve", "approve = true"), ("control_share", "")],
+)
+def test_policies_that_go_live_together_have_no_decision_and_no_control(
+    tmp_path: Path, key: str, line: str
+) -> None:
     recipe = tmp_path / "r.toml"
-    recipe.write_text("[gate]\nmode = 'gated'")
+    recipe.write_text(f"[publish]\n{line}\n{'' if key == 'control_share' else 'control_share = 0'}")
     alone = Chosen(policy="writes", base="qwen", recipe=str(recipe))
-    assert load_recipes([alone])[0].gate.is_gated
+    load_recipes([alone])
     together = Chosen(policy="writes", base="qwen", recipe=str(recipe), together=BOTH)
-    with pytest.raises(TrainerError, match=r"'writes' has publish_with, .*set gate\.mode"):
+    with pytest.raises(TrainerError, match=rf"'writes' has publish_with, .*{key} =.*: set mode ="):
         load_recipes([together])

@@ -28,7 +28,7 @@ __all__ = ["bench"]
 
 async def test_it_is_served_and_recorded_as_one_that_was_trained(bench: Bench) -> None:
     assert await bench.imports() == "m@1 serving"
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     foreign, own = load_file(bench.adapter / WEIGHTS), bench.weights(1)
     assert foreign.keys() == own.keys()
     assert all(torch.equal(foreign[name], own[name]) for name in own)
@@ -52,7 +52,7 @@ async def test_training_goes_on_from_it_with_a_new_optimiser(bench: Bench) -> No
     assert not (bench.version(1) / "trainer/optimizer.pt").stat().st_size > 10_000
     await bench.fill(version=1)
     assert await bench.train()
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     before, after = bench.weights(1), bench.weights(2)
     moved = [float((after[name] - before[name]).abs().max()) for name in before]
     # One step of a new AdamW moves a weight by its rate, at most.
@@ -67,7 +67,7 @@ async def test_a_version_is_imported_on_top_of_those_there_are(bench: Bench) -> 
     shutil.rmtree(bench.adapter)
     write_adapter(bench.model, bench.adapter, seed=2)
     assert await bench.imports() == "m@2 serving"
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
 
 
 async def test_while_the_server_is_away_it_is_written_and_the_trainer_publishes_it(
@@ -75,7 +75,7 @@ async def test_while_the_server_is_away_it_is_written_and_the_trainer_publishes_
 ) -> None:
     assert await bench.imports(bench.at(upstream_url=NOWHERE, model=bench.model)) == "m@1 written"
     assert not await bench.train()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
 
 
 async def test_one_that_is_not_served_right_is_rejected(bench: Bench) -> None:
@@ -108,7 +108,7 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
         await bench.imports()
     assert not await bench.train()
     assert await bench.running() is None
-    whole = {0: "published", 1: "serving"}
+    whole = {0: "retired", 1: "serving"}
     if step == "before the version exists":
         assert await bench.states() == {0: "serving"}
         assert await bench.imports() == "m@1 serving"

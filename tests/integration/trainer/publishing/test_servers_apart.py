@@ -52,7 +52,7 @@ async def test_version_is_tested_and_published_on_each_servers_own_disk(
         written = bench.folder / "m" / "1"
         assert one.has("m@1", written)
         assert other.has("m@1", written)
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
 
 
 async def test_server_that_cannot_fetch_counts_as_away(
@@ -64,7 +64,7 @@ async def test_server_that_cannot_fetch_counts_as_away(
         other = await another(exits, bench, "http://127.0.0.1:9/adapters", disk / "b")
         async with bench.working(one.url, other.url) as loop:
             assert await loop.update_once()
-        assert await bench.states() == {0: "published", 1: "serving"}
+        assert await bench.states() == {0: "retired", 1: "serving"}
         assert not other.server.tries
         # Where none can, nothing is rejected: it is published once one can.
         await bench.fill("later")

@@ -27,7 +27,7 @@ async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(ben
         bench.learner.fails = None
         assert await try_again(loop)
         assert not paused_for()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     await bench.assert_spent_once(4)
 
 

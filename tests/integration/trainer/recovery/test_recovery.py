@@ -28,7 +28,7 @@ from trainer.publishing.publisher import Publisher
 
 async def test_an_update_goes_live(bench: Bench) -> None:
     assert await bench.run_once()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     assert bench.fake.loads == ["m@1"]
     await bench.assert_spent_once(4)
     # A version's files hold nothing of the episodes that it was trained on.
@@ -42,7 +42,7 @@ async def test_the_next_update_continues_from_the_serving_version(bench: Bench) 
     assert await bench.run_once()
     await bench.update("u")
     assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     await bench.assert_spent_once(8)
 
 
@@ -72,7 +72,7 @@ async def test_an_update_is_given_up_if_an_episode_turns_out_to_be_evaluation(
     await bench.assert_spent_once(0)
     # The number of the version that was given up is never used again.
     await bench.update("u")
-    assert await bench.states() == {0: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 2: "serving"}
     await bench.assert_spent_once(4)
 
 
@@ -93,11 +93,11 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
     await bench.run_killed(monkeypatch, STEPS[step])
     await bench.run_once()
     await bench.run_once()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     await bench.assert_spent_once(4)
 
 
-GATED_STEPS = {
+WAITING_STEPS = {
     name: STEPS[name]
     for name in (
         "before the version exists",
@@ -107,21 +107,21 @@ GATED_STEPS = {
         "after loading",
     )
 } | {
-    "before it is a candidate": killing(version_states, "make_candidate", after=False),
-    "within that transaction": killing(version_states, "make_candidate", after=True),
+    "before it is loaded": killing(version_states, "make_loaded", after=False),
+    "within that transaction": killing(version_states, "make_loaded", after=True),
     "after that": killing(Publisher, "publish", after=True),
 }
 
 
-@pytest.mark.parametrize("step", GATED_STEPS)
-async def test_gated_trainer_killed_at(
+@pytest.mark.parametrize("step", WAITING_STEPS)
+async def test_trainer_whose_versions_wait_for_a_decision_is_killed_at(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    bench.change("gate", mode="gated")
-    await bench.run_killed(monkeypatch, GATED_STEPS[step])
+    bench.change("publish", mode="canary")
+    await bench.run_killed(monkeypatch, WAITING_STEPS[step])
     await bench.run_once()
     await bench.run_once()
-    assert await bench.states() == {0: "serving", 1: "candidate"}
+    assert await bench.states() == {0: "serving", 1: "loaded"}
     await bench.assert_spent_once(4)
 
 
@@ -167,7 +167,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
                 await bench.loop(server).recover()
         assert (await bench.states())[1] == "written"
         await bench.loop(server).recover()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
 
 
 async def test_an_unreadable_version_does_not_stop_another_from_being_loaded_again(
@@ -200,7 +200,7 @@ async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_can
         async with bench.engine.connect() as connection:
             assert await claims.running_update(connection, "m") is not None
         await bench.loop(server).recover()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     await bench.assert_spent_once(4)
 
 
@@ -257,7 +257,7 @@ async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
     bench.learner.full_disk = 3
     assert await bench.run_once()
     assert bench.learner.updates == 1
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     assert [path.name for path in (bench.folder / "m").iterdir()] == ["1"]
     await bench.assert_spent_once(4)
 
@@ -287,5 +287,5 @@ async def test_an_update_whose_claim_another_trainer_took_over_records_nothing(
     # The number of the version that nobody recorded is not used for other bytes.
     bench.restart()
     assert await bench.run_once()
-    assert await bench.states() == {0: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 2: "serving"}
     await bench.assert_spent_once(4)

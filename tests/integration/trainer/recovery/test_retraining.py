@@ -77,12 +77,12 @@ async def test_base_model_is_a_start(bench: Bench) -> None:
     await trained(bench, "u")
     retrained = await again(bench, 0)
     assert (retrained.serves, retrained.freed) == ("m", {"trained": 8})
-    assert await bench.states() == {0: "serving", 1: "published", 2: "published"}
+    assert await bench.states() == {0: "serving", 1: "retired", 2: "retired"}
     assert await bench.run_once()
     assert bench.learner.restored is None
 
 
-async def test_retired_start_is_loaded_first(bench: Bench) -> None:
+async def test_unloaded_start_is_loaded_first(bench: Bench) -> None:
     await trained(bench, "u", "v")
     async with bench.engine.begin() as connection:
         await set_state(connection, "m", 1, "retired", reason="idle", actor="trainer")

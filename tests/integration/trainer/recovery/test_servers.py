@@ -8,8 +8,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
+from store.version_states import recall
 from tests.support.controller.replicas import publish, retire
-from tests.support.ledger.lineage import set_state
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
@@ -31,7 +31,7 @@ async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench, faul
     assert bench.fake.loaded == {}
     await bench.update("u")
     assert bench.learner.restored is None
-    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "rejected", 2: "serving"}
 
 
 async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
@@ -75,7 +75,7 @@ async def test_a_server_that_cannot_answer_rejects_no_version(bench: Bench, faul
     assert (await bench.states())[1] == "written"
     bench.fake.engine_is_dead = False
     await bench.run_once()
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
 
 
 # Several replicas
@@ -127,11 +127,11 @@ async def test_while_a_replica_is_away_training_and_publishing_go_on(bench: Benc
     async with bench.working(NOBODY, bench.fake.url) as loop:
         await loop.sync_adapters()
         assert await loop.update_once()
-        assert await bench.states() == {0: "published", 1: "serving"}
+        assert await bench.states() == {0: "retired", 1: "serving"}
         await bench.fill("u")
         await loop.sync_adapters()
         assert await loop.update_once()
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     assert bench.fake.loads == ["m@1", "m@2"]
 
 
@@ -145,9 +145,9 @@ async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
         assert (await bench.states())[1] == "serving"
 
 
-@pytest.mark.parametrize("is_called_back", [False, True])
-async def test_a_version_that_is_called_back_while_servers_answer_stays_loaded(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_called_back: bool
+@pytest.mark.parametrize("is_recalled", [False, True])
+async def test_a_version_that_is_recalled_while_servers_answer_stays_loaded(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recalled: bool
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
     await retire(engine, 1)
@@ -156,18 +156,16 @@ async def test_a_version_that_is_called_back_while_servers_answer_stays_loaded(
     models = ModelServer.models
 
     async def answer(server: ModelServer) -> list[str]:
-        if is_called_back:
+        if is_recalled:
             async with engine.begin() as connection:
-                await set_state(
-                    connection, "m", 1, "published", reason="it serves again", actor="controller"
-                )
+                await recall(connection, "m", 1, reason="it serves again", actor="operator")
         return await models(server)
 
     monkeypatch.setattr(ModelServer, "models", answer)
     async with fake_model_server() as server, Replicas([server.url]) as servers:
         server.loaded.update({"m@1": "/1", "m@2": "/2"})
         await Publisher(engine, servers, "m", Recipe()).reconcile()
-        assert set(server.loaded) == ({"m@1", "m@2"} if is_called_back else {"m@2"})
+        assert set(server.loaded) == ({"m@1", "m@2"} if is_recalled else {"m@2"})
 
 
 # Self-tests: before the first claim, and once a server is back
@@ -218,7 +216,7 @@ async def test_a_version_of_a_killed_trainer_waits_until_the_servers_could_be_te
             await loop.recover()
             assert (await bench.states())[1] == "written"
         assert not await try_again(loop)
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
 
 
 async def test_a_servers_own_sampling_defaults_are_not_in_the_self_test(bench: Bench) -> None:
@@ -287,4 +285,4 @@ async def test_a_replica_that_is_back_with_another_base_stops_training_before_it
             back.logprobs = {"m": OWN, "m@trial": OWN, "m@2": -3.0}
             assert await try_again(loop)
             assert set(back.loaded) == {"m@2"}
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}

@@ -12,7 +12,9 @@ BASES: Final = ("base", "other")
 STATES: Final = get_args(PolicyState)
 
 
-def version(name: str, number: int, state: PolicyState = "serving") -> PolicyVersion:
+def version(
+    name: str, number: int, state: PolicyState = "serving", *, unloaded: bool = False
+) -> PolicyVersion:
     return PolicyVersion(
         name=name,
         version=number,
@@ -20,6 +22,7 @@ def version(name: str, number: int, state: PolicyState = "serving") -> PolicyVer
         served_name=f"{name}@{number}" if number else ("base" if name < "c" else "other"),
         adapter_path=f"/a/{name}/{number}" if number else None,
         update_id=None,
+        unloaded=unloaded,
     )
 
 
@@ -33,15 +36,17 @@ BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent"
 
 def test_serving_version_comes_first_then_the_newest() -> None:
     versions = [
-        version("a", 0, "published"),
-        version("a", 1, "published"),
+        version("a", 0, "retired"),
+        version("a", 1, "retired"),
         version("a", 2, "serving"),
         version("a", 3, "written"),
         version("a", 4, "rejected"),
-        version("a", 5, "retired"),
-        version("a", 6, "published"),
+        version("a", 5, "retired", unloaded=True),
+        version("a", 6, "rolled_back"),
+        version("a", 7, "rolled_back", unloaded=True),
+        version("a", 8, "loaded"),
     ]
-    assert [one.version for one in belonging(versions, BASE)] == [2, 6, 1]
+    assert [one.version for one in belonging(versions, BASE)] == [2, 8, 6, 1]
 
 
 def test_an_adapter_of_another_base_belongs_elsewhere() -> None:
