@@ -137,10 +137,8 @@ def import_version(
         fail(str(error))
     if version.state == "serving":
         print(f"{version.served_name} serves")
-    elif version.state == "ready":
-        print(f"{version.served_name} goes live with the next versions of the policies it is with")
-    elif version.state == "candidate":
-        print(f"{version.served_name} waits to be tried on a share of the new episodes")
+    elif version.state == "loaded":
+        print(f"{version.served_name} is loaded, and waits to get the traffic")
     else:
         print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
 

@@ -54,7 +54,7 @@ async def fewest_slots(servers: Replicas) -> int:
     return min(await named_slots(servers), default=USUAL_SLOTS)
 
 
-# Where all slots are taken, a version that lost the traffic so many seconds ago is retired for the
+# Where all slots are taken, a version that lost the traffic so many seconds ago is unloaded for the
 # next; its episodes go on with the version that serves.
 LONGEST_PIN_S: Final = 3600.0
 
@@ -101,7 +101,7 @@ class Pacing:
         """Return whether one more version may be made; no other takes a slot until a commit.
 
         `is_wanted` tells whether an update could be claimed now: for that alone is any version
-        retired.
+        unloaded.
         """
         known, live = await self._look(connection)
         free, needed = free_slots(live, known), self._needed(live, known)
@@ -117,7 +117,7 @@ class Pacing:
         """Return whether there is a slot for the adapter of a self-test, loaded for a moment.
 
         None is reserved: an update that is claimed meanwhile comes with its version later. One that
-        lost the traffic long ago is retired for it.
+        lost the traffic long ago is unloaded for it.
         """
         known, live = await self._look(connection)
         if free_slots(live, known) + live.unloading < 1:
@@ -182,7 +182,7 @@ class Pacing:
             return
         name = await adapter_slots.unload_longest(connection, self._policy, LONGEST_PIN_S)
         if name is not None:
-            log.warning("version_retired_for_its_slot", version=name, after_s=LONGEST_PIN_S)
+            log.warning("version_unloaded_for_its_slot", version=name, after_s=LONGEST_PIN_S)
 
     def _warn(self, live: Live, known: int) -> None:
         """Log once each what settings do not fit the server."""

@@ -1,4 +1,4 @@
-"""Files and optimiser states are kept by state: a bounded disk, and training that stays bit-equal.
+"""Files are kept by state: a bounded disk, and training that stays bit-equal.
 
 Ten thousand versions are simulated on real tables, with tiny files and a learner whose bytes depend
 on its parent's weights and optimiser state.
@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from store import claims
-from store.version_queries import list_versions, numbered_version, unasked_versions, version_before
-from store.version_states import ensure_base
+from store.version_queries import list_versions, rollback_target, unasked_versions
+from store.version_states import ensure_base, mark_unloaded, recall
 from store.versions import PolicyVersion
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, set_state
@@ -105,15 +105,11 @@ class Disk:
                     connection, "m", number, "rejected", reason="for the test", actor="operator"
                 )
 
-    async def retire(self) -> None:
-        """A day passes: what lost the traffic is idle, and is retired."""
+    async def unload(self) -> None:
+        """A day passes: what lost the traffic is idle, and is unloaded."""
+        numbers = list(await self.versions())
         async with self.engine.begin() as connection:
-            await connection.execute(
-                text(
-                    "UPDATE policies SET state = 'retired'"
-                    " WHERE name = 'm' AND state = 'published' AND version > 0"
-                )
-            )
+            await mark_unloaded(connection, "m", numbers, "idle", "trainer")
             await connection.execute(text(LONG_AGO))
 
     async def clean(self, *urls: str) -> None:
@@ -159,12 +155,12 @@ async def test_ten_rejections_in_a_row_change_no_byte_of_what_follows(disk: Disk
     for number in range(14, 24):
         await disk.write(parent, number)
         await disk.end(number, good=False)
-        await disk.retire()
+        await disk.unload()
         await disk.clean()
     await disk.write(parent, 24)
     await disk.end(24, good=True)
     assert disk.weights(24) == expected
-    await disk.retire()
+    await disk.unload()
     await disk.clean()
     assert disk.there() == [3, 24]
     assert disk.states() == [3, 24]
@@ -185,11 +181,11 @@ async def many(disk: Disk, first: int, states: Sequence[str]) -> None:
             text("UPDATE policies SET state = 'retired' WHERE name = 'm' AND state = 'serving'")
         )
         await connection.execute(text(MANY), values)
-        await connection.execute(text(LONG_AGO))
     parent = adapters.version_folder(disk.root, "m", 0).parent
     for number in range(first, first + len(states)):
         (parent / str(number)).mkdir(parents=True)
         (parent / str(number) / "adapter_model.safetensors").write_bytes(b"weights")
+    await disk.unload()
 
 
 @pytest.mark.timeout(600)
@@ -221,41 +217,25 @@ async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(dis
     await disk.write(1, 4)
     await disk.end(4, good=True)
     for _ in range(2):
-        await disk.retire()
+        await disk.unload()
         await disk.clean()
     assert disk.there() == disk.states() == [1, 4]
-    assert await before(disk, 4) == 1
-
-
-async def test_of_a_watched_line_some_stay_that_served_long_ago(disk: Disk) -> None:
-    """A fall may be found long after it began, and takes down all since."""
-    async with disk.engine.begin() as connection:
-        await connection.execute(text("UPDATE policies SET share = 0.02 WHERE version = 0"))
-    for number in range(1, 41):
-        await disk.write(number - 1, number)
-        await disk.end(number, good=True)
-        await disk.retire()
-        await disk.clean()
-    assert len(disk.there()) < 12
-    assert disk.states() == [39, 40]
-    for first in range(2, 41):
-        back = await before(disk, first)
-        # No more is lost than has fallen.
-        assert back >= 1
-        assert first - back <= 40 - first + 2
-
-
-async def before(disk: Disk, number: int) -> int:
-    """What a roll-back of all since `number` gives the traffic to."""
     async with disk.engine.connect() as connection:
-        fallen = await numbered_version(connection, "m", number)
-        assert fallen is not None
-        return (await version_before(connection, fallen)).version
+        assert (await rollback_target(connection, "m")).version == 1
+
+
+async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
+    await serve(disk, 1, 2, 3, 4)
+    async with disk.engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 1"))
+    await disk.unload()
+    await disk.clean()
+    assert disk.there() == disk.states() == [1, 4]
 
 
 async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
-    await disk.retire()
+    await disk.unload()
     disk.server.loaded["m@1"] = "/a/1"
     await disk.clean()
     assert disk.there() == [1, 2, 3]
@@ -267,9 +247,9 @@ async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:
     assert disk.there() == [2, 3]
 
 
-async def test_what_was_retired_a_moment_ago_stays(disk: Disk) -> None:
+async def test_what_was_unloaded_a_moment_ago_stays(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
-    await disk.retire()
+    await disk.unload()
     async with disk.engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET changed_at = now()"))
     await disk.clean()
@@ -281,7 +261,7 @@ async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
     disk: Disk, part: bool
 ) -> None:
     await serve(disk, 1, 2, 3, 4)
-    await disk.retire()
+    await disk.unload()
     without = msgspec.structs.replace(tokens([1, 2], [3]), sampled_logprobs=b"")
     records = [
         # The first call of the episode is of a version that is not asked again.
@@ -310,7 +290,7 @@ async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
 
 async def test_nothing_is_deleted_under_a_running_update(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
-    await disk.retire()
+    await disk.unload()
     async with disk.engine.begin() as connection:
         update = await claims.begin_update(connection, "m", 3, {})
     await disk.clean()
@@ -325,7 +305,7 @@ async def test_a_kill_between_mark_and_removal_is_made_good(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serve(disk, 1, 2, 3)
-    await disk.retire()
+    await disk.unload()
     with monkeypatch.context() as patched:
         patched.setattr("trainer.publishing.adapters.remove", lambda _: None)
         await disk.clean()
@@ -336,12 +316,12 @@ async def test_a_kill_between_mark_and_removal_is_made_good(
     assert disk.there() == [2, 3]
 
 
-async def test_a_version_that_was_given_back_meanwhile_keeps_its_files(disk: Disk) -> None:
+async def test_a_version_that_was_recalled_meanwhile_keeps_its_files(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
-    await disk.retire()
+    await disk.unload()
     async with disk.engine.begin() as connection:
-        found = await unasked_versions(connection, "m", {2, 3}, 900.0)
+        found = await unasked_versions(connection, "m", (), 900.0)
         assert [one.version for one in found] == [1]
-        await set_state(connection, "m", 1, "published", reason="for the test", actor="operator")
+        await recall(connection, "m", 1, reason="for the test", actor="operator")
     await disk.clean()
     assert disk.there() == [1, 2, 3]

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from store import version_queries, version_states
 from store.claims import list_updates
+from store.version_states import ensure_base
 from store.versions import PolicyVersion
-from tests.integration.store.updates.test_slots import add
 from tests.support.ledger.lineage import add_in_state
 from tests.support.trainer.bench import Bench, gauge
 from trainer.publishing.model_server import Replicas
@@ -17,9 +17,31 @@ from trainer.publishing.pacing import KNOWN_S, Pacing
 from trainer.recipes.recipe import ClaimOptions, Recipe
 
 
+async def add(bench: Bench, name: str, *states: tuple[str, float]) -> None:
+    """Add versions 1, 2, … of a policy of `m`: each its state, and the seconds since it has it."""
+    async with bench.engine.begin() as connection:
+        await ensure_base(connection, name, "m")
+        await connection.execute(
+            text("UPDATE policies SET state = 'retired' WHERE name = :name"), {"name": name}
+        )
+        for number, (state, ago_s) in enumerate(states, 1):
+            is_unloaded = state == "unloaded"
+            stored = "retired" if is_unloaded else state
+            await add_in_state(connection, name, number, stored, ago_s=ago_s, unloaded=is_unloaded)
+
+
+async def unloaded(bench: Bench, number: int) -> bool:
+    version = await bench.version(number)
+    assert version.state == "retired"
+    return version.unloaded
+
+
 async def later(bench: Bench, seconds: float) -> None:
     """Let all changes of state be so long ago."""
-    query = text("UPDATE policies SET changed_at = changed_at - make_interval(secs => :s)")
+    query = text(
+        "UPDATE policies SET changed_at = changed_at - make_interval(secs => :s),"
+        " unloaded_at = unloaded_at - make_interval(secs => :s)"
+    )
     async with bench.engine.begin() as connection:
         await connection.execute(query, {"s": seconds})
 
@@ -30,7 +52,7 @@ async def test_no_more_versions_are_live_than_the_server_has_slots(bench: Bench)
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
-        assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+        assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
         assert not await loop.update_once()
         assert (gauge("pawl_live_versions"), gauge("pawl_adapter_slots")) == (2.0, 2.0)
         # Nothing is claimed, and nothing spent, while it waits.
@@ -46,7 +68,7 @@ async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) ->
             await bench.fill(name)
         await later(bench, 1000.0)
         await loop.sync_adapters()
-        assert (await bench.states())[1] == "retired"
+        assert await unloaded(bench, 1)
         assert not await loop.update_once()
         await later(bench, 11.0)
         assert await loop.update_once()
@@ -66,18 +88,18 @@ async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it
         idle_versions = version_queries.idle_versions
 
         async def then_promoted(*given: Any) -> list[PolicyVersion]:
-            """Read which are idle; the controller rolls back before any is retired."""
+            """Read which are idle; an operator promotes one before any is unloaded."""
             found = await idle_versions(*given)
-            if any(one.version == 1 and one.state == "published" for one in found):
+            if any(one.version == 1 for one in found):
                 async with bench.engine.begin() as connection:
                     await version_states.promote(
-                        connection, "m", 1, reason="worse", actor="controller"
+                        connection, "m", 1, reason="by hand", actor="operator"
                     )
             return found
 
         monkeypatch.setattr(version_queries, "idle_versions", then_promoted)
         await loop.sync_adapters()
-        assert await bench.states() == {0: "published", 1: "serving", 2: "published"}
+        assert await bench.states() == {0: "retired", 1: "serving", 2: "retired"}
 
 
 async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:
@@ -87,10 +109,10 @@ async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: 
             assert await loop.update_once()
             await bench.fill(name)
         assert not await loop.update_once()
-        assert (await bench.states())[1] == "published"
+        assert not await unloaded(bench, 1)
         await later(bench, 3700.0)
         assert not await loop.update_once()
-        assert (await bench.states())[1] == "retired"
+        assert await unloaded(bench, 1)
         await later(bench, 11.0)
         assert await loop.update_once()
     assert (await bench.states())[3] == "serving"
@@ -104,7 +126,7 @@ async def test_with_one_slot_the_next_version_waits_for_all_but_the_one_that_ser
         for name in "uv":
             assert await loop.update_once()
             await bench.fill(name)
-        assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+        assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
         assert not await loop.update_once()
 
 
@@ -148,10 +170,10 @@ async def test_a_version_in_use_stays_until_its_slot_is_wanted(bench: Bench) -> 
         await later(bench, 3700.0)
         # Nothing is ready to be claimed.
         assert not await loop.update_once()
-        assert (await bench.states())[1] == "published"
+        assert not await unloaded(bench, 1)
         await bench.fill("v")
         assert not await loop.update_once()
-        assert (await bench.states())[1] == "retired"
+        assert await unloaded(bench, 1)
 
 
 # The rule by itself
@@ -176,8 +198,8 @@ async def allowed(bench: Bench, pacing: Pacing) -> bool:
 async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
     bench: Bench,
 ) -> None:
-    await add(bench.engine, "m", ("published", 5.0), ("serving", 5.0), base="m")
-    await add(bench.engine, "n", ("serving", 5.0), base="m")
+    await add(bench, "m", ("retired", 5.0), ("serving", 5.0))
+    await add(bench, "n", ("serving", 5.0))
     clock = Clock()
     async with Replicas([bench.fake.url], 4) as servers:
 
@@ -190,16 +212,18 @@ async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
         # Others may take each slot as it becomes free: nobody waits for ever.
         clock.now += Recipe().publish.wait_for_others_s
         assert await allowed(bench, first)
-        await add_ready(bench, "m", 3)
+        await add_loaded(bench, "m", 3)
         assert not await allowed(bench, pacing("n", "m", "n"))
-        await change(bench, "UPDATE policies SET state = 'retired' WHERE state = 'published'")
+        await change(
+            bench, "UPDATE policies SET unloaded_at = now() WHERE version = 1 AND name = 'm'"
+        )
         await later(bench, 11.0)
         assert await allowed(bench, pacing("n", "m", "n"))
 
 
-async def add_ready(bench: Bench, name: str, version: int) -> None:
+async def add_loaded(bench: Bench, name: str, version: int) -> None:
     async with bench.engine.begin() as connection:
-        await add_in_state(connection, name, version, "ready", ago_s=1.0)
+        await add_in_state(connection, name, version, "loaded", ago_s=1.0)
 
 
 async def change(bench: Bench, query: str) -> None:
@@ -208,13 +232,13 @@ async def change(bench: Bench, query: str) -> None:
 
 
 async def test_a_wait_for_its_time_is_logged(bench: Bench) -> None:
-    await add(bench.engine, "m", ("retired", 0.0), ("published", 5.0), ("serving", 5.0), base="m")
+    await add(bench, "m", ("unloaded", 60.0), ("retired", 5.0), ("serving", 5.0))
     await change(bench, "UPDATE policies SET created_at = now() - interval '1 day'")
     await change(bench, "UPDATE policies SET changed_at = now() - interval '60 s'")
     async with Replicas([bench.fake.url], 4) as servers:
         pacing = Pacing(servers, "m", Recipe())
         assert await allowed(bench, pacing)
-        await add_ready(bench, "m", 4)
+        await add_loaded(bench, "m", 4)
         with capture_logs() as logs:
             assert not await allowed(bench, pacing)
             assert not await allowed(bench, pacing)
@@ -254,16 +278,18 @@ async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy
 
 
 async def test_a_trial_s_adapter_waits_for_a_slot_as_well(bench: Bench) -> None:
-    await add(bench.engine, "other", ("published", 60.0), ("serving", 60.0), base="m")
+    await add(bench, "other", ("retired", 60.0), ("serving", 60.0))
     bench.slots = 2
     async with bench.working() as loop:
         await loop.check_server()
         await loop.try_again()
         assert bench.learner.trials == 0
         assert not await loop.update_once()
-        retired = text("UPDATE policies SET state = 'retired' WHERE name = 'other' AND version = 1")
-        async with bench.engine.begin() as connection:
-            await connection.execute(retired)
+        await change(
+            bench,
+            "UPDATE policies SET unloaded_at = now() - interval '11 s'"
+            " WHERE name = 'other' AND version = 1",
+        )
         await loop.try_again()
         assert bench.learner.trials == 1
         assert await loop.update_once()
@@ -272,14 +298,14 @@ async def test_a_trial_s_adapter_waits_for_a_slot_as_well(bench: Bench) -> None:
 async def test_for_a_trial_the_version_that_lost_the_traffic_long_ago_makes_room(
     bench: Bench,
 ) -> None:
-    await add(bench.engine, "other", ("published", 9e3), ("serving", 9e3), base="m")
+    await add(bench, "other", ("retired", 9e3), ("serving", 9e3))
     bench.slots = 2
     async with bench.working() as loop:
         await loop.check_server()
         assert bench.learner.trials == 0
-        query = "SELECT state FROM policies WHERE name = 'other' AND version = 1"
+        query = "SELECT unloaded_at FROM policies WHERE name = 'other' AND version = 1"
         async with bench.engine.connect() as connection:
-            assert await connection.scalar(text(query)) == "retired"
+            assert await connection.scalar(text(query)) is not None
         await later(bench, 11.0)
         await loop.try_again()
         assert bench.learner.trials == 1
