@@ -256,16 +256,16 @@ def _check_can_serve(version: PolicyVersion) -> None:
         )
 
 
-async def wait_until_loaded(version: PolicyVersion, limit_s: float = LOADED_WITHIN_S) -> None:
+async def wait_until_loaded(version: PolicyVersion) -> None:
     """Wait until every replica that answers lists a version that was recalled.
 
     Raises:
-        NotGated: it is not listed within `limit_s` seconds.
+        NotGated: it is not listed within `LOADED_WITHIN_S` seconds.
     """
     name = version.served_name
     print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
     clock = asyncio.get_running_loop().time
-    until, why = clock() + limit_s, ""
+    until, why = clock() + LOADED_WITHIN_S, ""
     async with Replicas(read_settings(ControllerSettings).server_urls) as replicas:
         while clock() < until:
             try:
@@ -279,8 +279,8 @@ async def wait_until_loaded(version: PolicyVersion, limit_s: float = LOADED_WITH
                 why = f"{', '.join(lacking)} has not loaded it"
             await asyncio.sleep(ASKED_EVERY_S)
     raise NotGated(
-        f"{name} was not loaded within {limit_s:g} s, so it does not serve: {why}; let a `pawl"
-        " controller` run, which loads it, see its log, and run this again"
+        f"{name} was not loaded within {LOADED_WITHIN_S:g} s, so it does not serve: {why}; let a"
+        " `pawl controller` run, which loads it, see its log, and run this again"
     )
 
 

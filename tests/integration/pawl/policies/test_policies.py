@@ -1,7 +1,9 @@
 """`pawl policies list`, `show`, `promote`, `rollback` and `freeze`."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.commands import policy_traffic
 from pawl.commands.policies import (
     events_of,
     events_table,
@@ -21,12 +24,13 @@ from pawl.commands.policy_traffic import split_name
 from store import claims
 from store.errors import NotGated, UnknownPolicy
 from store.policy_table import parse_policies
-from store.version_states import ensure_base
+from store.version_queries import list_versions
+from store.version_states import add_event, ensure_base, make_loaded, mark_unloaded
 from tests.integration.pawl.conftest import Pawl
-from tests.support.controller.trials import gate, on_trial, states
 from tests.support.ledger.episodes import ingest
-from tests.support.ledger.lineage import promote
+from tests.support.ledger.lineage import promote, trained
 from tests.support.records import call, reward, statement
+from tests.support.servers.fake_server import fake_model_server
 
 FILE = """
 [[policy]]
@@ -181,7 +185,8 @@ async def evaluated(engine: AsyncEngine) -> AsyncEngine:
 async def test_show_has_each_version_with_its_evaluation(
     pawl: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"ended": False, "files_deleted": False, "altered": False, "unread": False}
+    files = {"unloaded": False, "ended": False, "files_deleted": False}
+    files |= {"altered": False, "unread": False, "arm": "serving"}
     [line] = await lines(pawl, "show", "m")
     assert line == {
         "version": "m@0",
@@ -225,41 +230,72 @@ async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None
 
 # promote, rollback, freeze
 
+BETTER = {"verdict": "better", "episodes": 120}
+WAITS = "it waits for approval (`pawl policies promote`): it is better"
 
-async def test_frozen_traffic_is_moved_by_commands_alone(pawl: Pawl, engine: AsyncEngine) -> None:
-    judge = gate(engine)
-    await on_trial(engine, judge)
+
+async def states(engine: AsyncEngine) -> dict[int, str]:
+    async with engine.connect() as connection:
+        return {one.version: one.state for one in await list_versions(connection, "m")}
+
+
+@pytest.fixture
+async def line(engine: AsyncEngine) -> AsyncEngine:
+    """`m` has the versions 1 to 3, each trained from the one before; 1 serves, the others wait."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 2)
+        await promote(connection, "m", 1, rule={"control_share": 0.05})
+    return engine
+
+
+async def load(engine: AsyncEngine, number: int, *, waits: bool = False) -> None:
+    async with engine.begin() as connection:
+        await make_loaded(
+            connection, "m", number, {"control_share": 0.05}, reason="probed", actor="trainer"
+        )
+        if waits:
+            await add_event(
+                connection,
+                "m",
+                number,
+                "loaded",
+                before="loaded",
+                reason=WAITS,
+                actor="controller",
+                evidence=BETTER,
+            )
+
+
+async def test_freeze_is_an_event_of_the_policy(pawl: Pawl, line: AsyncEngine) -> None:
     frozen = await pawl("policies", "freeze", "m", "--reason", "release day")
     assert frozen.stdout == "m is frozen\n"
-    await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    assert (await pawl("policies", "freeze", "m", "--off")).exit_code == 0
-    await judge.look(engine)
-    assert await states(engine) == {0: "published", 1: "serving"}
-    said = [(line.reason, line.actor) for line in await events_of(engine, "m")]
+    assert (await pawl("policies", "freeze", "m", "--off")).stdout == "m is no longer frozen\n"
+    said = [(event.reason, event.actor) for event in await events_of(line, "m")]
     assert ("frozen: release day", "operator") in said
 
 
-async def test_operator_promotes_the_tried_version_and_rolls_it_back(
-    pawl: Pawl, engine: AsyncEngine
+async def test_operator_promotes_the_version_that_waits_and_rolls_it_back_to_the_control(
+    pawl: Pawl, line: AsyncEngine
 ) -> None:
-    await on_trial(engine, gate(engine))
+    await load(line, 2)
     promoted = await pawl("policies", "promote", "m", "--reason", "seen by eye")
-    assert promoted.stdout == "m@1 serves\n"
-    last = (await events_of(engine, "m"))[-1]
+    assert promoted.stdout == "m@2 serves\n"
+    last = (await events_of(line, "m"))[-1]
     assert (last.reason, last.actor) == ("seen by eye", "operator")
-    # What it came to so far is what a watch over it starts from.
-    assert isinstance(last.evidence, dict)
-    assert "reference" in last.evidence
-    done = await pawl("policies", "rollback", "m@1", "--reason", "it swears")
-    assert done.stdout == "m@1 is rolled back\nm serves\n"
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+    assert await states(line) == {0: "retired", 1: "retired", 2: "serving", 3: "written"}
+    done = await pawl("policies", "rollback", "m@2", "--reason", "it swears")
+    # The base model is the control: nothing that served since was proven.
+    assert done.stdout == "m@2 is rolled back\nm serves\n"
+    fallen = {1: "rolled_back", 2: "rolled_back", 3: "rejected"}
+    assert await states(line) == {0: "serving"} | fallen
     for words, error, said in (
-        (("promote", "m@1"), NotGated, "'rolled_back'"),
+        (("promote", "m@2"), NotGated, "'rolled_back'"),
+        (("promote", "m@3"), NotGated, "'rejected'"),
         (("promote", "m@0"), NotGated, "serves already"),
         (("promote", "m"), UnknownPolicy, "as m@N"),
         (("promote", "m@7"), UnknownPolicy, "no version 7"),
         (("rollback", "m"), NotGated, "'serving'"),
+        (("rollback", "n"), UnknownPolicy, "known: m"),
         (("freeze", "n"), UnknownPolicy, "known: m"),
     ):
         found = await pawl("policies", *words)
@@ -267,15 +303,67 @@ async def test_operator_promotes_the_tried_version_and_rolls_it_back(
         assert said in str(found.exception)
 
 
-async def test_figures_of_a_trial_are_shown(pawl: Pawl, engine: AsyncEngine) -> None:
-    await on_trial(engine, gate(engine))
-    [_, shown] = await lines(pawl, "show", "m")
-    assert shown["trial"]["kind"] == "promote"
-    assert shown["trial"]["arms"]["canary"]["mean"] == pytest.approx(0.95)
-    assert versions_table(await versions_of(engine, "m")).caption is not None
+async def test_promote_shows_the_evidence_of_a_version_that_waits_and_asks_a_terminal(
+    pawl: Pawl, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(line, 2, waits=True)
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr)
+    with monkeypatch.context() as patched:
+        patched.setattr(policy_traffic, "sys", terminal)
+        unanswered = await pawl("policies", "promote", "m")
+        assert unanswered.exit_code == 1
+        assert "Promote m@2?" in unanswered.stdout
+        assert (await states(line))[2] == "loaded"
+    promoted = await pawl("policies", "promote", "m")
+    assert promoted.stdout == (f'm@2: {WAITS}\n{{"verdict":"better","episodes":120}}\nm@2 serves\n')
+    # What was shown is the proof that it was promoted with.
+    assert (await events_of(line, "m"))[-1].evidence == BETTER
+
+
+async def test_show_has_arms_shares_and_what_a_version_waits_for(
+    pawl: Pawl, line: AsyncEngine
+) -> None:
+    await load(line, 2)
+    await load(line, 3, waits=True)
+    shown = await lines(pawl, "show", "m")
+    keys = ("state", "arm", "share", "unloaded", "waits", "evidence")
+    assert [{key: one[key] for key in keys if key in one} for one in shown] == [
+        {"state": "retired", "arm": "control", "share": 0.05, "unloaded": False},
+        {"state": "serving", "arm": "serving", "unloaded": False},
+        {"state": "retired", "unloaded": True},
+        {"state": "loaded", "unloaded": False, "waits": WAITS, "evidence": BETTER},
+    ]
+    table = printed(versions_table(await versions_of(line, "m")), width=160)
+    assert table[1].split()[:3] == ["m@0", "retired,", "control"]
+    assert table[1].rstrip().endswith("0.0500")
+    assert table[3].split()[:3] == ["m@2", "retired,", "unloaded"]
+    assert f"m@3: {WAITS}" in " ".join(" ".join(table[5:]).split())
     events = await lines(pawl, "show", "m", "--events")
     assert list(events[0]) == ["at", "version", "from_state", "to_state", "reason", "actor"]
-    assert events_table(await events_of(engine, "m")).row_count == len(events)
+    assert events_table(await events_of(line, "m")).row_count == len(events)
+
+
+async def test_unloaded_version_is_recalled_and_promoted_once_the_servers_list_it(
+    pawl: Pawl, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(line, 2)
+    await load(line, 3)
+    async with fake_model_server() as server:
+        monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
+        monkeypatch.setattr(policy_traffic, "LOADED_WITHIN_S", 0.2)
+        monkeypatch.setattr(policy_traffic, "ASKED_EVERY_S", 0.05)
+        waited = await pawl("policies", "promote", "m@2")
+        assert isinstance(waited.exception, NotGated)
+        assert "let a `pawl controller` run" in str(waited.exception)
+        # It is servable from now on: a controller loads it.
+        async with line.connect() as connection:
+            assert not (await list_versions(connection, "m"))[2].unloaded
+        async with line.begin() as connection:
+            await mark_unloaded(connection, "m", [2], "idle", "trainer")
+        server.loaded["m@2"] = "/m/2"
+        promoted = await pawl("policies", "promote", "m@2")
+    assert promoted.stdout == "m@2 serves\n"
+    assert await states(line) == {0: "retired", 1: "retired", 2: "serving", 3: "loaded"}
 
 
 @pytest.mark.parametrize(

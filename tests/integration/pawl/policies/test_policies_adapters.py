@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import UnknownPolicy
 from store.version_queries import list_versions, mark_deleted
-from store.version_states import ensure_base
+from store.version_states import ensure_base, mark_unloaded
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.computing_server import computing_server
@@ -38,14 +38,14 @@ async def run(
         yield invoke
 
 
-async def test_import_under_a_gate_is_tried_first(
+async def test_import_waits_for_a_decision_where_the_recipe_asks_for_one(
     run: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gated.toml").write_text('[gate]\nmode = "gated"\n')
-    monkeypatch.setenv("PAWL_RECIPE", str(tmp_path / "gated.toml"))
+    (tmp_path / "tried.toml").write_text('[publish]\nmode = "canary"\n')
+    monkeypatch.setenv("PAWL_RECIPE", str(tmp_path / "tried.toml"))
     imported = await run("import", "writer", "sft")
     assert imported.exit_code == 0
-    assert imported.stdout.endswith("writer@1 waits to be tried on a share of the new episodes\n")
+    assert imported.stdout.endswith("writer@1 is loaded, and waits to get the traffic\n")
 
 
 async def test_import_is_version_1_and_export_has_the_same_weights(
@@ -106,11 +106,12 @@ async def test_version_whose_files_were_deleted_is_not_exported(
 ) -> None:
     await run("import", "writer", "sft")
     async with engine.begin() as connection:
-        await set_state(connection, "writer", 1, "retired")
+        await set_state(connection, "writer", 1, "rolled_back")
+        await mark_unloaded(connection, "writer", [1], "idle", "trainer")
         await mark_deleted(connection, "writer", [1])
     gone = await run("export", "writer", "out", "--version", "1")
     assert str(gone.exception) == (
-        "the files of writer@1 were deleted, as the version was retired and nothing asked for them"
+        "the files of writer@1 were deleted, as the version was rolled_back and nothing asked for"
         " any more (there are those of: none)"
     )
     shown = await run("show", "writer")

@@ -118,7 +118,7 @@ async def test_line_starts_again(run: Pawl, pawl: Pawl) -> None:
     )
     show = await pawl("policies", "show", "m", "--json")
     assert next(line for line in show.stdout.splitlines() if '"ended":true' in line).startswith(
-        '{"version":"m@2","state":"published"'
+        '{"version":"m@2","state":"retired"'
     )
 
 

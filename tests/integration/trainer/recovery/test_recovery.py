@@ -125,20 +125,6 @@ async def test_trainer_whose_versions_wait_for_a_decision_is_killed_at(
     await bench.assert_spent_once(4)
 
 
-async def test_states_that_a_version_found_after_a_kill_replaces_are_deleted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = bench.folder.resolve() / "m"
-    for update in range(1, 4):
-        await bench.update(f"more{update}")
-        (states / f"{update}" / adapters.STATE).mkdir()
-    await bench.fill("last")
-    await bench.run_killed(monkeypatch, STEPS["before publishing"])
-    async with bench.working():
-        assert (await bench.states())[4] == "serving"
-    assert [path.parent.name for path in states.glob(f"*/{adapters.STATE}")] == ["3"]
-
-
 async def test_a_version_found_after_a_kill_is_probed_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
