@@ -82,7 +82,7 @@ class Cleaning:
     async def _mark(self) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""
         async with self._engine.connect() as connection:
-            unasked = await unasked_versions(connection, self._policy, (), self._idle_s)
+            unasked = await unasked_versions(connection, self._policy, self._idle_s)
         if not unasked:
             return set()
         loaded = await self._loaded()

@@ -409,13 +409,12 @@ class PublishOptions(RecipeOptions):
     decide_within_h: Annotated[Number, Field(gt=0, le=720)] = Field(
         default=12.0,
         description='Hours in which the mode "canary" decides: the canary\'s share follows the '
-        "traffic, up to one half, so that the evidence suffices by then. Without proof it gets the "
-        "traffic if its mean reward is no lower so far, and else retires.",
+        "traffic, up to one half, so that the evidence suffices by then.",
     )
     undecided: Literal["promote", "keep"] = Field(
         default="promote",
-        description='What becomes of a version that the mode "evaluated" has no proof about after '
-        '`evaluation.most_runs`. "promote": it gets the traffic if its mean reward is no lower so '
+        description="What becomes of a version without proof after `decide_within_h`, or "
+        '`evaluation.most_runs`. "promote": it gets the traffic unless its mean reward is lower so '
         'far. "keep": what serves goes on.',
     )
     margin: Positive = Field(

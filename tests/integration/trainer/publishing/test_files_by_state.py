@@ -320,7 +320,7 @@ async def test_a_version_that_was_recalled_meanwhile_keeps_its_files(disk: Disk)
     await serve(disk, 1, 2, 3)
     await disk.unload()
     async with disk.engine.begin() as connection:
-        found = await unasked_versions(connection, "m", (), 900.0)
+        found = await unasked_versions(connection, "m", 900.0)
         assert [one.version for one in found] == [1]
         await recall(connection, "m", 1, reason="for the test", actor="operator")
     await disk.clean()
