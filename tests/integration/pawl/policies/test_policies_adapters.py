@@ -111,8 +111,8 @@ async def test_version_whose_files_were_deleted_is_not_exported(
         await mark_deleted(connection, "writer", [1])
     gone = await run("export", "writer", "out", "--version", "1")
     assert str(gone.exception) == (
-        "the files of writer@1 were deleted, as the version was rolled_back and nothing asked for them"
-        " any more (there are those of: none)"
+        "the files of writer@1 were deleted, as the version was rolled_back and nothing asked for"
+        " them any more (there are those of: none)"
     )
     shown = await run("show", "writer")
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
