@@ -22,7 +22,7 @@ _HERE: Final = """
     JOIN policies other ON other.version = 0 AND other.served_name = own.served_name
     WHERE own.name = :policy AND own.version = 0
 """
-# How many versions that were retired last tell how long one is kept after it lost the traffic.
+# How many versions that were unloaded last tell how long one is kept after it lost the traffic.
 RECENT: Final = 8
 # Until the transaction ends: two trainers that share a server must not both take the last slot.
 _LOCK: Final = text(
@@ -32,8 +32,8 @@ _LOCK: Final = text(
     """
 )
 # What a trainer that is gone has left half-done reserves nothing for ever; nor does a policy that
-# nobody has configured any more, once nobody calls it either. What was retired is read by index and
-# no further than needed: there are as many as there ever were updates.
+# nobody has configured any more, once nobody calls it either. What was unloaded is read by index, no
+# further than needed: there are as many as there ever were updates.
 _LIVE: Final = text(
     f"""
     WITH here AS ({_HERE}),

@@ -313,7 +313,7 @@ _ASIDE: Final = text(
 # records that are stored late.
 _LATE: Final = "interval '1 hour'"
 # An episode has calls of its lowest and its highest version. Whether it has any of one in between,
-# which it then left as that was retired, only its calls tell.
+# which it then left as that was unloaded, only its calls tell.
 HAS_ROLLED_BACK: Final = """
     EXISTS (
         SELECT FROM policies lost

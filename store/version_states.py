@@ -198,6 +198,17 @@ async def change_state(
     """
     if to == version.state:
         return
+    _check_allowed(version, to, why["reason"])
+    of_version = {"name": version.name, "version": version.version, "from": version.state}
+    values = {**of_version, "to": to, "share": share, **_values(why)}
+    if (await connection.execute(_CHANGE, values)).first() is None:
+        raise StateChanged(
+            f"{version.name}@{version.version} is not {version.state!r} any more, so it was not "
+            f"made {to!r} ({why['reason']}): read its state, and decide again"
+        )
+
+
+def _check_allowed(version: PolicyVersion, to: PolicyState, reason: str) -> None:
     if version.state == "rolled_back" or (version.ended and to == "serving"):
         raise RolledBack(
             f"{version.name}@{version.version} was rolled back, or ended when the policy's line"
@@ -208,14 +219,7 @@ async def change_state(
         may_become = ", ".join(sorted(ALLOWED[version.state])) or "nothing"
         raise StateChanged(
             f"{version.name}@{version.version} is {version.state!r}, and cannot become {to!r}"
-            f" ({why['reason']}); it can become {may_become}"
-        )
-    of_version = {"name": version.name, "version": version.version, "from": version.state}
-    values = {**of_version, "to": to, "share": share, **_values(why)}
-    if (await connection.execute(_CHANGE, values)).first() is None:
-        raise StateChanged(
-            f"{version.name}@{version.version} is not {version.state!r} any more, so it was not "
-            f"made {to!r} ({why['reason']}): read its state, and decide again"
+            f" ({reason}); it can become {may_become}"
         )
 
 
@@ -405,6 +409,7 @@ async def promote(
     if control_share is None:
         values = {"name": name, "version": version}
         control_share = await connection.scalar(_RULES_SHARE, values)
+    _check_allowed(new, "serving", why["reason"])
     control = await connection.scalar(_CONTROL, {"name": name})
     share = None if control == version else control_share or None
     for serving in await in_states(connection, name, "serving"):

@@ -393,10 +393,10 @@ class Call:
         """Return the reply, or that of a replica that has the call's version if this one lacks it.
 
         What a server that lists the version replies is final, whatever it is. A version that is
-        retired meanwhile is not waited for.
+        unloaded meanwhile is not waited for.
 
         Raises:
-            NotServed: the request names a version that was retired meanwhile.
+            NotServed: the request names a version that was unloaded meanwhile.
             NotLoaded: no replica has the version within `WAIT_S`.
             ProxyError: the call was sent, and no reply came.
         """
@@ -429,7 +429,7 @@ class Call:
         after = (
             f"was not given it within {WAIT_S:.0f} s. It is being loaded again"
             if is_awaited
-            else "it was retired meanwhile; another version serves"
+            else "it was unloaded meanwhile; another version serves"
         )
         raise NotLoaded(
             f"The model server does not have {name} now, and {after}: repeat the request",

@@ -4,7 +4,7 @@ The model name that an agent asks for names a policy; or, where a file names the
 name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
 its arm has then, which is the serving one for most. Its later calls keep it for as long as that
 version can be served at all: an episode is sampled by one version of each policy. One whose version
-was retired moves to the one that serves then, and keeps that. The workers of a proxy agree on each
+was unloaded moves to the one that serves then, and keeps that. The workers of a proxy agree on each
 episode's version (`proxy.policies.shared_pins`).
 """
 
@@ -104,7 +104,7 @@ def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
 
 AGAIN: Final = "is being loaded again"
 WHY_NOT: Final[Mapping[PolicyState, str]] = {
-    "written": "is not published yet",
+    "written": "is not loaded yet",
     "rejected": "was rejected: it did not load, was not served as it was trained, was worse than "
     "what served, or was trained on from a version that was rolled back",
 }
@@ -113,7 +113,7 @@ UNLOADED: Final = (
     "be loaded again (docs/howto/evaluate.md)"
 )
 DELETED: Final = (
-    "was retired or rejected, and its files were deleted, as nothing asked for them any more"
+    "was unloaded or rejected, and its files were deleted, as nothing asked for them any more"
 )
 
 

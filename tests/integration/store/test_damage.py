@@ -108,7 +108,7 @@ async def test_an_update_goes_on_without_it(bench: Threads, kind: str) -> None:
     trained = {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
     assert await reasons(bench.engine) == trained | {"t0-1": "damaged"}
     assert EPISODES.labels("m", "damaged")._value.get() == counted + 1
-    assert await bench.states() == {0: "published", 1: "serving"}
+    assert await bench.states() == {0: "retired", 1: "serving"}
     async with bench.engine.connect() as connection:
         found, done = await claims.list_updates(connection, "m")
     assert (found.state, found.version, found.metrics["dropped"]) == (

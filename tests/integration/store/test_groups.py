@@ -12,7 +12,7 @@ from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
 from store.records import Tokens
 from tests.support.ledger.episodes import keys, reasons, store
-from tests.support.ledger.lineage import add_in_state
+from tests.support.ledger.lineage import State, add_in_state
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
@@ -33,7 +33,7 @@ async def episode(
         await store(engine, reward(value, episode=key, at=at))
 
 
-async def versions(engine: AsyncEngine, *states: str) -> None:
+async def versions(engine: AsyncEngine, *states: State) -> None:
     async with engine.begin() as connection:
         for version, state in enumerate(states, 1):
             await add_in_state(connection, "m", version, state, parent=version - 1)
@@ -74,7 +74,7 @@ def fields(rule: ClaimRule, **changes: Any) -> dict[str, Any]:
 
 
 async def test_what_newer_versions_sampled_comes_first(engine: AsyncEngine) -> None:
-    await versions(engine, "published", "serving")
+    await versions(engine, "retired", "serving")
     for number, version in enumerate([0, 2, 1, 2]):
         await episode(engine, f"e{number}", 1.0, at=number, policy_version=version)
     assert sorted(keys(await claimed(engine, SINGLE, parent=2))) == ["e1", "e2", "e3"]
@@ -295,7 +295,7 @@ LIMITED = ClaimRule(**fields(SINGLE, max_staleness=1))
 
 
 async def test_stale_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> None:
-    await versions(engine, "published", "published", "serving")
+    await versions(engine, "retired", "retired", "serving")
     await episode(engine, "stale", 1.0, policy_version=1)
     await episode(engine, "stale, unscored", policy_version=0)
     await episode(engine, "fresh", 1.0, policy_version=2)
@@ -310,20 +310,20 @@ async def test_stale_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> No
 
 
 async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: AsyncEngine) -> None:
-    await versions(engine, "published", "published", "serving")
+    await versions(engine, "retired", "retired", "serving")
     await episode(engine, "stale", 1.0, policy_version=1)
     rule = ClaimRule(**fields(LIMITED, max_age_s=1e-6))
     assert await claimed(engine, rule, parent=3) is None
 
 
 async def test_without_limits_nothing_is_ever_spent(engine: AsyncEngine) -> None:
-    await versions(engine, *["published"] * 9)
+    await versions(engine, *["retired"] * 9)
     await episode(engine, "old", 1.0, started_at=LONG_AGO)
     assert await expired(engine, SINGLE, parent=9) == {}
 
 
 async def test_rejected_versions_make_nobody_stale(engine: AsyncEngine) -> None:
-    await versions(engine, "published", "rejected", "rejected", "rejected", "serving")
+    await versions(engine, "retired", "rejected", "rejected", "rejected", "serving")
     async with engine.connect() as connection:
         found = [await oldest_version(connection, "m", 5, staleness) for staleness in (0, 1, 2, 9)]
         unlimited = await oldest_version(connection, "m", 5, None)
@@ -332,7 +332,7 @@ async def test_rejected_versions_make_nobody_stale(engine: AsyncEngine) -> None:
 
 
 async def test_what_is_in_doubt_or_claimed_is_not_spent(engine: AsyncEngine) -> None:
-    await versions(engine, "published", "serving")
+    await versions(engine, "retired", "serving")
     await episode(engine, "doubtful", 1.0, policy_version=0, confidence="doubtful")
     await episode(engine, "claimed", 1.0, policy_version=0)
     assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, groups=1)), parent=2)) == [

@@ -124,7 +124,7 @@ async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: Asyn
 async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
-        await add_in_state(connection, "writes", 2, "published")
+        await add_in_state(connection, "writes", 2, "retired")
         counted = await expire(connection, rule("writes", max_staleness=0), 2, {})
     assert counted == {"stale": 2}
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [
@@ -262,7 +262,7 @@ async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) 
 async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine) -> None:
     await store(engine, *calls_of("e", ["writer", "checker"]))
     async with engine.begin() as connection:
-        for version in (2, 3):
-            await add_in_state(connection, "checks", version, "published", ago_s=3600.0)
-        idle = await idle_versions(connection, "checks", ["published"], 60)
+        for version in (2, 3, 4):
+            await add_in_state(connection, "checks", version, "retired", ago_s=3600.0 - version)
+        idle = await idle_versions(connection, "checks", 60)
     assert [version.version for version in idle] == [2]

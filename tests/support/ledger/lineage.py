@@ -2,20 +2,28 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
-from sqlalchemy import func, insert
+from sqlalchemy import func, insert, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import version_states
 from store.ids import new_id
-from store.schema.tables import policies, updates
-from store.version_states import ALLOWED, add_version, ensure_base, lock_version
+from store.schema.tables import policies, policy_events, updates
+from store.version_states import (
+    ALLOWED,
+    WITHOUT_TRAFFIC,
+    add_version,
+    ensure_base,
+    lock_version,
+)
 from store.versions import Actor, PolicyState
 
 # The reason of a change that a test makes.
 TEST = "for the test"
+# A version that is retired, and that no server keeps, is `unloaded` here.
+State = PolicyState | Literal["unloaded"]
 
 
 async def _updated(connection: AsyncConnection, name: str, version: int, parent: int) -> UUID:
@@ -38,32 +46,36 @@ async def add_in_state(
     connection: AsyncConnection,
     name: str,
     version: int,
-    state: str,
+    state: State,
     *,
     parent: int = 0,
     ago_s: float = 0.0,
-    unloaded: bool = False,
     deleted: bool = False,
 ) -> None:
     """Add a version that came to be in `state` so many seconds ago, without the way there.
 
-    What is `deleted` and not rejected is unloaded too.
+    What is retired or rolled back had the traffic. What is `deleted` and not rejected is unloaded.
     """
-    now = func.now()
-    is_unloaded = unloaded or (deleted and state != "rejected")
+    then = func.now() - timedelta(seconds=ago_s)
+    is_unloaded = state == "unloaded" or (deleted and state != "rejected")
     await connection.execute(
         insert(policies).values(
             name=name,
             version=version,
-            state=state,
+            state="retired" if state == "unloaded" else state,
             served_name=f"{name}@{version}",
             adapter_path="/a",
             update_id=await _updated(connection, name, version, parent),
-            changed_at=now - timedelta(seconds=ago_s),
-            files_deleted_at=now if deleted else None,
-            unloaded_at=now - timedelta(seconds=ago_s) if is_unloaded else None,
+            changed_at=then,
+            files_deleted_at=func.now() if deleted else None,
+            unloaded_at=then if is_unloaded else None,
         )
     )
+    if state not in ("written", "loaded", "rejected"):
+        to = "canary" if state == "canary" else "serving"
+        why = {"from_state": "loaded", "to_state": to, "reason": TEST, "actor": "operator"}
+        event = insert(policy_events).values(id=new_id(), name=name, version=version, at=then)
+        await connection.execute(event.values(**why))
 
 
 def path_to(start: PolicyState, end: PolicyState) -> list[PolicyState]:
@@ -82,17 +94,35 @@ async def set_state(
     connection: AsyncConnection,
     name: str,
     version: int,
-    state: PolicyState,
+    state: State,
     *,
     reason: str = TEST,
     actor: Actor = "operator",
 ) -> None:
-    """Move a version to `state` by the shortest way that is allowed."""
+    """Move a version to `state` by the shortest way that is allowed.
+
+    What is retired was tried before, so that servers keep it, unless it is to be `unloaded`.
+    """
     current = await lock_version(connection, name, version)
-    for following in path_to(current.state, state):
+    end: PolicyState = "retired" if state == "unloaded" else state
+    path = path_to(current.state, end)
+    if end == "retired" and current.state in WITHOUT_TRAFFIC:
+        path = [*path_to(current.state, "canary"), "retired"]
+    for following in path:
         await version_states.set_state(
             connection, name, version, following, reason=reason, actor=actor
         )
+    if state == "unloaded":
+        await unload(connection, name, version)
+
+
+async def unload(connection: AsyncConnection, name: str, version: int) -> None:
+    """Let no server keep a retired version, also one that a roll-back would give the traffic to."""
+    own = (policies.c.name == name, policies.c.version == version)
+    now = func.clock_timestamp()
+    await connection.execute(
+        update(policies).where(*own).values(unloaded_at=now, changed_at=now, share=None)
+    )
 
 
 async def promote(

@@ -19,7 +19,7 @@ async def states(engine: AsyncEngine) -> dict[int, PolicyState]:
 async def told(engine: AsyncEngine) -> dict[int, list[tuple[str | None, str]]]:
     """Return the changes of state that events tell of, oldest first, by version."""
     async with engine.connect() as connection:
-        events = await list_events(connection, "m")
+        events = await list_events(connection, "m", most=10_000)
     found: dict[int, list[tuple[str | None, str]]] = {}
     for one in reversed(events):
         assert one.reason

@@ -1,25 +1,28 @@
 """Policy versions as the store would list them."""
 
-from typing import Any
+from typing import Any, Literal
 
 from store.versions import PolicyState, PolicyVersion
 
+# A version that is retired, and that no server keeps, is `unloaded` here.
+State = PolicyState | Literal["unloaded"]
+
 
 def version(
-    number: int, state: PolicyState, name: str = "m", base: str | None = None, **more: Any
+    number: int, state: State, name: str = "m", base: str | None = None, **more: Any
 ) -> PolicyVersion:
     return PolicyVersion(
         name=name,
         version=number,
-        state=state,
+        state="retired" if state == "unloaded" else state,
         served_name=f"{name}@{number}" if number else base or name,
         adapter_path=None,
         update_id=None,
-        rolled_back=state == "rolled_back",
+        unloaded=state == "unloaded",
         **more,
     )
 
 
-def numbered(*states: PolicyState, name: str = "m", base: str | None = None) -> list[PolicyVersion]:
+def numbered(*states: State, name: str = "m", base: str | None = None) -> list[PolicyVersion]:
     """Return a policy's versions from 0 on, one for each state."""
     return [version(number, state, name, base) for number, state in enumerate(states)]

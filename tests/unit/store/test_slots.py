@@ -7,39 +7,39 @@ from hypothesis import strategies as st
 from store.adapter_slots import Live, due_in, free_slots, needed_slots
 
 COUNTS = st.integers(min_value=0, max_value=20)
-LIVE = st.builds(Live, serving=COUNTS, published=COUNTS, unloading=COUNTS, coming=COUNTS)
+LIVE = st.builds(Live, serving=COUNTS, held=COUNTS, kept=COUNTS, unloading=COUNTS, coming=COUNTS)
 SLOTS = st.integers(min_value=1, max_value=16)
 
 
 @given(LIVE, SLOTS)
 def test_a_slot_is_free_only_below_the_limit(live: Live, slots: int) -> None:
-    limit = max(slots, live.serving + 1)
+    limit = max(slots, live.serving + live.held + 1)
     assert free_slots(live, slots) == max(0, limit - live.total)
 
 
-@given(st.lists(st.sampled_from(["claim", "publish", "give up", "retire", "unload"])), SLOTS)
+@given(st.lists(st.sampled_from(["claim", "publish", "give up", "unload", "forget"])), SLOTS)
 def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> None:
-    serving = published = unloading = coming = 0
+    serving = kept = unloading = coming = 0
     for event in events:
-        live = Live(serving=serving, published=published, unloading=unloading, coming=coming)
+        live = Live(serving=serving, kept=kept, unloading=unloading, coming=coming)
         if event == "claim" and not coming and free_slots(live, slots):
             coming = 1
         elif event == "publish" and coming:
-            coming, published, serving = 0, published + serving, 1
+            coming, kept, serving = 0, kept + serving, 1
         elif event == "give up":
             coming = 0
-        elif event == "retire" and published:
-            published, unloading = published - 1, unloading + 1
-        elif event == "unload":
+        elif event == "unload" and kept:
+            kept, unloading = kept - 1, unloading + 1
+        elif event == "forget":
             unloading = 0
         # One that serves and one that replaces it are the least there can be.
-        assert serving + published + unloading + coming <= max(slots, 2)
+        assert serving + kept + unloading + coming <= max(slots, 2)
 
 
 @given(SLOTS)
-def test_what_serves_and_nothing_else_always_has_room_for_the_next(slots: int) -> None:
+def test_what_serves_with_its_control_always_has_room_for_the_next(slots: int) -> None:
     for serving in range(20):
-        alone = Live(serving=serving, published=0, unloading=0, coming=0)
+        alone = Live(serving=serving, held=serving, kept=0, unloading=0, coming=0)
         assert free_slots(alone, slots) >= 1
 
 
@@ -60,16 +60,16 @@ def test_half_the_slots_are_taken_at_once_and_the_others_at_even_intervals(
 
 
 def test_after_an_outage_a_server_with_idle_slots_is_not_kept_waiting() -> None:
-    live = Live(serving=1, published=3, unloading=0, coming=0, tail_s=36_000.0, since_s=60.0)
+    live = Live(serving=1, kept=3, unloading=0, coming=0, tail_s=36_000.0, since_s=60.0)
     assert due_in(live, 8) == 0.0
-    assert due_in(msgspec.structs.replace(live, published=4), 8) > 0.0
+    assert due_in(msgspec.structs.replace(live, kept=4), 8) > 0.0
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
 def test_the_first_of_a_set_needs_room_for_all_but_no_more_than_there_can_be(
     live: Live, slots: int, together: int
 ) -> None:
-    alone = Live(serving=live.serving, published=0, unloading=0, coming=0)
+    alone = Live(serving=live.serving, held=live.held, kept=0, unloading=0, coming=0)
     needed = needed_slots(live, slots, together)
     assert 1 <= needed <= max(1, together)
     assert free_slots(alone, slots) >= needed

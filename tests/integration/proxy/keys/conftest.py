@@ -46,9 +46,7 @@ async def shared(
         for policy, tenant in (("a-writes", "a"), ("b-writes", "b"), ("m", DEFAULT)):
             await ensure_base(connection, policy, "m", tenant)
             await trained(connection, 0, name=policy)
-            await set_state(
-                connection, policy, 1, "published", reason="for the test", actor="operator"
-            )
+            await set_state(connection, policy, 1, "retired")
     upstream.models = ["m", "a-writes@1", "b-writes@1", "m@1"]
     path = tmp_path / "policies.toml"
     path.write_text(FILE)

@@ -9,7 +9,7 @@ from aiohttp import web
 from proxy.calls import call as steps
 from store.versions import PolicyState
 from tests.integration.conftest import Proxy
-from tests.support.ledger.lineage import set_state, trained
+from tests.support.ledger.lineage import State, set_state, trained
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
 from tests.support.waiting import eventually
 
@@ -63,10 +63,10 @@ def serving(*names: str) -> Any:
 
 @pytest.fixture
 async def versions(proxy: Proxy) -> None:
-    """Version 1 is retired, 2 rejected, 3 published; the base still serves."""
+    """Version 1 is unloaded, 2 rejected, 3 retired; the base still serves."""
     async with proxy.engine.begin() as connection:
         await trained(connection, 0, 1, 2)
-        states: tuple[PolicyState, ...] = ("retired", "rejected", "published")
+        states: tuple[State, ...] = ("unloaded", "rejected", "retired")
         for version, state in enumerate(states, 1):
             await set_state(connection, "m", version, state, reason="test", actor="operator")
 
@@ -78,7 +78,7 @@ async def versions(proxy: Proxy) -> None:
 
 @pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize(("asked", "served"), [("m@0", "m"), ("m@1", "m@1"), ("m@3", "m@3")])
-async def test_version_is_served_by_its_name_also_a_retired_one_that_is_loaded(
+async def test_version_is_served_by_its_name_also_an_unloaded_one_that_is_still_there(
     proxy: Proxy, upstream: FakeUpstream, asked: str, served: str
 ) -> None:
     upstream.behave = serving("m", "m@1", "m@3")

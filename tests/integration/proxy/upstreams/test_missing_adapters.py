@@ -18,7 +18,7 @@ from proxy.policies.version_file import VersionFile
 from proxy.upstreams.server import Upstream
 from store.version_queries import mark_deleted
 from tests.integration.conftest import Proxy, StartProxy
-from tests.support.ledger.lineage import promote, set_state, trained
+from tests.support.ledger.lineage import promote, set_state, trained, unload
 from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream, whole_reply
 from tests.support.waiting import PATIENCE_S, eventually, until
 
@@ -51,9 +51,7 @@ async def publish(engine: AsyncEngine, *states: str) -> None:
             if state == "serving":
                 await promote(connection, "m", version, reason="for the test", actor="operator")
             else:
-                await set_state(
-                    connection, "m", version, "retired", reason="for the test", actor="operator"
-                )
+                await set_state(connection, "m", version, "unloaded")
             if state == "deleted":
                 assert await mark_deleted(connection, "m", [version]) == {version}
 
@@ -107,9 +105,9 @@ async def test_call_that_waited_too_long_may_be_repeated(
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "said"), [(VERSION, 404, "is retired"), ("m", 503, "was retired meanwhile")]
+    ("asked", "status", "said"), [(VERSION, 404, "is retired, and was unloaded"), ("m", 503, "was unloaded meanwhile")]
 )
-async def test_version_that_is_retired_meanwhile_is_not_waited_for(
+async def test_version_that_is_unloaded_meanwhile_is_not_waited_for(
     proxy: Proxy,
     upstream: FakeUpstream,
     engine: AsyncEngine,
@@ -124,7 +122,7 @@ async def test_version_that_is_retired_meanwhile_is_not_waited_for(
     await until(lambda: bool(upstream.requests))
     async with engine.begin() as connection:
         await promote(connection, "m", 0, reason="for the test", actor="operator")
-        await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
+        await unload(connection, "m", 1)
     reply = await asyncio.wait_for(waiting, PATIENCE_S)
     assert (reply.status, said in reply.json["error"]["message"]) == (status, True)
     # Whoever does not insist on that version gets the one that serves now.

@@ -127,7 +127,7 @@ async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
     )
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-        await add_in_state(connection, "m", 1, "published")
+        await add_in_state(connection, "m", 1, "retired")
         assert await expire(connection, rule, 1, {}) == {"stale": 1}
     query = text("SELECT key FROM consumptions JOIN episodes ON id = episode_id")
     async with engine.connect() as connection:

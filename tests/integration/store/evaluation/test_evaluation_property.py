@@ -106,7 +106,7 @@ class Ledger:
         async with self.engine.begin() as connection:
             for policy in POLICIES:
                 await ensure_base(connection, policy)
-                await add_in_state(connection, policy, 1, "published")
+                await add_in_state(connection, policy, 1, "retired")
         self.running = {}
 
     async def do(self, step: Sequence[Any]) -> None:

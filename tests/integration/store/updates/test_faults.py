@@ -30,7 +30,7 @@ async def fill(engine: AsyncEngine, *, learned: bool) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         if learned:
-            await connection.execute(text("UPDATE policies SET state = 'published'"))
+            await connection.execute(text("UPDATE policies SET state = 'retired'"))
             await add_in_state(connection, "m", 1, "serving")
             # Its update was claimed after the first episodes, and before the others.
             await connection.execute(

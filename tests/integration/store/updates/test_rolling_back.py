@@ -1,165 +1,275 @@
-"""A roll-back gives the traffic to what had it before, and never to what fell or came of it."""
+"""A roll-back frees the lineage of what fell, and gives the traffic to what servers have."""
 
-from typing import Final
+from random import Random
+from typing import Any, Final
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_states
 from store.claim_query import ClaimRule, find_ready, waiting_updates
 from store.claims import expire, release
-from store.errors import HoldsRolledBack, NotGated, RolledBack
+from store.errors import HoldsRolledBack, LineEnded, NotGated, RolledBack
 from store.read.gates import newest_promoted
 from store.records import SpoolRecord
-from store.version_queries import head_of, list_events, numbered_version, version_before
-from store.version_states import change_state, make_ready, roll_back
-from store.versions import PolicyState
+from store.version_queries import (
+    head_of,
+    list_events,
+    list_versions,
+    numbered_version,
+    rollback_target,
+)
+from store.version_states import begin_canary, make_loaded, mark_unloaded, recall, roll_back
+from store.versions import PolicyVersion
 from tests.support.ledger.episodes import ingest, keys
-from tests.support.ledger.history import let_events_change
-from tests.support.ledger.lineage import promote, set_state, trained
+from tests.support.ledger.lineage import promote, set_state, trained, unload
 from tests.support.ledger.states import TEST, canary, check_told, states, version
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
-
-async def test_what_was_rolled_back_does_not_serve_again(engine: AsyncEngine) -> None:
-    async with engine.begin() as connection:
-        await trained(connection, 0)
-        await promote(connection, "m", 1, reason=TEST, actor="trainer")
-        before = await roll_back(
-            connection, await version(connection, 1), reason="fell behind", actor="controller"
-        )
-        assert before is not None
-        assert before.version == 0
-    assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    async with engine.begin() as connection:
-        with pytest.raises(RolledBack, match="m@1 was rolled back, so it cannot become 'serving'"):
-            await promote(connection, "m", 1, reason=TEST, actor="operator")
-        await set_state(connection, "m", 1, "retired", reason="idle", actor="trainer")
-        assert (await version(connection, 1)).rolled_back
-        with pytest.raises(RolledBack):
-            await version_states.set_state(
-                connection, "m", 1, "ready", reason=TEST, actor="trainer"
-            )
-    with pytest.raises(IntegrityError, match="rolled_back_for_good"):
-        async with engine.begin() as connection:
-            await connection.execute(
-                text("UPDATE policies SET state = 'published' WHERE version = 1")
-            )
+RULE: Final = {"control_share": 0.05}
+BY: Final[Any] = {"reason": TEST, "actor": "operator"}
 
 
-@pytest.mark.parametrize(("served", "before"), [((1, 2, 3, 1, 4), 1), ((1, 2, 3, 0, 4), 0)])
-async def test_what_had_the_traffic_before_serves_again_whatever_its_number(
-    engine: AsyncEngine, served: tuple[int, ...], before: int
-) -> None:
-    async with engine.begin() as connection:
-        await trained(connection, 0, 1, 2, before)
-    for number in served:
-        async with engine.begin() as connection:
-            await promote(connection, "m", number, reason=TEST, actor="operator")
-    async with engine.begin() as connection:
-        await roll_back(connection, await version(connection, 4), reason=TEST, actor="controller")
-    found = await states(engine)
-    assert [number for number, state in found.items() if state == "serving"] == [before]
+async def fall(connection: AsyncConnection, number: int) -> int | None:
+    """Roll a version back, and return what serves instead."""
+    serves = await roll_back(connection, await version(connection, number), **BY)
+    return None if serves is None else serves.version
 
 
-async def test_what_was_trained_on_from_what_is_rolled_back_goes_with_it(
+async def test_all_that_served_since_the_control_falls_with_its_lineage(
     engine: AsyncEngine,
 ) -> None:
-    # 2 and 5 were trained from 1, then 3 from 2, 4 from 3; and 6 from the base.
+    """2 is proven, so it is the control of 3 and 4; 9 has another root."""
     async with engine.begin() as connection:
-        await trained(connection, 0, 1, 2, 3, 1, 0)
-        await promote(connection, "m", 1, reason=TEST, actor="trainer")
-        await canary(connection, 2)
-        await make_ready(connection, "m", 5, reason=TEST, actor="trainer")
-        await roll_back(connection, await version(connection, 1), reason="bad", actor="controller")
-    found = await states(engine)
-    assert (found[1], found[2], found[4], found[5]) == (
-        "rolled_back",
-        "rolled_back",
-        "rejected",
-        "rejected",
-    )
-    assert (found[0], found[6]) == ("serving", "written")
+        await trained(connection, 0, 1, 2, 3, 2, 3, 4, 1, 0)
+        for number in (1, 2):
+            await promote(connection, "m", number, rule=RULE)
+        better: Any = {"verdict": "better"}
+        await version_states.add_event(
+            connection, "m", 2, "serving", before="serving", evidence=better, **BY
+        )
+        for number in (3, 4):
+            await promote(connection, "m", number, rule=RULE)
+        await canary(connection, 6)
+        await make_loaded(connection, "m", 7, RULE, **BY)
+        assert await fall(connection, 4) == 2
+    assert await states(engine) == {
+        0: "retired",
+        1: "retired",
+        2: "serving",
+        3: "rolled_back",
+        4: "rolled_back",
+        # It waited, and 6 was newer.
+        5: "retired",
+        6: "rolled_back",
+        7: "rejected",
+        8: "written",
+        9: "written",
+    }
     async with engine.connect() as connection:
-        [why] = [one.reason for one in await list_events(connection, "m", 4, most=1)]
-    assert why == "it was trained on from m@1, which was rolled back"
+        why = {one.version: one.reason for one in reversed(await list_events(connection, "m"))}
+    assert why[3] == "it served since the control did, as m@4, which was rolled back"
+    assert why[6] == "it was trained on from m@3, which failed"
+    assert why[2] == "m@4 was rolled back: for the test"
     await check_told(engine)
 
 
-@pytest.mark.parametrize("then", ["published", "retired"])
-async def test_a_canary_that_never_served_serves_after_no_roll_back(
-    engine: AsyncEngine, then: PolicyState
-) -> None:
+async def test_canary_falls_alone_with_what_was_trained_on_from_it(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 0, 0)
-        await promote(connection, "m", 1, reason=TEST, actor="operator")
-        tried = await canary(connection, 2)
-        # A newer one was promoted by hand meanwhile: the canary makes way for it.
-        await change_state(connection, tried, "published", reason=TEST, actor="controller")
-        assert await newest_promoted(connection, "m") == 1
-        await promote(connection, "m", 3, reason=TEST, actor="operator")
-        await set_state(connection, "m", 2, then, reason=TEST, actor="trainer")
-        before = await version_before(connection, await version(connection, 3))
-        assert before.version == 1
-        serves = await roll_back(
-            connection, await version(connection, 3), reason=TEST, actor="controller"
-        )
-        assert serves is not None
-        assert serves.version == 1
+        await trained(connection, 0, 1, 2, 1)
+        await promote(connection, "m", 1, rule=RULE)
+        await canary(connection, 2)
+        await make_loaded(connection, "m", 4, RULE, **BY)
+        assert await fall(connection, 2) is None
+        assert (await head_of(connection, "m")).version == 4
+        # One that is loaded is rejected, and what serves is left alone.
+        assert await fall(connection, 4) is None
+        assert (await head_of(connection, "m")).version == 1
+    assert await states(engine) == {
+        0: "retired",
+        1: "serving",
+        2: "rolled_back",
+        3: "rolled_back",
+        4: "rejected",
+    }
 
 
-async def test_what_was_trained_on_from_what_was_rolled_back_serves_after_no_roll_back(
+async def test_control_that_was_trained_on_from_what_falls_stays(engine: AsyncEngine) -> None:
+    """An operator gave the traffic to an older version, beside which a newer one did better."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 2, 1)
+        await promote(connection, "m", 1, rule=RULE)
+        await promote(connection, "m", 2, rule=RULE, evidence={"verdict": "better"})
+        await promote(connection, "m", 1)
+        assert await fall(connection, 1) == 2
+        assert (await head_of(connection, "m")).version == 3
+    assert await states(engine) == {
+        0: "retired",
+        1: "rolled_back",
+        2: "serving",
+        3: "written",
+        4: "rejected",
+    }
+
+
+async def test_rolled_back_version_never_serves_again(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0)
+        await promote(connection, "m", 1, rule=RULE)
+        assert await fall(connection, 1) == 0
+        with pytest.raises(RolledBack, match="m@1 was rolled back, or ended"):
+            await promote(connection, "m", 1)
+        await mark_unloaded(connection, "m", [1], "idle", "trainer")
+        with pytest.raises(version_states.StateChanged, match="m@1 cannot be loaded again"):
+            await recall(connection, "m", 1, **BY)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+
+
+@pytest.mark.parametrize(("served", "before"), [((1, 2, 3, 1, 4), 1), ((1, 2, 3, 0, 4), 0)])
+async def test_without_a_control_what_had_the_traffic_before_serves_again(
+    engine: AsyncEngine, served: tuple[int, ...], before: int
+) -> None:
+    """Whatever its number, and whoever asked first: by who moved the traffic."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 2, before)
+    for number in served:
+        async with engine.begin() as early:
+            await early.execute(text("SELECT now()"))
+            async with engine.begin() as connection:
+                await promote(connection, "m", number)
+    async with engine.begin() as connection:
+        assert (await rollback_target(connection, "m")).version == before
+        # No server is to unload it; all others may be.
+        unloaded = await mark_unloaded(connection, "m", range(5), "idle", "trainer")
+        assert unloaded == {1, 2, 3} - {before}
+        assert await fall(connection, 4) == before
+
+
+async def test_version_that_never_served_or_is_unloaded_serves_after_no_roll_back(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 1, 0)
-        # An operator went back from 2 to 1, which fell then.
-        for number in (1, 2, 1):
-            await promote(connection, "m", number, reason=TEST, actor="operator")
-        await roll_back(connection, await version(connection, 1), reason=TEST, actor="controller")
-        assert (await version(connection, 2)).state == "published"
-        await promote(connection, "m", 3, reason=TEST, actor="operator")
-        assert (await version_before(connection, await version(connection, 3))).version == 0
-
-
-async def test_what_had_the_traffic_last_is_told_by_who_moved_it_last(engine: AsyncEngine) -> None:
-    """An operator's transaction began before the trainer's, and waited for it."""
-    async with engine.begin() as connection:
-        await trained(connection, 0, 1, 1)
-        await promote(connection, "m", 1, reason=TEST, actor="trainer")
-    async with engine.begin() as operator:
-        await operator.execute(text("SELECT now()"))
-        async with engine.begin() as trainer:
-            await promote(trainer, "m", 2, reason=TEST, actor="trainer")
-        await promote(operator, "m", 1, reason=TEST, actor="operator")
-    async with engine.begin() as connection:
-        await promote(connection, "m", 3, reason=TEST, actor="trainer")
-        assert (await version_before(connection, await version(connection, 3))).version == 1
-
-
-async def test_what_served_before_events_were_kept_serves_after_a_roll_back(
-    engine: AsyncEngine,
-) -> None:
-    async with engine.begin() as connection:
-        await trained(connection, 0, 1)
-        await promote(connection, "m", 1, reason=TEST, actor="operator")
-        await promote(connection, "m", 2, reason=TEST, actor="operator")
-        await let_events_change(connection)
-        await connection.execute(text("DELETE FROM policy_events WHERE version = 1"))
-        assert (await version_before(connection, await version(connection, 2))).version == 1
+        await trained(connection, 0, 0, 0, 0)
+        for number in (1, 2):
+            await promote(connection, "m", number)
+        await set_state(connection, "m", 3, "retired")
         assert await newest_promoted(connection, "m") == 2
+        await promote(connection, "m", 4)
+        await unload(connection, "m", 2)
+        assert await fall(connection, 4) == 1
 
 
 async def test_what_serves_nothing_cannot_be_rolled_back(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0)
         for number in (0, 1):
-            one = await version(connection, number)
             with pytest.raises(NotGated, match="only a trained version that serves"):
-                await roll_back(connection, one, reason=TEST, actor="operator")
+                await fall(connection, number)
+
+
+# Whatever happened before, held against one by one
+
+
+async def step(connection: AsyncConnection, draw: Random) -> None:
+    """Do what a trainer, a controller, or an operator may do next."""
+    one = draw.choice(await list_versions(connection, "m"))
+    number = one.version
+    is_tried = "canary" in {other.state for other in await list_versions(connection, "m")}
+    evidence = {"verdict": draw.choice(["better", "undecided"])}
+    if one.state == "written":
+        share = draw.choice([0.0, 0.05, 0.05, 0.3])
+        await make_loaded(connection, "m", number, {"control_share": share}, **BY)
+    elif one.state == "loaded" and not is_tried and draw.random() < 0.5:
+        await begin_canary(connection, one, 0.1, **BY)
+    elif one.state in ("loaded", "canary") and draw.random() < 0.8:
+        await version_states.promote(connection, "m", number, evidence=evidence, **BY)
+    elif one.state == "retired" and one.unloaded:
+        await recall(connection, "m", number, **BY)
+    elif one.state == "retired" and draw.random() < 0.3:
+        await version_states.promote(connection, "m", number, **BY)
+    elif one.state in ("retired", "rolled_back"):
+        await mark_unloaded(connection, "m", [number], TEST, "trainer")
+    elif one.state != "rejected" and number and (one.state != "serving" or draw.random() < 0.3):
+        await check_fall(connection, one)
+
+
+async def check_fall(connection: AsyncConnection, fallen: PolicyVersion) -> None:
+    """Roll a version back, and check what became of each, and what serves."""
+    before = {one.version: one for one in await list_versions(connection, "m")}
+    query = "SELECT version, to_state, from_state FROM policy_events ORDER BY at, id"
+    served = [
+        row.version
+        for row in await connection.execute(text(query))
+        if row.to_state == "serving" and row.from_state != "serving"
+    ]
+    query = "SELECT version, parent_version FROM updates"
+    parents = {row.version: row.parent_version for row in await connection.execute(text(query))}
+    control = next((one for one in before.values() if one.state == "retired" and one.share), None)
+    lost = {fallen.version}
+    if control is not None and fallen.state == "serving":
+        last = len(served) - 1 - served[::-1].index(control.version)
+        lost |= {*served[last + 1 :]} - {0}
+    for number in sorted(parents):
+        if parents[number] in lost and (control is None or number != control.version):
+            lost.add(number)
+    expected = {
+        number: one.state
+        if number not in lost or one.state == "rejected"
+        else ("rejected" if one.state in ("written", "loaded") else "rolled_back")
+        for number, one in before.items()
+    }
+    serves = await roll_back(connection, fallen, **BY)
+    if fallen.state == "serving":
+        back = [
+            number
+            for number in reversed(served)
+            if expected[number] == "retired" and not before[number].unloaded
+        ]
+        number = back[0] if control is None else control.version
+        assert serves is not None
+        assert serves.version == number
+        expected[number] = "serving"
+    else:
+        assert serves is None
+    after = await list_versions(connection, "m")
+    assert {one.version: one.state for one in after} == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_roll_back_frees_just_the_lineage_and_what_serves_is_loaded(
+    engine: AsyncEngine, seed: int
+) -> None:
+    draw = Random(seed)
+    async with engine.begin() as connection:
+        # In the order of their numbers each is trained on from the base, or an older one.
+        await trained(connection, *(draw.randint(max(0, n - 3), n) for n in range(12)))
+        for _ in range(80):
+            await step(connection, draw)
+            now = await list_versions(connection, "m")
+            [serving] = [one for one in now if one.state == "serving"]
+            controls = [one for one in now if one.state == "retired" and one.share]
+            assert serving.is_servable
+            assert len(controls) <= 1
+            target = await rollback_target(connection, "m")
+            assert target.is_servable
+            assert not controls or target.version == controls[0].version
+    await check_told(engine)
+
+
+async def test_update_of_a_version_that_fell_meanwhile_makes_none(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1)
+        await promote(connection, "m", 1, rule=RULE)
+        await ingest(connection, [call("e", policy_version=0), reward(1.0, episode="e")])
+    claim = await claimed(engine, ALL, 2)
+    assert claim is not None
+    async with engine.begin() as connection:
+        assert await fall(connection, 1) == 0
+    with pytest.raises(LineEnded, match="trained from m@2, which has failed since"):
+        await consume_all(engine, claim, {}, 3)
+    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rejected"}
 
 
 # Episodes of a version that was rolled back: never claimed, and consumed untrained
@@ -192,11 +302,11 @@ def records(*, whole: bool = True) -> list[SpoolRecord]:
 
 async def roll_back_two(connection: AsyncConnection) -> None:
     """Versions 1 and 3 had the traffic, and it is 3's again."""
-    await promote(connection, "m", 1, reason=TEST, actor="trainer")
+    await promote(connection, "m", 1)
     for number in (2, 4):
-        await promote(connection, "m", number, reason=TEST, actor="trainer")
-        await set_state(connection, "m", number, "rolled_back", reason="worse", actor="controller")
-        await promote(connection, "m", 3, reason=TEST, actor="controller")
+        await promote(connection, "m", number)
+        await set_state(connection, "m", number, "rolled_back")
+        await promote(connection, "m", 3)
 
 
 @pytest.fixture
@@ -227,15 +337,13 @@ async def test_no_update_claims_episodes_of_a_rolled_back_version(lost: AsyncEng
         assert await waiting_updates(connection, ALL) == len(KEPT) / ALL.groups
 
 
-@pytest.mark.parametrize("state", ["rolled_back", "retired"])
+@pytest.mark.parametrize("unloaded", [False, True])
 async def test_episodes_of_a_rolled_back_version_are_consumed_untrained(
-    lost: AsyncEngine, state: str
+    lost: AsyncEngine, unloaded: bool
 ) -> None:
     async with lost.begin() as connection:
-        if state == "retired":
-            for number in (2, 4):
-                why = {"reason": "idle", "actor": "trainer"}
-                await set_state(connection, "m", number, "retired", **why)
+        if unloaded:
+            assert await mark_unloaded(connection, "m", [2, 4], "idle", "trainer") == {2, 4}
         assert await expire(connection, ALL, 3, {}) == {"rolled_back": len(LOST)}
         assert await consumed(connection) == {
             name: "rolled_back" if name in LOST else None for name in HAD
@@ -293,13 +401,3 @@ async def test_versions_that_were_rolled_back_make_nothing_older(lost: AsyncEngi
     async with lost.begin() as connection:
         # Of 1 and 3 none is more than one version old, whatever came to nothing in between.
         assert await expire(connection, rule, 4, {}) == {"rolled_back": len(LOST)}
-
-
-async def test_what_serves_may_come_from_a_rolled_back_version(engine: AsyncEngine) -> None:
-    """An operator promoted it; what is trained next begins with the base model."""
-    async with engine.begin() as connection:
-        await trained(connection, 0, 1)
-        for number in (1, 2):
-            await promote(connection, "m", number, reason=TEST, actor="operator")
-        await set_state(connection, "m", 1, "rolled_back", reason="worse", actor="operator")
-        assert (await head_of(connection, "m")).version == 0

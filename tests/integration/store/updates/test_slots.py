@@ -7,25 +7,25 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, retire_longest
+from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, unload_longest
 from store.claims import begin_update, release
 from store.version_queries import list_versions
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
-from tests.support.ledger.lineage import add_in_state
+from tests.support.ledger.lineage import State, add_in_state
 from tests.support.records import call
 from tests.support.waiting import eventually
 
 
-async def add(engine: AsyncEngine, name: str, *states: tuple[str, float], base: str = "b") -> None:
+async def add(
+    engine: AsyncEngine, name: str, *states: tuple[State, float], base: str = "b"
+) -> None:
     """Add versions 1, 2, … of a policy: each its state, and the seconds since it has it."""
     async with engine.begin() as connection:
         await ensure_base(connection, name, base)
         for version, (state, ago_s) in enumerate(states, 1):
             if state == "serving":
-                serving = (
-                    "UPDATE policies SET state = 'published' WHERE name = :name AND version = 0"
-                )
+                serving = "UPDATE policies SET state = 'retired' WHERE name = :name AND version = 0"
                 await connection.execute(text(serving), {"name": name})
             await add_in_state(connection, name, version, state, ago_s=ago_s)
 
@@ -36,16 +36,14 @@ async def live(engine: AsyncEngine, name: str = "m") -> Live:
 
 
 def counts(found: Live) -> tuple[int, int, int, int]:
-    """How many serve, are published, are being unloaded and are coming."""
-    return found.serving + found.ready, found.published, found.unloading, found.coming
+    """How many serve, are kept, are being unloaded and are coming."""
+    return found.serving + found.ready, found.held + found.kept, found.unloading, found.coming
 
 
 async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine) -> None:
-    await add(
-        engine, "m", ("published", 9e3), ("rejected", 0.0), ("serving", 5.0), ("written", 5.0)
-    )
-    await add(engine, "n", ("ready", 5.0), ("retired", 5.0), ("retired", 50.0), ("written", 9e3))
-    await add(engine, "elsewhere", ("published", 5.0), ("serving", 5.0), base="another")
+    await add(engine, "m", ("retired", 9e3), ("rejected", 0.0), ("serving", 5.0), ("written", 5.0))
+    await add(engine, "n", ("loaded", 5.0), ("unloaded", 5.0), ("unloaded", 50.0), ("written", 9e3))
+    await add(engine, "elsewhere", ("retired", 5.0), ("serving", 5.0), base="another")
     assert counts(await live(engine)) == counts(await live(engine, "n")) == (2, 1, 1, 1)
     assert counts(await live(engine, "elsewhere")) == (1, 1, 0, 0)
 
@@ -53,13 +51,13 @@ async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine)
 async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
     engine: AsyncEngine,
 ) -> None:
-    await add(engine, "m", ("published", 9e3), ("serving", 9e3))
-    await add(engine, "renamed", ("published", 9.0), ("serving", 9e3), ("ready", 9e3))
+    await add(engine, "m", ("retired", 9e3), ("serving", 9e3))
+    await add(engine, "renamed", ("retired", 9.0), ("serving", 9e3), ("loaded", 9e3))
 
     async def needed(*known: str) -> tuple[int, int, int]:
         async with engine.connect() as connection:
             found = await live_versions(connection, "m", 10.0, 3600.0, known=known)
-        return found.serving, found.ready, found.published
+        return found.serving, found.ready, found.kept + found.held
 
     # One whose trainer is only away is configured, and loses nothing.
     assert await needed("m", "renamed") == (2, 1, 2)
@@ -75,15 +73,16 @@ async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
 
 
 async def test_a_look_reads_no_more_however_many_versions_there_were(engine: AsyncEngine) -> None:
-    await add(engine, "elsewhere", *[("retired", 9e3)] * 30, base="another")
+    await add(engine, "elsewhere", *[("unloaded", 9e3)] * 30, base="another")
     await add(engine, "m", ("serving", 5.0))
     many = """
         WITH made AS (
             INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
             SELECT uuidv7(), 'm', 0, v, 'done', '{}', now() - interval '1 day'
             FROM generate_series(2, 10000) v RETURNING id, version)
-        INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
-        SELECT 'm', version, 'retired', 'm@' || version, '/a', id FROM made
+        INSERT INTO policies
+            (name, version, state, unloaded_at, served_name, adapter_path, update_id)
+        SELECT 'm', version, 'retired', now(), 'm@' || version, '/a', id FROM made
     """
     async with engine.begin() as connection:
         await connection.execute(text(many))
@@ -126,13 +125,13 @@ async def test_what_a_trainer_that_is_gone_left_running_reserves_nothing_for_eve
 
 
 async def test_what_lost_the_traffic_first_is_retired_for_the_next(engine: AsyncEngine) -> None:
-    await add(engine, "m", ("published", 4000.0), ("published", 100.0), ("serving", 9e3))
-    await add(engine, "n", ("published", 5000.0))
+    await add(engine, "m", ("retired", 4000.0), ("retired", 100.0), ("serving", 9e3))
+    await add(engine, "n", ("retired", 5000.0))
     async with engine.begin() as connection:
-        names = [await retire_longest(connection, "m", 3600.0) for _ in range(3)]
+        names = [await unload_longest(connection, "m", 3600.0) for _ in range(3)]
         assert names == ["n@1", "m@1", None]
         states = {v.served_name: v.state for v in await list_versions(connection)}
-    assert (states["m@2"], states["m@3"]) == ("published", "serving")
+    assert (states["m@2"], states["m@3"]) == ("retired", "serving")
 
 
 async def is_waited_for(engine: AsyncEngine) -> bool:
@@ -161,7 +160,7 @@ async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEn
     await add(engine, "m")
     assert (await live(engine)).since_s == inf
     await add(
-        engine, "n", ("retired", 50.0), ("rejected", 0.0), ("retired", 20.0), ("serving", 0.0)
+        engine, "n", ("unloaded", 50.0), ("rejected", 0.0), ("unloaded", 20.0), ("serving", 0.0)
     )
     spread = text(
         "UPDATE policies SET created_at = now() - make_interval(secs => 1000 - 100 * version)"
@@ -178,7 +177,7 @@ async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEn
 async def test_an_outage_makes_no_tail_longer_than_a_version_may_be_kept(
     engine: AsyncEngine,
 ) -> None:
-    await add(engine, "m", ("retired", 0.0), ("serving", 0.0))
+    await add(engine, "m", ("unloaded", 0.0), ("serving", 0.0))
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET created_at = now() - interval '1 day'"))
     assert (await live(engine)).tail_s == pytest.approx(3600.0)
@@ -193,9 +192,9 @@ async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: Asyn
 
 
 async def test_partners_that_are_ready_are_those_of_the_set_alone(engine: AsyncEngine) -> None:
-    await add(engine, "m", ("serving", 9.0), ("ready", 5.0))
+    await add(engine, "m", ("serving", 9.0), ("loaded", 5.0))
     await add(engine, "n", ("serving", 9.0))
-    await add(engine, "o", ("serving", 9.0), ("ready", 5.0))
+    await add(engine, "o", ("serving", 9.0), ("loaded", 5.0))
     async with engine.connect() as connection:
 
         async def partners(name: str) -> int:

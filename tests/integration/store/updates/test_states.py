@@ -1,7 +1,9 @@
 """States of versions: each change has one event, whatever happens in between, and who is late."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from random import Random
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -9,60 +11,143 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.adapter_slots import retire_longest
 from store.claims import begin_update
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.version_queries import list_events, list_live, list_servable, list_versions
+from store.read.gates import gated, served_since
+from store.version_queries import list_events, list_servable, list_versions
 from store.version_states import (
+    ALLOWED,
     add_version,
     begin_canary,
     change_state,
     ensure_base,
     freeze,
     hold_gate,
-    make_candidate,
-    make_ready,
+    make_loaded,
+    mark_unloaded,
     promote_together,
+    recall,
     roll_back,
+    set_control_share,
 )
+from store.version_states import set_state as set_one
+from store.versions import POLICY_STATES, PolicyState
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, told, version
 from tests.support.waiting import eventually
 
+BY: Final[Any] = {"reason": TEST, "actor": "operator"}
+RULE: Final = {"mode": "immediate", "control_share": 0.05}
+BETTER: Final = {"verdict": "better"}
 
-async def test_each_change_of_state_has_one_event(engine: AsyncEngine) -> None:
+
+async def loads(connection: AsyncConnection, number: int) -> None:
+    await make_loaded(connection, "m", number, RULE, **BY)
+
+
+async def tries(connection: AsyncConnection, number: int) -> None:
+    await begin_canary(connection, await version(connection, number), 0.1, **BY)
+
+
+async def falls(connection: AsyncConnection, number: int) -> None:
+    await roll_back(connection, await version(connection, number), **BY)
+
+
+async def falls_with_its_child(connection: AsyncConnection, _: int) -> None:
+    """Version 2 gets the traffic, and falls with what served since the control."""
+    await promote(connection, "m", 2)
+    await falls(connection, 2)
+
+
+async def rejects(connection: AsyncConnection, number: int) -> None:
+    await set_one(connection, "m", number, "rejected", **BY)
+
+
+async def retires(connection: AsyncConnection, number: int) -> None:
+    await change_state(connection, await version(connection, number), "retired", **BY)
+
+
+Move = Callable[[AsyncConnection, int], Awaitable[object]]
+# What makes version 1 change in each way that is allowed; version 2 was trained from it.
+MOVES: Final[dict[tuple[PolicyState, PolicyState], Move]] = {
+    ("written", "loaded"): loads,
+    ("written", "retired"): lambda connection, _: loads(connection, 2),
+    ("written", "rejected"): rejects,
+    ("loaded", "canary"): tries,
+    ("loaded", "serving"): lambda connection, number: promote(connection, "m", number),
+    ("loaded", "retired"): lambda connection, _: loads(connection, 2),
+    ("loaded", "rejected"): falls,
+    ("canary", "serving"): lambda connection, number: promote(connection, "m", number),
+    ("canary", "retired"): retires,
+    ("canary", "rolled_back"): falls,
+    ("serving", "retired"): lambda connection, _: promote(connection, "m", 2),
+    ("serving", "rolled_back"): falls,
+    ("retired", "serving"): lambda connection, number: promote(connection, "m", number),
+    ("retired", "rolled_back"): falls_with_its_child,
+}
+
+
+async def put(connection: AsyncConnection, state: PolicyState) -> None:
+    """Let version 1 be in that state; what is retired or rolled back had the traffic."""
+    await trained(connection, 0, 1)
+    if state in ("serving", "retired", "rolled_back"):
+        await promote(connection, "m", 1, rule=RULE)
+    if state == "retired":
+        await promote(connection, "m", 0)
+        await promote(connection, "m", 2, rule=RULE)
+        await promote(connection, "m", 1)
+        await promote(connection, "m", 2)
+    elif state == "rolled_back":
+        await falls(connection, 1)
+    elif state != "serving":
+        await set_state(connection, "m", 1, state)
+
+
+def test_there_is_a_function_for_each_change_that_is_allowed() -> None:
+    assert set(MOVES) == {(before, to) for before in ALLOWED for to in ALLOWED[before]}
+    assert set(ALLOWED) == set(POLICY_STATES)
+    assert len(POLICY_STATES) == 7
+
+
+@pytest.mark.parametrize(("before", "to"), MOVES)
+async def test_version_changes_by_a_function_with_one_event(
+    engine: AsyncEngine, before: PolicyState, to: PolicyState
+) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 1, 2)
-        await ensure_base(connection, "m")
-        await make_ready(connection, "m", 1, reason="probed", actor="trainer")
-        assert len(await promote_together(connection, ["m"], 1e9)) == 1
-        tried = await canary(connection, 2)
-        proof = {"lower": 0.1, "arms": {"canary": {"episodes": 50}}}
-        why = {"reason": "better", "actor": "controller", "evidence": proof}
-        await promote(connection, "m", tried.version, **why)
+        await put(connection, before)
+    was = (await told(engine))[1]
+    assert was[-1][1] == before
+    async with engine.begin() as connection:
+        await MOVES[before, to](connection, 1)
+    assert (await states(engine))[1] == to
+    assert (await told(engine))[1] == [*was, (before, to)]
+    await check_told(engine)
+
+
+@pytest.mark.parametrize("before", POLICY_STATES)
+async def test_version_changes_in_no_other_way(engine: AsyncEngine, before: PolicyState) -> None:
+    async with engine.begin() as connection:
+        await put(connection, before)
+    were = await states(engine), await told(engine)
+    for to in set(POLICY_STATES) - ALLOWED[before] - {before}:
+        with pytest.raises((StateChanged, RolledBack), match=f"cannot become '{to}'"):
+            async with engine.begin() as connection:
+                await set_one(connection, "m", 1, to, **BY)
+    assert (await states(engine), await told(engine)) == were
+
+
+async def test_event_says_who_changed_a_state_and_on_what_that_rests(engine: AsyncEngine) -> None:
+    proof = {"verdict": "better", "arms": {"canary": {"episodes": 50}}}
+    async with engine.begin() as connection:
+        await trained(connection, 0)
+        await canary(connection, 1)
+        await promote(connection, "m", 1, reason="better", actor="controller", evidence=proof)
         # What it is already, it need not become.
-        await promote(connection, "m", 2, reason=TEST, actor="operator")
-        await set_state(connection, "m", 3, "rejected", reason="no", actor="trainer")
-    assert await told(engine) == {
-        0: [(None, "serving"), ("serving", "published")],
-        1: [
-            (None, "written"),
-            ("written", "ready"),
-            ("ready", "serving"),
-            ("serving", "published"),
-        ],
-        2: [
-            (None, "written"),
-            ("written", "candidate"),
-            ("candidate", "canary"),
-            ("canary", "serving"),
-        ],
-        3: [(None, "written"), ("written", "rejected")],
-    }
+        await promote(connection, "m", 1)
     async with engine.connect() as connection:
-        newest = (await list_events(connection, "m", 2, most=1))[0]
+        newest = (await list_events(connection, "m", 1, most=1))[0]
         assert (newest.reason, newest.actor, newest.evidence) == ("better", "controller", proof)
-        [before] = await list_events(connection, "m", 2, most=1, before=newest.id)
+        [before] = await list_events(connection, "m", 1, most=1, before=newest.id)
         assert before.to_state == "canary"
         # What rests on nothing has no evidence, and not JSON's null.
         given = "SELECT count(*) FROM policy_events WHERE jsonb_typeof(evidence) <> 'object'"
@@ -98,7 +183,7 @@ async def test_a_change_is_not_there_without_its_event_even_where_each_statement
     async with engine.connect() as connection:
         await connection.execution_options(isolation_level="AUTOCOMMIT")
         with pytest.raises(DBAPIError):
-            await change_state(connection, written, "ready", reason="\0", actor="trainer")
+            await change_state(connection, written, "loaded", reason="\0", actor="trainer")
     assert await states(engine) == {0: "serving", 1: "written"}
     await check_told(engine)
 
@@ -125,20 +210,22 @@ async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: Asy
     """Controllers and operators at once, in an order of chance: no change without its event."""
     async with engine.begin() as connection:
         await trained(connection, *range(6))
-        await promote(connection, "m", 1, reason=TEST, actor="trainer")
+        await promote(connection, "m", 1, rule=RULE)
 
     async def act(draw: Random) -> None:
         number = draw.randint(1, 6)
         async with engine.begin() as connection:
             one = await version(connection, number)
             if draw.random() < 0.3:
-                await promote(connection, "m", number, reason=TEST, actor="operator")
+                await promote(connection, "m", number)
             elif one.state == "written":
-                await make_candidate(connection, "m", number, {}, reason=TEST)
-            elif one.state == "candidate":
-                await begin_canary(connection, one, 0.1, 0.0, reason=TEST, actor="controller")
+                await loads(connection, number)
+            elif one.state == "loaded":
+                await tries(connection, number)
+            elif one.state == "retired":
+                await mark_unloaded(connection, "m", [number], TEST, "trainer")
             else:
-                await roll_back(connection, one, reason=TEST, actor="controller")
+                await falls(connection, number)
 
     late = (StateChanged, NotGated, RolledBack, IntegrityError)
     for turn in range(8):
@@ -152,51 +239,141 @@ async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: Asy
     await check_told(engine)
 
 
-async def test_all_that_an_episode_may_have_is_loaded(engine: AsyncEngine) -> None:
+async def test_promoters_of_one_policy_come_one_after_the_other(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 1, 1)
-        await promote(connection, "m", 1, reason=TEST, actor="trainer")
-        tried = await canary(connection, 2, share=0.25)
-        assert (tried.share, (await version(connection, 0)).share) == (0.25, 0.02)
-        await roll_back(connection, tried, reason=TEST, actor="controller")
-        await make_candidate(connection, "m", 3, {}, reason=TEST)
-        servable = {one.version: one.state for one in await list_servable(connection, "m")}
-        assert servable == {0: "published", 1: "serving", 2: "rolled_back", 3: "candidate"}
-        live = await list_live(connection, "m")
-        assert [(one.version, one.share, one.rolled_back) for one in live] == [
-            (0, 0.02, False),
-            (1, None, False),
-            (2, 0.25, True),
-            (3, None, False),
-        ]
-        # Its slot is given up like that of any other that lost the traffic.
-        long_ago = "UPDATE policies SET changed_at = now() - interval '1 day' WHERE version = 2"
-        await connection.execute(text(long_ago))
-        assert await retire_longest(connection, "m", 60.0) == "m@2"
+        await trained(connection, 0, 0, 0, 0)
+        for number in range(1, 5):
+            await promote(connection, "m", number, rule=RULE)
+
+    async def promoted(number: int) -> None:
+        async with engine.begin() as connection:
+            await promote(connection, "m", number)
+
+    await asyncio.gather(*(promoted(number) for number in (1, 2, 3, 4, 2, 1)))
+    now = await states(engine)
+    assert sorted(now.values()) == [*["retired"] * 4, "serving"]
+    async with engine.connect() as connection:
+        stands = await gated(connection, "m")
+        assert stands is not None
+        assert stands.control is not None
+        # The base model served first, and nothing was proven since.
+        assert stands.control.version.version == 0
+        assert await served_since(connection, "m", stands.control.since) == {1, 2, 3, 4}
     await check_told(engine)
 
 
-async def test_a_share_is_the_canarys_alone_and_ends_with_it(engine: AsyncEngine) -> None:
+# Which versions servers keep
+
+
+async def test_servers_keep_what_an_episode_may_have(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 1, 0)
+        await promote(connection, "m", 1, rule=RULE)
+        await canary(connection, 2, share=0.25)
+        await falls(connection, 2)
+        await loads(connection, 3)
+        # Nobody has it: it waited, and a newer one waits instead.
+        await loads(connection, 4)
+        servable = await list_servable(connection, "m")
+        assert {one.version: (one.state, one.share) for one in servable} == {
+            0: ("retired", 0.05),
+            1: ("serving", None),
+            2: ("rolled_back", None),
+            4: ("loaded", None),
+        }
+        assert all(one.is_servable for one in servable)
+        old = await version(connection, 3)
+        assert (old.state, old.unloaded, old.is_servable) == ("retired", True, False)
+    await check_told(engine)
+
+
+async def test_unloaded_version_serves_once_it_is_recalled(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 0, 0)
+        for number in (1, 2, 3):
+            await promote(connection, "m", number, rule=RULE)
+        # Neither what serves is unloaded, nor the control, nor what is unloaded already.
+        for left in ({1, 2}, set[int]()):
+            assert await mark_unloaded(connection, "m", range(4), "idle", "trainer") == left
+        with pytest.raises(StateChanged, match="m@1 is unloaded, so it cannot serve: recall it"):
+            await promote_now(connection, 1)
+        await recall(connection, "m", 1, **BY)
+        assert (await version(connection, 1)).is_servable
+        await promote_now(connection, 1)
+        with pytest.raises(StateChanged, match="m@1 cannot be loaded again"):
+            await recall(connection, "m", 1, **BY)
+    assert (await told(engine))[1][-4:] == [
+        ("serving", "retired"),
+        ("retired", "retired"),
+        ("retired", "retired"),
+        ("retired", "serving"),
+    ]
+    await check_told(engine)
+
+
+async def promote_now(connection: AsyncConnection, number: int) -> None:
+    from store.version_states import promote as promote_one
+
+    await promote_one(connection, "m", number, **BY)
+
+
+# The control: the last version with proof, on a share of new episodes
+
+
+async def control_of(connection: AsyncConnection) -> tuple[int, float | None] | None:
+    stands = await gated(connection, "m")
+    if stands is None or stands.control is None:
+        return None
+    return stands.control.version.version, stands.control.version.share
+
+
+async def test_control_is_the_last_version_with_proof(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, *range(6))
+        assert await control_of(connection) is None
+        await promote(connection, "m", 1, rule=RULE)
+        assert await control_of(connection) == (0, 0.05)
+        # Nothing was shown of the first, so the base model stays; its share is the newer rule's.
+        await promote(connection, "m", 2, rule={"control_share": 0.2}, evidence=BETTER)
+        assert await control_of(connection) == (0, 0.2)
+        await promote(connection, "m", 3, rule=RULE, control_share=0.3)
+        assert await control_of(connection) == (2, 0.3)
+        await set_control_share(connection, "m", 0.1)
+        assert await control_of(connection) == (2, 0.1)
+        await promote(connection, "m", 4, rule={})
+        assert await control_of(connection) is None
+        # Where there is none, what served becomes it, proven or not.
+        await promote(connection, "m", 5, rule=RULE)
+        assert await control_of(connection) == (4, 0.05)
+        await promote(connection, "m", 4)
+        assert await control_of(connection) is None
+    await check_told(engine)
+
+
+async def test_share_is_the_canarys_alone_and_ends_with_it(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await canary(connection, 1)
-        await promote(connection, "m", 1, reason=TEST, actor="controller")
+        await promote(connection, "m", 1)
         assert (await version(connection, 1)).share is None
-        assert (await version(connection, 0)).share == 0.02
+        assert (await version(connection, 0)).share == 0.05
         stale = msgspec.structs.replace(await version(connection, 1), state="canary")
         with pytest.raises(StateChanged, match="m@1 is not 'canary' any more"):
-            await change_state(connection, stale, "rolled_back", reason=TEST, actor="controller")
-    with pytest.raises(IntegrityError, match="share_is_a_share"):
-        async with engine.begin() as connection:
-            await begin_canary(
-                connection, await version(connection, 2), 1.5, 0.0, reason=TEST, actor="controller"
-            )
+            await change_state(connection, stale, "rolled_back", **BY)
+        await canary(connection, 2)
+        await retires(connection, 2)
+        assert (await version(connection, 2)).share is None
+    for number, share in ((0, 1.5), (1, 0.5)):
+        async with engine.connect() as connection:
+            query = text("UPDATE policies SET share = :share WHERE version = :version")
+            with pytest.raises(IntegrityError, match="ck_policies_share_is"):
+                await connection.execute(query, {"share": share, "version": number})
 
 
 async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0)
-        await make_ready(connection, "m", 1, reason=TEST, actor="trainer")
+        await loads(connection, 1)
         await freeze(connection, "m", frozen=True, reason="holidays", actor="operator")
         assert await promote_together(connection, ["m"], 0.0) == []
         [event] = await list_events(connection, "m", 0, most=1)
@@ -248,11 +425,11 @@ async def serving(connection: AsyncConnection) -> dict[str, int]:
 
 async def test_who_looks_sees_both_old_or_both_new(written: AsyncEngine) -> None:
     async with written.begin() as connection:
-        await make_ready(connection, "writer", 1, reason=TEST, actor="operator")
+        await make_loaded(connection, "writer", 1, RULE, **BY)
         assert await promote_together(connection, BOTH, FOR_EVER) == []
     async with written.connect() as looking:
         async with written.begin() as connection:
-            await make_ready(connection, "checker", 1, reason=TEST, actor="operator")
+            await make_loaded(connection, "checker", 1, RULE, **BY)
             promoted = await promote_together(connection, BOTH, FOR_EVER)
             assert [v.served_name for v in promoted] == ["checker@1", "writer@1"]
             assert await serving(looking) == {"checker": 0, "writer": 0}
@@ -264,7 +441,7 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
 ) -> None:
     async with written.connect() as one, written.connect() as other:
         for connection, name in ((one, "writer"), (other, "checker")):
-            await make_ready(connection, name, 1, reason=TEST, actor="operator")
+            await make_loaded(connection, name, 1, RULE, **BY)
             assert await promote_together(connection, BOTH, FOR_EVER) == []
         await one.commit()
         await other.commit()
@@ -275,10 +452,23 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
 
 async def test_a_newer_version_takes_the_place_of_one_that_waits(written: AsyncEngine) -> None:
     async with written.begin() as connection:
-        await make_ready(connection, "writer", 1, reason=TEST, actor="operator")
+        await make_loaded(connection, "writer", 1, RULE, **BY)
         await connection.exec_driver_sql("UPDATE updates SET state = 'done'")
         update = await begin_update(connection, "writer", 0, {})
         await add_version(connection, "writer", 2, "/writer/2", update)
-        await make_ready(connection, "writer", 2, reason=TEST, actor="operator")
+        await make_loaded(connection, "writer", 2, RULE, **BY)
         found = {v.version: v.state for v in await list_versions(connection, "writer")}
-    assert found == {0: "serving", 1: "retired", 2: "ready"}
+    assert found == {0: "serving", 1: "retired", 2: "loaded"}
+
+
+@pytest.mark.parametrize("rule", [{"mode": "canary"}, {"mode": "immediate", "approve": True}])
+async def test_version_that_is_to_be_judged_does_not_go_live_by_itself(
+    written: AsyncEngine, rule: dict[str, Any]
+) -> None:
+    async with written.begin() as connection:
+        await make_loaded(connection, "writer", 1, rule, **BY)
+        assert await promote_together(connection, ["writer"], 0.0) == []
+        await make_loaded(connection, "checker", 1, RULE, **BY)
+        # Its partner has waited for it for long enough.
+        [promoted] = await promote_together(connection, BOTH, -1.0)
+        assert promoted.served_name == "checker@1"

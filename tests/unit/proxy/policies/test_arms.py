@@ -21,39 +21,23 @@ SHARES = st.floats(min_value=0.0, max_value=1.0)
 NAMES = st.text(max_size=30)
 
 
-def trying(share: float = 0.1, base_share: float = 0.02) -> list[PolicyVersion]:
-    """Version 2 serves, and 3 is tried."""
+def trying(share: float = 0.1, control_share: float = 0.02) -> list[PolicyVersion]:
+    """Version 2 serves, 3 is tried, and 1 is the control."""
     return [
-        version(0, "published", share=base_share),
-        version(1, "published"),
+        version(0, "retired"),
+        version(1, "retired", share=control_share),
         version(2, "serving"),
         version(3, "canary", share=share),
     ]
 
 
-ENDS: Final[dict[str, list[PolicyVersion]]] = {
-    "promoted": [
-        version(0, "published", share=0.02),
-        version(1, "published"),
-        version(2, "published"),
-        version(3, "serving"),
-    ],
-    "rolled_back": [
-        version(0, "published", share=0.02),
-        version(1, "published"),
-        version(2, "serving"),
-        version(3, "rolled_back", share=0.1),
-    ],
-    # A newer one was promoted by hand.
-    "made way": [
-        version(0, "published", share=0.02),
-        version(1, "published"),
-        version(2, "published"),
-        version(3, "published", share=0.1),
-        version(4, "serving"),
-    ],
+CONTROL: Final = [version(0, "retired"), version(1, "retired", share=0.02)]
+# The versions after the trial, and the one that new episodes get.
+ENDS: Final[dict[str, tuple[list[PolicyVersion], int]]] = {
+    "promoted": ([*CONTROL, version(2, "retired"), version(3, "serving")], 3),
+    "rolled back": ([*CONTROL, version(2, "serving"), version(3, "rolled_back")], 2),
+    "retired": ([*CONTROL, version(2, "serving"), version(3, "retired")], 2),
 }
-SERVES: Final = {"promoted": 3, "rolled_back": 2, "made way": 4}
 
 
 def given_to(versions: Versions, episodes: list[str]) -> dict[str, tuple[int | None, Arm | None]]:
@@ -63,22 +47,22 @@ def given_to(versions: Versions, episodes: list[str]) -> dict[str, tuple[int | N
 
 
 @pytest.mark.parametrize("canary", [3, 4, 5])
-@pytest.mark.parametrize(("share", "base_share"), [(0.1, 0.02), (0.5, 0.0), (0.01, 0.3)])
+@pytest.mark.parametrize(("share", "control_share"), [(0.1, 0.02), (0.5, 0.0), (0.01, 0.3)])
 def test_each_arm_gets_its_share_of_new_episodes(
-    canary: int, share: float, base_share: float
+    canary: int, share: float, control_share: float
 ) -> None:
-    arms = Arms("m", 2, canary, share, base_share, frozenset({canary}))
+    arms = Arms("m", 2, canary, share, 1, control_share)
     drawn = [arms.of_new(one) for one in EPISODES]
-    for arm, wanted in (("canary", share), ("base", base_share)):
+    for arm, wanted in (("canary", share), ("control", control_share)):
         spread = sqrt(len(EPISODES) * wanted * (1 - wanted))
         assert abs(drawn.count(arm) - len(EPISODES) * wanted) <= SIGMAS * spread, arm
 
 
-@given(st.integers(min_value=0, max_value=9), SHARES, SHARES, NAMES)
+@given(st.integers(min_value=1, max_value=9), SHARES, SHARES, NAMES)
 def test_episode_of_an_arm_gets_its_version_which_tells_the_arm(
-    serving: int, share: float, base_share: float, episode: str
+    serving: int, share: float, control_share: float, episode: str
 ) -> None:
-    arms = Arms("m", serving, 10, share, base_share, frozenset({10}))
+    arms = Arms("m", serving, 10, share, 0, control_share)
     arm = arms.of_new(episode)
     assert arms.of_version(arms.version_of(arm)) == arm
     assert 0.0 <= fraction("m", 10, episode) < 1.0
@@ -89,30 +73,29 @@ def test_a_greater_share_takes_none_away(
     policy: str, one: float, other: float, episode: str
 ) -> None:
     less, more = sorted((one, other))
-    if Arms(policy, 2, 3, less, 0.0).of_new(episode) == "canary":
-        assert Arms(policy, 2, 3, more, 0.0).of_new(episode) == "canary"
+    if Arms(policy, 2, 3, less).of_new(episode) == "canary":
+        assert Arms(policy, 2, 3, more).of_new(episode) == "canary"
 
 
 def test_one_canary_is_tried_on_other_episodes_than_the_next() -> None:
     both = [
         one
         for one in EPISODES
-        if all(Arms("m", 2, canary, 0.1, 0.0).of_new(one) == "canary" for canary in (3, 4))
+        if all(Arms("m", 2, canary, 0.1).of_new(one) == "canary" for canary in (3, 4))
     ]
     assert abs(len(both) - 0.01 * len(EPISODES)) <= SIGMAS * sqrt(0.01 * len(EPISODES))
 
 
 def test_without_shares_all_are_served_by_what_serves() -> None:
-    arms = arms_of(numbered("published", "retired", "serving"))
+    arms = arms_of(numbered("retired", "unloaded", "serving"))
     assert {arms["m"].of_new(one) for one in EPISODES[:100]} == {"serving"}
     assert arms["m"].of_version(0) == "serving"
 
 
-def test_while_the_base_serves_it_is_no_arm_of_its_own() -> None:
-    arms = arms_of([version(0, "serving", share=0.5), version(1, "canary", share=0.2)])["m"]
-    drawn = {arms.of_new(one) for one in EPISODES[:1000]}
-    assert drawn == {"serving", "canary"}
-    assert arms.of_version(0) == "serving"
+def test_control_of_another_state_or_unloaded_is_no_arm() -> None:
+    for state in ("unloaded", "rolled_back", "loaded", "written"):
+        arms = arms_of([version(0, "serving"), version(1, state, share=0.5)])["m"]
+        assert {arms.of_new(one) for one in EPISODES[:100]} == {"serving"}
 
 
 @given(st.integers(), st.lists(NAMES, max_size=20))
@@ -124,38 +107,35 @@ def test_all_proxies_give_an_episode_the_same(seed: int, episodes: list[str]) ->
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_episodes_keep_what_they_have_when_the_canary_ends(end: str) -> None:
-    versions = Versions(numbered("published", "published", "serving"))
+def test_episodes_keep_their_version_when_the_canary_ends(end: str) -> None:
+    versions = Versions(numbered("retired", "retired", "serving"))
     old = given_to(versions, EPISODES[:500])
     versions.replace(trying())
     assert given_to(versions, EPISODES[:500]) == old
     new = given_to(versions, EPISODES[500:3000])
     assert {arm for _, arm in new.values()} == set(ARMS)
-    versions.replace(ENDS[end])
+    after, serves = ENDS[end]
+    versions.replace(after)
     for episodes in (old, new):
         kept = given_to(versions, list(episodes))
         assert {one: kept[one][0] for one in kept} == {one: episodes[one][0] for one in episodes}
-    if end != "promoted":
-        assert given_to(versions, list(new)) == new
-    # Nobody new gets what was rolled back, and nobody is without an arm.
+    # Nobody new gets what is no canary any more.
     later = given_to(versions, EPISODES[3000:6000])
-    assert {arm for _, arm in later.values()} == {"base", "serving"}
-    assert {number for number, _ in later.values()} == {0, SERVES[end]}
+    assert set(later.values()) == {(1, "control"), (serves, "serving")}
 
 
 def test_a_forgotten_episode_goes_on_with_what_it_had_once_the_canary_serves() -> None:
     before = given_to(Versions(trying()), EPISODES[:3000])
-    after = given_to(Versions(ENDS["promoted"]), EPISODES[:3000])
+    after = given_to(Versions(ENDS["promoted"][0]), EPISODES[:3000])
     for one, (number, arm) in before.items():
-        if arm in ("base", "canary"):
+        if arm in ("control", "canary"):
             assert after[one][0] == number
 
 
 def test_an_episode_that_had_to_leave_its_version_is_nothing_to_try_another_on() -> None:
-    versions = Versions(numbered("published", "serving"))
+    versions = Versions(numbered("serving", "retired"))
     given_to(versions, EPISODES[:500])
-    retired = [one if one.version != 1 else version(1, "retired") for one in trying(0.9, 0.1)]
-    versions.replace(retired)
+    versions.replace(trying(0.9, 0.1)[1:])
     assert set(given_to(versions, EPISODES[:500]).values()) == {(2, "serving")}
 
 
@@ -167,10 +147,10 @@ def test_evaluation_and_a_version_that_is_named_are_in_no_arm() -> None:
         assert versions.resolve("m@0", one) == Serving("m", 0, "m")
 
 
-@pytest.mark.parametrize("state", ["candidate", "ready", "written", "rejected"])
+@pytest.mark.parametrize("state", ["loaded", "written", "rejected"])
 def test_version_without_traffic_gets_no_episode(state: PolicyState) -> None:
     versions = Versions(
-        [version(0, "published"), version(1, "serving"), version(2, state, share=1.0)]
+        [version(0, "retired"), version(1, "serving"), version(2, state, share=1.0)]
     )
     assert set(given_to(versions, EPISODES[:50]).values()) == {(1, "serving")}
 
@@ -184,7 +164,7 @@ def test_a_policy_that_goes_live_with_another_is_tried_in_its_share_too() -> Non
         ),
         "file",
     )
-    stored = [one for name in "ab" for one in numbered("published", "serving", name=name, base="m")]
+    stored = [one for name in "ab" for one in numbered("retired", "serving", name=name, base="m")]
     stored.append(version(2, "canary", "b", "m", share=0.3))
     versions = Versions(stored, table)
     arms = arms_of(stored)["b"]

@@ -32,7 +32,7 @@ WHOSE = {"pa": "a", "pb": "b", "p": DEFAULT, "gone": DEFAULT}
 
 
 def of(name: str, number: int, tenant: str | None = None) -> PolicyVersion:
-    state: PolicyState = "serving" if number else "published"
+    state: PolicyState = "serving" if number else "retired"
     return version(number, state, name, "m", tenant=tenant or WHOSE[name])
 
 

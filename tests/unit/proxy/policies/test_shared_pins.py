@@ -4,7 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,8 @@ from proxy.policies import shared_pins
 from proxy.policies.shared_pins import WAYS, SharedPins
 from proxy.policies.versions import Versions
 from store.policy_table import parse_policies
-from store.versions import PolicyState, PolicyVersion
-from tests.support.proxy.versions import numbered, version
+from store.versions import PolicyVersion
+from tests.support.proxy.versions import State, numbered, version
 
 TOGETHER = """
 [[policy]]
@@ -161,7 +161,7 @@ def two() -> tuple[Versions, Versions]:
 def test_an_episode_keeps_its_version_at_another_worker(two: tuple[Versions, Versions]) -> None:
     one, other = two
     assert one.resolve("m", "e").version == 0
-    both_see(numbered("published", "serving"), one, other)
+    both_see(numbered("retired", "serving"), one, other)
     assert other.knows("m", "e")
     assert other.resolve("m", "e").version == 0
     assert not other.knows("m", "new")
@@ -173,23 +173,23 @@ def test_episode_of_a_retired_version_goes_on_with_the_same_one_everywhere(
     two: tuple[Versions, Versions],
 ) -> None:
     one, other = two
-    both_see(numbered("published", "serving"), one, other)
+    both_see(numbered("retired", "serving"), one, other)
     assert one.resolve("m", "e").version == 1
-    both_see(numbered("published", "retired", "serving"), one, other)
+    both_see(numbered("retired", "unloaded", "serving"), one, other)
     assert not other.knows("m", "e")
     assert other.resolve("m", "e").version == 2
-    both_see([version(0, "published"), version(2, "published"), version(3, "serving")], one, other)
+    both_see([version(0, "retired"), version(2, "retired"), version(3, "serving")], one, other)
     assert one.knows("m", "e")
     assert one.resolve("m", "e").version == 2
 
 
-@pytest.mark.parametrize("known", [None, "written", "ready", "candidate", "retired"])
+@pytest.mark.parametrize("known", [None, "written", "loaded", "unloaded"])
 @pytest.mark.parametrize("asks_first", [False, True])
 def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
-    asks_first: bool, known: PolicyState | None
+    asks_first: bool, known: State | None
 ) -> None:
     pins = SharedPins(os.memfd_create("pins"))
-    news = numbered("published", "serving")
+    news = numbered("retired", "serving")
     looks: list[int] = []
     behind: Versions
 
@@ -210,18 +210,17 @@ def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
 def test_policies_that_go_live_together_keep_to_it_at_another_worker() -> None:
     pins, table = SharedPins(os.memfd_create("pins")), parse_policies(TOGETHER, "policies.toml")
 
-    def at(number: int, old: Callable[[int], PolicyState]) -> list[PolicyVersion]:
+    def at(number: int) -> list[PolicyVersion]:
         return [
-            version(one, "serving" if one == number else old(one), name)
+            version(one, "serving" if one == number else "retired", name)
             for name in ("writes", "checks")
             for one in range(number + 1)
         ]
 
-    published: Callable[[int], PolicyState] = lambda number: "published"  # noqa: E731
-    one = Versions(at(0, published), table, pins)
-    other = Versions(at(0, published), table, SharedPins(pins.page))
+    one = Versions(at(0), table, pins)
+    other = Versions(at(0), table, SharedPins(pins.page))
     assert one.resolve("b", "e", "writer").version == 0
-    both_see(at(1, published), one, other)
+    both_see(at(1), one, other)
     assert other.resolve("b", "e", "checker").version == 0
     assert other.resolve("b", "new", "checker").version == 1
     assert one.resolve("b", "new", "writer").version == 1
@@ -233,7 +232,7 @@ def test_what_another_proxy_knows_counts_more_than_what_was_live_together() -> N
     old = [version(0, "serving", name) for name in ("writes", "checks")]
     both_see(old, one, other)
     assert one.resolve("b", "e", "writer").version == 0
-    both_see([version(0, "published", "checks"), version(1, "serving", "checks"), old[0]], other)
+    both_see([version(0, "retired", "checks"), version(1, "serving", "checks"), old[0]], other)
     assert not other.knows("checks", "e")
     other.pin("checks", "e", 1)
     assert other.resolve("b", "e", "checker").version == 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from proxy.policies.version_file import NAME, VersionFile
 from proxy.policies.versions import Serving, Versions
 from store.policy_table import parse_policies
-from store.versions import PolicyState, PolicyVersion
-from tests.support.proxy.versions import numbered, version
+from store.versions import PolicyVersion
+from tests.support.proxy.versions import State, numbered, version
 
 
 def test_an_unknown_name_goes_through_as_it_is() -> None:
@@ -22,18 +22,18 @@ def test_an_unknown_name_goes_through_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("asked", "state", "gets"),
     [
-        ("m@1", "published", Serving("m", 1, "m@1")),
-        ("m@0", "published", Serving("m", 0, "m")),
-        # It may still be loaded.
         ("m@1", "retired", Serving("m", 1, "m@1")),
+        ("m@0", "retired", Serving("m", 0, "m")),
+        # It may still be loaded.
+        ("m@1", "unloaded", Serving("m", 1, "m@1")),
         ("m@1", "written", Serving(None, None, "m@1")),
         ("m@1", "rejected", Serving(None, None, "m@1")),
     ],
 )
-def test_version_that_was_ever_published_can_be_asked_for_by_its_name(
-    asked: str, state: PolicyState, gets: Serving
+def test_version_that_was_ever_loaded_can_be_asked_for_by_its_name(
+    asked: str, state: State, gets: Serving
 ) -> None:
-    versions = Versions(numbered("published", state, "serving"))
+    versions = Versions(numbered("retired", state, "serving"))
     assert versions.resolve(asked, "e") == gets
     # It is not the episode's version, which the policy's own name gets.
     assert versions.resolve("m", "e") == Serving("m", 2, "m@2", arm="serving")
@@ -42,15 +42,15 @@ def test_version_that_was_ever_published_can_be_asked_for_by_its_name(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("m@1", "is retired"),
+        ("m@1", "is retired, and was unloaded"),
         ("m@2", "was rejected"),
-        ("m@4", "is not published yet"),
+        ("m@4", "is not loaded yet"),
         ("m@3", "is being loaded again"),
         ("m@9", "is unknown"),
     ],
 )
 def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -> None:
-    versions = Versions(numbered("published", "retired", "rejected", "serving", "written"))
+    versions = Versions(numbered("retired", "unloaded", "rejected", "serving", "written"))
     said = versions.why_not_served(asked)
     assert said is not None
     assert f"does not have {asked}: this version {why}" in said
@@ -63,13 +63,13 @@ def test_other_names_have_no_reason(asked: str | None) -> None:
 
 
 def test_a_pin_from_an_earlier_process_stands() -> None:
-    versions = Versions(numbered("published", "serving"))
+    versions = Versions(numbered("retired", "serving"))
     versions.pin("m", "e", 0)
     assert versions.resolve("m", "e").version == 0
 
 
 def test_a_pin_that_can_be_served_is_not_replaced() -> None:
-    versions = Versions(numbered("published", "published", "serving"))
+    versions = Versions(numbered("retired", "retired", "serving"))
     assert versions.resolve("m", "e").version == 2
     versions.pin("m", "e", 1)
     assert versions.resolve("m", "e").version == 2
@@ -77,9 +77,9 @@ def test_a_pin_that_can_be_served_is_not_replaced() -> None:
 
 def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() -> None:
     """It left version 1 for 2 elsewhere; here 3 serves by now, and 1 is remembered."""
-    versions = Versions(numbered("published", "serving"))
+    versions = Versions(numbered("retired", "serving"))
     assert versions.resolve("m", "e").version == 1
-    versions.replace(numbered("published", "retired", "published", "serving"))
+    versions.replace(numbered("retired", "unloaded", "retired", "serving"))
     assert not versions.knows("m", "e")
     versions.pin("m", "e", 2)
     assert versions.knows("m", "e")
@@ -87,9 +87,9 @@ def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() ->
 
 
 def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
-    versions = Versions(numbered("published", "serving"))
+    versions = Versions(numbered("retired", "serving"))
     versions.resolve("m", "e")
-    versions.replace(numbered("published", "retired", "serving"))
+    versions.replace(numbered("retired", "unloaded", "serving"))
     assert not versions.knows("m", "e")
     versions.pin("m", "e", 1)
     assert versions.resolve("m", "e").version == 2
@@ -105,7 +105,7 @@ def test_a_new_episode_gets_the_serving_version_and_keeps_it(
     for index, episode in enumerate(episodes):
         if index < len(swaps):
             now = swaps[index]
-            versions.replace(version(n, "serving" if n == now else "published") for n in range(7))
+            versions.replace(version(n, "serving" if n == now else "retired") for n in range(7))
         serving = Serving("m", now, f"m@{now}" if now else "m", arm="serving")
         assert versions.resolve("m", episode) == seen.setdefault(episode, serving)
 
@@ -132,7 +132,7 @@ TABLE = parse_policies(
 )
 
 
-def of(policy: str, *states: PolicyState) -> list[PolicyVersion]:
+def of(policy: str, *states: State) -> list[PolicyVersion]:
     return numbered(*states, name=policy, base="qwen")
 
 
@@ -140,13 +140,13 @@ def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
     versions = Versions([], TABLE)
     assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.knows("writes", "e")
-    versions.replace(of("writes", "published", "serving"))
+    versions.replace(of("writes", "retired", "serving"))
     assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
 
 
 def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
-    stored = [*numbered("published", "serving"), version(1, "published", "rest")]
-    versions = Versions([*stored, version(1, "published", "writes")], TABLE)
+    stored = [*numbered("retired", "serving"), version(1, "retired", "rest")]
+    versions = Versions([*stored, version(1, "retired", "writes")], TABLE)
     for model in ("m", "m@1", "rest@1", "gpt-x"):
         assert versions.resolve(model, "e", "writer") == Serving(None, None, model)
     assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
@@ -186,10 +186,10 @@ def test_a_policy_explores_by_any_of_its_names_and_a_version_of_it_by_none() -> 
 
 def test_a_version_whose_files_were_deleted_says_so() -> None:
     """Such versions are not listed any more: there may have been thousands of them."""
-    versions = Versions([version(0, "published"), version(2, "serving")])
+    versions = Versions([version(0, "retired"), version(2, "serving")])
     said = versions.why_not_served("m@1")
     assert said is not None
-    assert "was retired or rejected, and its files were deleted" in said
+    assert "was unloaded or rejected, and its files were deleted" in said
     # It is asked of the server that the policy's other versions are at.
     assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
     for other in ("m@01", "m@3", "m@-1", "n@1"):
@@ -209,7 +209,7 @@ TOGETHER = parse_policies(
 def test_an_episode_gets_versions_that_were_live_together() -> None:
     """Also one that calls the second of them after both have been replaced."""
     old = [*of("writes", "serving"), *of("checks", "serving")]
-    new = [*of("writes", "published", "serving"), *of("checks", "published", "serving")]
+    new = [*of("writes", "retired", "serving"), *of("checks", "retired", "serving")]
     versions = Versions(old, TOGETHER)
     assert versions.resolve("writes", "begun").version == 0
     versions.replace(new)
@@ -220,7 +220,7 @@ def test_an_episode_gets_versions_that_were_live_together() -> None:
 
 
 def test_a_version_that_waits_to_go_live_can_be_asked_for_and_serves_nobody_else() -> None:
-    versions = Versions(of("writes", "serving", "ready"), TOGETHER)
+    versions = Versions(of("writes", "serving", "loaded"), TOGETHER)
     assert versions.resolve("writes", "e").version == 0
     assert versions.resolve("writes@1", "eval").version == 1
 
