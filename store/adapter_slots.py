@@ -32,8 +32,8 @@ _LOCK: Final = text(
     """
 )
 # What a trainer that is gone has left half-done reserves nothing for ever; nor does a policy that
-# nobody has configured any more, once nobody calls it either. What was unloaded is read by index, no
-# further than needed: there are as many as there ever were updates.
+# nobody has configured any more, once nobody calls it either. What was unloaded is read by index,
+# and no further than needed: there are as many as there ever were updates.
 _LIVE: Final = text(
     f"""
     WITH here AS ({_HERE}),
@@ -75,8 +75,8 @@ _LIVE: Final = text(
         count(*) FILTER (WHERE is_held AND is_needed) AS held,
         count(*) FILTER (WHERE state IN ('retired', 'rolled_back') AND is_held IS NOT TRUE) AS kept,
         (SELECT count(*) FROM policies
-            WHERE name IN (SELECT name FROM here)
-                AND unloaded_at > now() - make_interval(secs => :unload_s)) AS unloading,
+            WHERE name IN (SELECT name FROM here) AND unloaded_at IS NOT NULL
+                AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
         count(DISTINCT name) FILTER (WHERE state = 'written'
             AND changed_at > now() - make_interval(secs => :longest_s))
             + (SELECT count(*) FROM making) AS coming,
@@ -144,7 +144,7 @@ def needed_slots(live: Live, slots: int, together: int) -> int:
     """
     if live.partners_ready:
         return 1
-    return max(1, min(together, slots - live.serving))
+    return max(1, min(together, slots - live.serving - live.held))
 
 
 def due_in(live: Live, slots: int) -> float:

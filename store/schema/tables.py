@@ -563,12 +563,13 @@ HAD_TRAFFIC: Final = """EXISTS (
     SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
         AND v.to_state IN ('serving', 'canary'))"""
 # The version that gets the traffic of the policy `name` if what serves is rolled back: the control,
-# or the last loaded one that served before. The base model is always loaded.
+# or the last loaded one that served before. The base model is always loaded, and is not rolled back.
 BACK_TO: Final = """(
     SELECT r.version FROM policies r
     JOIN policy_events v ON v.name = r.name AND v.version = r.version AND v.to_state = 'serving'
     WHERE r.name = {name} AND r.state = 'retired' AND r.unloaded_at IS NULL
-        AND r.ended_at IS NULL
+        AND r.ended_at IS NULL AND NOT EXISTS (SELECT FROM policies b
+            WHERE b.name = {name} AND b.version = 0 AND b.state = 'serving')
     ORDER BY r.share IS NULL, v.at DESC, v.id DESC LIMIT 1)"""
 
 # One row for each version of a policy; version 0 is the base model.

@@ -7,7 +7,6 @@ import pytest
 from aiohttp import web
 
 from proxy.calls import call as steps
-from store.versions import PolicyState
 from tests.integration.conftest import Proxy
 from tests.support.ledger.lineage import State, set_state, trained
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply

@@ -105,7 +105,8 @@ async def test_call_that_waited_too_long_may_be_repeated(
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "said"), [(VERSION, 404, "is retired, and was unloaded"), ("m", 503, "was unloaded meanwhile")]
+    ("asked", "status", "said"),
+    [(VERSION, 404, "is retired, and was unloaded"), ("m", 503, "was unloaded meanwhile")],
 )
 async def test_version_that_is_unloaded_meanwhile_is_not_waited_for(
     proxy: Proxy,
