@@ -563,7 +563,7 @@ HAD_TRAFFIC: Final = """EXISTS (
     SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
         AND v.to_state IN ('serving', 'canary'))"""
 # The version that gets the traffic of the policy `name` if what serves is rolled back: the control,
-# or the last loaded one that served before. The base model is always loaded, and is not rolled back.
+# or the last loaded one that served before. The base model is always loaded, and never rolled back.
 BACK_TO: Final = """(
     SELECT r.version FROM policies r
     JOIN policy_events v ON v.name = r.name AND v.version = r.version AND v.to_state = 'serving'

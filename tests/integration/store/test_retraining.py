@@ -17,8 +17,8 @@ from store.deleting import delete_episode
 from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
-from store.version_queries import head_of, numbered_version, rollback_targets
-from store.version_states import begin_canary, make_candidate, reject_orphan
+from store.version_queries import head_of, list_servable, numbered_version, rollback_target
+from store.version_states import begin_canary, make_loaded
 from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all
@@ -89,10 +89,10 @@ async def test_versions_after_it_end_and_what_they_consumed_is_claimed_again(
     assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 0)
     assert retrained.max_staleness == 64
     assert await states(engine) == {
-        0: ("published", False),
+        0: ("retired", False),
         1: ("serving", False),
-        2: ("published", True),
-        3: ("published", True),
+        2: ("retired", True),
+        3: ("retired", True),
     }
     assert set(await reasons(engine)) == {f"w1/e{place}" for place in range(4)}
     # What the old line had trained on is trained again, once.
@@ -111,7 +111,7 @@ async def test_event_has_the_reason_and_the_figures(engine: AsyncEngine) -> None
     newest = "SELECT version, from_state, to_state, reason, actor, evidence FROM policy_events"
     event = (await rows(engine, f"{newest} WHERE evidence IS NOT NULL"))[0]
     assert tuple(event)[:5] == (
-        *(1, "published", "serving"),
+        *(1, "retired", "serving"),
         *("the line starts again at m@1: wrong rewards", "operator"),
     )
     assert event.evidence["retrain"]["freed"] == {"trained": 4}
@@ -198,14 +198,14 @@ async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> N
     await line(engine, 2)
     await again(engine, 1)
     late = await claim_from(engine, 2)
-    with pytest.raises(LineEnded, match="trained from m@2, which has ended since"):
+    with pytest.raises(LineEnded, match="trained from m@2, which has failed since, or has ended"):
         await consume_all(engine, late, version=3)
     async with engine.begin() as connection:
         assert await claims.release(connection, late.update_id, "it came too late") == 4
     assert set(keys(await claim_from(engine, 1))) == set(keys(late))
 
 
-async def test_versions_without_traffic_are_rejected_and_a_canary_keeps_its_episodes(
+async def test_versions_that_wait_or_are_tried_are_retired(
     engine: AsyncEngine,
 ) -> None:
     await line(engine, 2)
@@ -214,27 +214,28 @@ async def test_versions_without_traffic_are_rejected_and_a_canary_keeps_its_epis
         await consume_all(engine, await claim_from(engine, number - 1), version=number)
         if number < 5:
             async with engine.begin() as connection:
-                await make_candidate(connection, "m", number, {}, reason="probed")
+                await make_loaded(connection, "m", number, {}, reason="probed", actor="trainer")
         if number == 3:
             async with engine.begin() as connection:
                 tried = await numbered_version(connection, "m", 3)
                 assert tried is not None
-                await begin_canary(connection, tried, 0.1, 0.0, reason="tried", actor="controller")
+                await begin_canary(connection, tried, 0.1, reason="tried", actor="controller")
     await again(engine, 1)
     assert await states(engine) == {
-        0: ("published", False),
+        0: ("retired", False),
         1: ("serving", False),
-        2: ("published", True),
-        3: ("published", True),
-        4: ("rejected", True),
-        5: ("rejected", True),
+        2: ("retired", True),
+        3: ("retired", True),
+        4: ("retired", True),
+        5: ("retired", True),
     }
     async with engine.begin() as connection:
         assert (await head_of(connection, "m")).version == 1
-        # A trainer that is about to publish it finds that it has ended.
-        why = await reject_orphan(connection, "m", 5)
-        assert why is not None
-        assert "ended when the policy's line started again" in why
+        # Episodes keep the canary; nobody has the others, and a trainer cannot publish one.
+        live = await list_servable(connection, "m")
+        assert [one.version for one in live] == [0, 1, 2, 3]
+        with pytest.raises(StateChanged, match="m@5 is 'retired', and cannot become 'loaded'"):
+            await make_loaded(connection, "m", 5, {}, reason="probed", actor="trainer")
 
 
 async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:
@@ -246,8 +247,7 @@ async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:
     await consume_all(engine, await claim_from(engine, 1), version=4)
     async with engine.begin() as connection:
         await promote(connection, "m", 4, reason="better", actor="trainer")
-        targets = await rollback_targets(connection, "m")
-        assert (targets.before, {one.version for one in targets.served}) == (1, {1})
+        assert (await rollback_target(connection, "m")).version == 1
         serving = await numbered_version(connection, "m", 1)
         assert serving is not None
     async with engine.begin() as connection:
