@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "example": "pawl.commands.local:example",
     "plan": "pawl.commands.plan:plan",
     "rollout": "pawl.commands.rollout:rollout",
+    "evaluate": "pawl.commands.evaluate:evaluate_command",
     "export": "pawl.commands.episodes:export",
     "train": "pawl.commands.train:train",
     "judge": "pawl.commands.judging:judge",

@@ -19,6 +19,7 @@ from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.intake import Intake
 from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
+from proxy.policies.versions import Versions
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
 from proxy.upstreams.server import Reply, Upstream, check_redirect, comes_in_events
@@ -30,6 +31,7 @@ log = structlog.get_logger()
 MODELS: Final = "/v1/models"
 # Tells whose the key is that a client shows.
 TENANT: Final = b"x-pawl-tenant"
+POLICY: Final = b"x-pawl-policy"
 ERRORS: Final = 400
 # A HEAD request is answered like GET; the exchange leaves the body out.
 READS: Final = ("GET", "HEAD")
@@ -40,7 +42,7 @@ async def forward(
     route: Route,
     upstreams: Upstreams,
     intake: Intake,
-    owners: Owners,
+    versions: Versions,
     *,
     may_delete_models: bool,
 ) -> None:
@@ -48,14 +50,18 @@ async def forward(
 
     Any `ProxyError` is answered here and not raised.
     """
+    owners = versions.owners
+    more: Headers = []
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
+        if exchange.method in READS and route.path == MODELS:
+            more = _serving(versions, exchange.tenant)
         names_model = not (route.keeps or route.administers)
         hides = names_model and exchange.tenant != owners.sole
         if upstreams.only is not None and not hides:
             reply = await _streamed(exchange, route, upstreams.only)
         elif exchange.method in READS and route.path == MODELS:
-            await _models(exchange, upstreams, owners)
+            await _models(exchange, upstreams, owners, more)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
@@ -70,7 +76,7 @@ async def forward(
     FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         check_redirect(reply, exchange.api_key)
-        await _pass_back(exchange, reply)
+        await _pass_back(exchange, reply, more)
     except ProxyError as error:
         refuse(exchange, error)
     finally:
@@ -161,10 +167,20 @@ def _checked(body: bytes, hiding: Owners | None, exchange: Exchange, path: str) 
     return request
 
 
-async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners) -> None:
+def _serving(versions: Versions, tenant: str) -> Headers:
+    """Return the header that names the versions which new episodes of a tenant's policies get."""
+    served = [
+        f"{policy}@{number}"
+        for policy, number in sorted(versions.serving.items())
+        if versions.owners.owns(tenant, policy)
+    ]
+    return [(POLICY, ", ".join(served).encode())] if served else []
+
+
+async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners, more: Headers) -> None:
     headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
-    reply_headers: Headers = [JSON]
+    reply_headers: Headers = [JSON, *more]
     if exchange.tenant != DEFAULT:
         reply_headers.append((TENANT, exchange.tenant.encode()))
     if missing:
@@ -182,8 +198,8 @@ def _target(exchange: Exchange, route: Route) -> str:
     return f"{route.path}?{query}" if query else route.path
 
 
-async def _pass_back(exchange: Exchange, reply: Reply) -> None:
-    """Pass a reply on as it comes.
+async def _pass_back(exchange: Exchange, reply: Reply, more: Headers) -> None:
+    """Pass a reply on as it comes, with `more` headers.
 
     Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
     the head alone, and a reply that breaks off before that can still be answered with an error.
@@ -193,10 +209,10 @@ async def _pass_back(exchange: Exchange, reply: Reply) -> None:
     """
     try:
         if comes_in_events(reply):
-            _begin(exchange, reply)
+            _begin(exchange, reply, more)
         async for piece in reply.pieces():
             if not exchange.started:
-                _begin(exchange, reply)
+                _begin(exchange, reply, more)
             exchange.write(piece)
             await exchange.drained()
     except Torn as error:
@@ -210,13 +226,13 @@ async def _pass_back(exchange: Exchange, reply: Reply) -> None:
         exchange.tear()
         return
     if not exchange.started:
-        _begin(exchange, reply)
+        _begin(exchange, reply, more)
     exchange.end()
 
 
-def _begin(exchange: Exchange, reply: Reply) -> None:
+def _begin(exchange: Exchange, reply: Reply, more: Headers) -> None:
     length = reply.header(b"content-length")
-    headers = for_client(reply.headers)
+    headers = [*for_client(reply.headers), *more]
     if reply.status >= ERRORS:
         headers.append(UPSTREAM_SAID)
     if length is None:

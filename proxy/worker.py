@@ -89,7 +89,7 @@ def data_handler(
                     route,
                     parts.upstreams,
                     parts.intake,
-                    parts.versions.owners,
+                    parts.versions,
                     may_delete_models=may_delete_models,
                 )
         except ClientGone:

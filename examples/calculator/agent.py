@@ -160,6 +160,12 @@ async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, A
     return asdict(conclude(question, 0, await one.ask(question.text)))
 
 
+async def result(task: dict[str, Any]) -> str | None:
+    """Return the answer alone, where the environment says whom to ask (`pawl evaluate`)."""
+    attempt = await answer(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"])
+    return attempt["answer"]
+
+
 # --- the run ----------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def questions(count: int, seed: int, split: Split) -> list[Question]:
     for kind in islice(kinds_in_turn(rng), count):
         fresh = (d for d in drafts(rng, kind) if d[0] not in made and split_of(d[0]) == split)
         text, answer = next(fresh)
-        made[text] = Question(f"{split}-{seed}-{len(made)}", kind.name, text, answer)
+        made[text] = Question(f"{kind.name}/{split}-{seed}-{len(made)}", kind.name, text, answer)
     return list(made.values())
 
 

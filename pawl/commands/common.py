@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
 
 import msgspec
 import typer
@@ -116,7 +116,7 @@ def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         command.__module__ = run.__module__
-        command.__annotations__ = inspect.get_annotations(flags)
+        command.__annotations__ = get_type_hints(flags, include_extras=True)
         command.__signature__ = inspect.signature(flags)  # type: ignore[attr-defined]
         return command
 

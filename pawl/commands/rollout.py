@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import math
-import os
-import shlex
 import signal
 import sys
 import time
@@ -21,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pawl.commands.common import fail, takes
-from pawl.rollout.agents import Agent, CommandAgent
-from pawl.rollout.journal import Journal, Plan
-from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge
-from pawl.rollout.tasks import RolloutError, Task, digest, parse_tasks
+from pawl.rollout.journal import Plan
+from pawl.rollout.running import Rollout
+from pawl.rollout.setup import Setup
+from pawl.rollout.tasks import RolloutError, digest
 from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
 
@@ -35,31 +32,17 @@ REFRESH_S: Final = 0.5
 LINE_S: Final = 10.0
 MAX_ERRORS: Final = 6
 
-# After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
-SILENT: Final = 3
-HINT: Final = (
-    "the proxy has seen no call of any run: the agent must read OPENAI_BASE_URL (or "
-    "ANTHROPIC_BASE_URL) in each run, and call it"
-)
 
-
-class Flags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl rollout`."""
+class AgentFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after any command that runs an agent on tasks."""
 
     tasks: Annotated[
         Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
     ] = None
-    command: Annotated[
-        str | None, typer.Option(help="Program that is started for each run, as in a shell.")
-    ] = None
     python: Annotated[
         str | None,
-        typer.Option(help="MODULE:FUNCTION that is called for each run, instead of --command."),
+        typer.Option(help="MODULE:FUNCTION that is called for each run, instead of a program."),
     ] = None
-    samples: Annotated[
-        int,
-        typer.Option("--samples", "-n", min=1, help="Runs of each task: the size of its group."),
-    ] = 1
     at_once: Annotated[
         int, typer.Option("--at-once", "-k", min=1, help="Runs at the same time.")
     ] = 16
@@ -87,6 +70,45 @@ class Flags(Record, frozen=True, kw_only=True):
             "several times."
         ),
     ] = None
+    url: Annotated[
+        str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
+    ] = None
+
+    def setup(self, command: str | None, journal: Callable[[Path], Path]) -> Setup:
+        """Return what they say, with an agent's command, and the journal for a file of tasks.
+
+        Raises:
+            RolloutError: there is no file of tasks, or the address is none.
+        """
+        if self.tasks is None:
+            raise RolloutError(
+                "say with --tasks which file of tasks to run, one JSON object a line"
+            )
+        return Setup(
+            tasks=self.tasks,
+            journal=journal(self.tasks),
+            url=proxy_address(self.url),
+            headers=read_settings(ClientSettings).headers,
+            command=command,
+            python=self.python,
+            judge=self.judge,
+            answer=self.answer,
+            hide=tuple(self.hide or ()),
+            limit_s=self.timeout,
+            at_once=self.at_once,
+        )
+
+
+class Flags(AgentFlags, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl rollout`."""
+
+    command: Annotated[
+        str | None, typer.Option(help="Program that is started for each run, as in a shell.")
+    ] = None
+    samples: Annotated[
+        int,
+        typer.Option("--samples", "-n", min=1, help="Runs of each task: the size of its group."),
+    ] = 1
     split: Annotated[
         str | None,
         typer.Option(help="`eval`: the episodes are never trained on. Or `train`."),
@@ -94,9 +116,6 @@ class Flags(Record, frozen=True, kw_only=True):
     policy: Annotated[
         str | None,
         typer.Option(help="Policy, or version NAME@N, that the agent is told to ask for."),
-    ] = None
-    url: Annotated[
-        str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
     ] = None
     journal: Annotated[
         Path | None,
@@ -145,68 +164,35 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
     Raises:
         RolloutError: it cannot run with these options, or could not go on.
     """
-    import aiohttp
-
-    from pawl.judging.feedback import FeedbackClient
-    from pawl.rollout.proxy import ProxyClient
-    from pawl.rollout.running import Job, Rollout
-
     started = time.monotonic()
-    if flags.tasks is None:
-        raise RolloutError("say with --tasks which file of tasks to run, one JSON object a line")
-    path = flags.journal or Path(flags.tasks.name).with_suffix(".rollout.jsonl")
-    tasks, split, url = _tasks(flags, flags.tasks, path), _split(flags), _address(flags.url)
-    judge, agent = _judge(flags), _agent(flags, path)
-    headers, timeout = read_settings(ClientSettings).headers, aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-        proxy = ProxyClient(session, url)
-        models = await proxy.models()
-        policy = flags.policy or ""
-        if policy and policy.removesuffix("@0") not in models:
-            known = ", ".join(sorted(models)) or "none"
-            raise RolloutError(f"--policy: the proxy has no {policy!r}; its models are {known}")
-        journal = Journal(path, again=flags.again)
+    setup = flags.setup(
+        flags.command,
+        lambda tasks: flags.journal or Path(tasks.name).with_suffix(".rollout.jsonl"),
+    )
+    tasks = setup.read_tasks()
+    plan = Plan(
+        tasks=digest(tasks),
+        samples=flags.samples,
+        agent=setup.agent_name,
+        judge=setup.judge_name,
+        split=_split(flags),
+        policy=flags.policy or "",
+        hidden=tuple(sorted(set(setup.hide))),
+    )
+    async with setup.rollout(tasks, plan, again=flags.again) as run:
+        showing = asyncio.create_task(Display(run, Console(stderr=True)).show())
         try:
-            plan = Plan(
-                tasks=digest(tasks),
-                samples=flags.samples,
-                agent=flags.command or f"python {flags.python}",
-                judge=flags.judge or (f"answer {flags.answer}" if flags.answer else ""),
-                split=split,
-                policy=policy,
-                hidden=tuple(sorted(set(flags.hide or ()))),
-            )
-            journal.begin(plan)
-            job = Job(
-                url=url,
-                tasks=tasks,
-                plan=plan,
-                limit_s=flags.timeout,
-                at_once=flags.at_once,
-                hidden=frozenset({*(flags.hide or ()), *filter(None, [flags.answer])}),
-            )
-            feedback = FeedbackClient(session, f"{url}/feedback", patience_s=math.inf)
-            run = Rollout(job, agent, judge, journal, feedback, proxy)
-            await agent.start()
-            with _stopped_by_signals(run.stop):
-                beside = (proxy.watch(), Display(run, Console(stderr=True)).show())
-                tasks_beside = [asyncio.create_task(one) for one in beside]
-                try:
-                    await run.run()
-                finally:
-                    for task in tasks_beside:
-                        task.cancel()
-                    await asyncio.wait(tasks_beside)
+            with stopped_by_signals(run.stop):
+                await run.run()
         finally:
-            await agent.stop()
-            journal.close()
-    is_silent = feedback.taken >= SILENT and not feedback.matched
-    return run.figures.summary() | {
-        "unposted": len(run.unposted),
-        "journal": str(path),
-        "seconds": round(time.monotonic() - started, 1),
-        "hint": HINT if is_silent and run.figures.runs else None,
-    }
+            showing.cancel()
+            await asyncio.wait([showing])
+        return run.figures.summary() | {
+            "unposted": len(run.unposted),
+            "journal": str(setup.journal),
+            "seconds": round(time.monotonic() - started, 1),
+            "hint": run.hint,
+        }
 
 
 class Display:
@@ -224,7 +210,7 @@ class Display:
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(LINE_S)
-                words = [f"{name} {value}" for name, value in self._cells().items()]
+                words = [f"{name} {value}" for name, value in self.cells().items()]
                 line = "  ".join([*words, self._rollout.trouble]).rstrip()
                 self._console.print(line, highlight=False, soft_wrap=True)
         with Live(self._table(), console=self._console, auto_refresh=False) as live:
@@ -235,7 +221,8 @@ class Display:
             finally:
                 live.update(self._table(), refresh=True)
 
-    def _cells(self) -> dict[str, str]:
+    def cells(self) -> dict[str, str]:
+        """Return the figures by their names."""
         reward = self._figures.reward
         return {
             "runs": f"{self._figures.runs}/{self._figures.planned}",
@@ -246,8 +233,8 @@ class Display:
         }
 
     def _table(self) -> Group:
-        head = Table(*self._cells(), box=None, header_style="dim")
-        head.add_row(*self._cells().values())
+        head = Table(*self.cells(), box=None, header_style="dim")
+        head.add_row(*self.cells().values())
         errors = [
             Text(f"{count:6}  {kind}", style="red")
             for kind, count in self._figures.errors.most_common(MAX_ERRORS)
@@ -256,7 +243,7 @@ class Display:
 
 
 @contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Stop on Ctrl-C, and give up what is under way on a second one, or on SIGTERM."""
     loop = asyncio.get_running_loop()
 
@@ -273,18 +260,6 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _tasks(flags: Flags, file: Path, journal: Path) -> tuple[Task, ...]:
-    if not journal.name:
-        raise RolloutError(f"--journal: {journal} cannot be opened: it is a folder; name a file")
-    if os.path.realpath(file) == os.path.realpath(journal):
-        raise RolloutError(f"--tasks and --journal would be one file, {journal}: name another")
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise RolloutError(f"--tasks: {file} cannot be read: {error}") from error
-    return parse_tasks(text, str(file), flags.answer, flags.hide or ())
-
-
 def _split(flags: Flags) -> Split | None:
     match flags.split:
         case None | "train" | "eval":
@@ -292,7 +267,7 @@ def _split(flags: Flags) -> Split | None:
     raise RolloutError(f"--split is train or eval, not {flags.split!r}")
 
 
-def _address(url: str | None) -> str:
+def proxy_address(url: str | None) -> str:
     """Return the proxy's address without `/v1` and a last slash."""
     from proxy.settings import ProxySettings
 
@@ -308,37 +283,6 @@ def _address(url: str | None) -> str:
             "`pawl up` prints"
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def _agent(flags: Flags, journal: Path) -> Agent:
-    from pawl.rollout.functions import FunctionAgent
-
-    if (flags.command is None) == (flags.python is None):
-        raise RolloutError(
-            'say what to run with --command "PROGRAM ARGUMENTS" or --python MODULE:FUNCTION, '
-            "one of the two"
-        )
-    if flags.python is not None:
-        log = journal.with_suffix(".log").absolute()
-        return FunctionAgent(flags.python, log, flags.at_once, folder=Path.cwd())
-    return CommandAgent(_words_of("--command", flags.command or ""))
-
-
-def _judge(flags: Flags) -> RunJudge:
-    if flags.judge is not None and flags.answer is not None:
-        raise RolloutError("--judge and --answer both score a run: give one of them")
-    if flags.judge is not None:
-        return CommandJudge(_words_of("--judge", flags.judge), flags.timeout)
-    return RunJudge() if flags.answer is None else AnswerJudge(flags.answer)
-
-
-def _words_of(option: str, command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise RolloutError(
-            f"{option} cannot be split into words ({error}): quote it as in a shell"
-        ) from error
 
 
 def _report(summary: dict[str, Any]) -> str:

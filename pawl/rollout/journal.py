@@ -27,7 +27,11 @@ BEGINNING: Final = b'{"line":"plan",'
 
 
 class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
-    """State what is run, in the first line. A rollout goes on only with the same plan."""
+    """State what is run, in the first line. A rollout goes on only with the same plan.
+
+    An evaluation runs each task with `policy` and with `against`, and the tasks in the order of
+    `seed`. `rule` is how the two are compared, in words.
+    """
 
     tasks: str
     samples: int
@@ -36,13 +40,20 @@ class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
     split: Split | None
     policy: str
     hidden: tuple[str, ...] = ()
+    against: str = ""
+    seed: int = 0
+    rule: str = ""
 
 
 class Key(NamedTuple):
-    """Identify a run: the key is the same in each of its attempts."""
+    """Identify a run: the key is the same in each of its attempts.
+
+    `policy` is the one of two that an evaluation runs it with; `""` in any other rollout.
+    """
 
     task: str
     sample: int
+    policy: str = ""
 
 
 class Begun(Record, frozen=True, kw_only=True, tag_field="line", tag="begun"):
@@ -124,7 +135,8 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
                 plan = plan or line
             case Begun() as line:
                 # The names of a task's many runs are in memory once.
-                begun[line.episode] = Key(sys.intern(line.key.task), line.key.sample)
+                task, sample, policy = line.key
+                begun[line.episode] = Key(sys.intern(task), sample, sys.intern(policy))
             case Ended() as line:
                 key = begun.pop(line.episode, None)
                 if key is not None and line.outcome in kept:

@@ -1,8 +1,9 @@
 """Look at the proxy from outside: whether it is there, and which versions it has."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -14,6 +15,18 @@ PAUSE_S: Final = 2.0
 GLANCE_S: Final = 0.5
 
 
+class Models(NamedTuple):
+    """Hold the names of a proxy's models, and the versions NAME@N that its policies serve."""
+
+    names: frozenset[str]
+    serving: tuple[str, ...]
+
+    def has(self, model: str) -> bool:
+        """Return whether the model can be asked for; a base model answers as its version 0 too."""
+        policy = model.removesuffix("@0")
+        return policy in self.names or policy in [one.rpartition("@")[0] for one in self.serving]
+
+
 class ProxyClient:
     """Ask one proxy for its models."""
 
@@ -23,14 +36,14 @@ class ProxyClient:
         self._url = url
         self._away_at = float("-inf")
 
-    async def models(self) -> frozenset[str]:
-        """Return the names of the models that can be asked for now.
+    async def models(self) -> Models:
+        """Return the models that can be asked for now.
 
         Raises:
             RolloutError: no proxy answers there, or its model server is away.
         """
         # The prefix has no effect on Pawl, and no other server has such a path.
-        status, body = await self._get(f"{self._url}/task/rollout/v1/models")
+        status, headers, body = await self._get(f"{self._url}/task/rollout/v1/models")
         if status == 404:
             raise RolloutError(
                 f"--url: {self._url} is not Pawl's proxy: give the address that `pawl proxy` or "
@@ -45,14 +58,22 @@ class ProxyClient:
             shown = body[:200].decode(errors="replace")
             raise RolloutError(f"the proxy at {self._url} answers {status}: {shown}")
         try:
-            return frozenset(one["id"] for one in msgspec.json.decode(body)["data"])
+            names = frozenset(one["id"] for one in msgspec.json.decode(body)["data"])
         except (msgspec.DecodeError, KeyError, TypeError):
-            return frozenset()
+            names = frozenset()
+        return Models(names, tuple(filter(None, headers.get("x-pawl-policy", "").split(", "))))
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def has(self, model: str) -> bool:
+        """Return whether this model can be asked for, or it cannot be known, as none answers."""
+        try:
+            return (await self.models()).has(model)
+        except RolloutError:
+            return True
+
+    async def _get(self, url: str) -> tuple[int, Mapping[str, str], bytes]:
         try:
             async with asyncio.timeout(LOOK_S), self._session.get(url) as reply:
-                return reply.status, await reply.read()
+                return reply.status, reply.headers, await reply.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RolloutError(
                 f"no proxy answers at {self._url} ({error or type(error).__name__}): start it with "

@@ -20,10 +20,16 @@ from pawl.rollout.agents import Agent, Request, environment, named_url
 from pawl.rollout.journal import Begun, Ended, Journal, Key, Plan, Posted
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
-from pawl.rollout.tasks import Task
+from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD, Record
 from store.values.intervals import student, wilson
 
+# After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
+SILENT: Final = 3
+HINT: Final = (
+    "the proxy has seen no call of any run: the agent must read OPENAI_BASE_URL (or "
+    "ANTHROPIC_BASE_URL) in each run, and call it"
+)
 # After Ctrl-C, feedback that was not taken in this time is left to the next start.
 LEAVE_S: Final = 10.0
 
@@ -32,7 +38,8 @@ class Job(Record, frozen=True, kw_only=True):
     """State what is run: the plan's tasks, `at_once` runs at the same time.
 
     The plan's policy is the model to ask for; `""` leaves it to the agent, which does not see
-    `hidden` fields: those of the plan, and the answer.
+    `hidden` fields: those of the plan, and the answer. `runs` are all runs in their order; None:
+    those of the plan, task by task.
     """
 
     url: str
@@ -41,6 +48,20 @@ class Job(Record, frozen=True, kw_only=True):
     limit_s: float = 600.0
     at_once: int = 16
     hidden: frozenset[str] = frozenset()
+    runs: tuple[Key, ...] | None = None
+
+    @property
+    def planned(self) -> int:
+        """Return how many runs there are to make."""
+        return len(self.tasks) * self.plan.samples if self.runs is None else len(self.runs)
+
+    def in_order(self) -> Iterator[Key]:
+        """Yield all runs in their order."""
+        if self.runs is not None:
+            yield from self.runs
+            return
+        for task, sample in itertools.product(self.tasks, range(self.plan.samples)):
+            yield Key(task.name, sample)
 
 
 class Figures:
@@ -110,8 +131,8 @@ def _rounded(value: float | None) -> float | None:
 class Rollout:
     """Run one rollout.
 
-    `unposted` has the ended attempts that `/feedback` has not taken; `on_end` is called for each
-    attempt that counts.
+    `unposted` has the ended attempts that `/feedback` has not taken, `past` the runs that the
+    journal had settled at first; `on_end` is called for each further attempt that counts.
     """
 
     def __init__(
@@ -139,9 +160,10 @@ class Rollout:
         self._numbers = itertools.count(1)
         self._lanes: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
-        self.figures = Figures(len(job.tasks) * job.plan.samples)
+        self.figures = Figures(job.planned)
         self.under_way = 0
         self.unposted: dict[str, Ended] = {}
+        self.past = journal.past.settled
 
     @property
     def trouble(self) -> str:
@@ -151,6 +173,12 @@ class Rollout:
         if self._stop.is_set():
             return f"stopping: {self.under_way} runs under way (Ctrl-C gives them up)"
         return ""
+
+    @property
+    def hint(self) -> str | None:
+        """Return what is wrong if the proxy knows none of the episodes; None: it knows some."""
+        is_silent = self._feedback.taken >= SILENT and not self._feedback.matched
+        return HINT if is_silent and self.figures.runs else None
 
     def stop(self) -> None:
         """Begin no more runs; called again, give up those that are under way."""
@@ -163,10 +191,10 @@ class Rollout:
         """Do what the journal has not got yet, and post all that is to be posted.
 
         Raises:
-            RolloutError: the journal cannot be written.
+            RolloutError: the journal cannot be written, or the model that is asked for has gone.
         """
         past = self._journal.past
-        for ended in past.settled.values():
+        for ended in self.past.values():
             self.figures.add(ended)
         self.unposted = {ended.episode: ended for ended in past.unposted}
         for begun in past.under_way:
@@ -187,9 +215,7 @@ class Rollout:
 
     def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | Key]:
         yield from unposted
-        for task, sample in itertools.product(self._tasks, range(self._job.plan.samples)):
-            if (key := Key(task, sample)) not in self._journal.past.settled:
-                yield key
+        yield from (key for key in self._job.in_order() if key not in self.past)
 
     async def _lane(self, work: Iterator[Ended | Key]) -> None:
         for item in work:
@@ -216,6 +242,10 @@ class Rollout:
             # The proxy was away, or the model server: that is no fault of the agent's.
             await self._post(self._abandon(episode, "proxy away", ended.detail))
             return False
+        model = key.policy or self._job.plan.policy
+        if ended.outcome == "failed" and model and not await self._proxy.has(model):
+            self._abandon(episode, "model away", ended.detail)
+            raise RolloutError(f"the proxy has no {model!r} any more: it was unloaded meanwhile")
         self._end(ended)
         # Nothing is posted before it is certain that it is never done again.
         await self._journal.sync()
@@ -253,7 +283,7 @@ class Rollout:
         sample = str(key.sample)
         variables = environment(
             named_url(job.url, task=task.name, episode=episode, split=split),
-            model=job.plan.policy or None,
+            model=key.policy or job.plan.policy or None,
             given=os.environ,
             names={
                 "TASK_ID": task.name,

@@ -78,14 +78,22 @@ class Outcome(NamedTuple):
 
 
 class Runner:
-    """Run `pawl rollout` in a folder of its own, with tasks and the agent in it."""
+    """Run `pawl rollout`, or another command, in a folder with tasks and the agent in it."""
 
-    def __init__(self, folder: Path, url: str, tasks: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        tasks: Sequence[dict[str, Any]],
+        *command: str,
+        journal: str = "tasks.rollout.jsonl",
+    ) -> None:
         self.folder = folder
         self.url = url
+        self.command = command or ("rollout",)
         (folder / "agent.py").write_text(AGENT)
         self.write(tasks)
-        self.journal = folder / "tasks.rollout.jsonl"
+        self.journal = folder / journal
 
     def write(self, tasks: Sequence[dict[str, Any]]) -> None:
         """Write the file of tasks."""
@@ -97,7 +105,7 @@ class Runner:
     ) -> asyncio.subprocess.Process:
         """Start the command; what it shows goes to the terminal of that descriptor, if any."""
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "pawl.cli", "rollout", "--tasks", "tasks.jsonl"),
+            *(sys.executable, "-P", "-m", "pawl.cli", *self.command, "--tasks", "tasks.jsonl"),
             *("--url", self.url, *options),
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
@@ -132,4 +140,6 @@ async def ended(process: asyncio.subprocess.Process) -> Outcome:
     """Return how a process ended, once it has."""
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
-    return Outcome(process.returncode, json.loads(out) if out else {}, errors.decode())
+    text = out.decode()
+    summary = json.loads(text) if text.startswith("{") else {"text": text} if text else {}
+    return Outcome(process.returncode, summary, errors.decode())

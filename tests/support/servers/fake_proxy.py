@@ -20,6 +20,7 @@ class FakeProxy:
     def __init__(self) -> None:
         self.url = ""
         self.models = ["m", "m@1", "m@2"]
+        self.serving = "m@1"
         self.calls: list[dict[str, str]] = []
         self.asked: list[dict[str, Any]] = []
         self.statements: list[dict[str, Any]] = []
@@ -42,11 +43,14 @@ class FakeProxy:
             self.turned_away.append(request.path)
             return web.json_response({"error": {"message": "no model server"}}, status=502)
         if request.path.endswith("/v1/models"):
-            return web.json_response({"data": [{"id": name} for name in self.models]})
+            listed = {"data": [{"id": name} for name in self.models]}
+            return web.json_response(listed, headers={"x-pawl-policy": self.serving})
         asked = await request.json()
         self.calls.append(names_in(request.raw_path))
         self.asked.append(asked)
         said = self.asked[-1]["messages"][-1]["content"]
+        # Tasks can ask what one version alone answers rightly.
+        said = said.replace("which version", asked["model"])
         message = {"role": "assistant", "content": f"echo {said}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         reply = {"id": f"c-{len(self.calls)}", "object": "chat.completion", "created": 0}
@@ -58,10 +62,11 @@ class FakeProxy:
             return web.Response(status=self.feedback_status.pop(0), text="not now")
         key = request.headers["Idempotency-Key"]
         self.keys[key] += 1
+        statements = json.loads(await request.read())
         if self.keys[key] == 1:
-            self.statements += json.loads(await request.read())
+            self.statements += statements
         known = {call.get("episode") for call in self.calls}
-        seen = all(statement["episode"] in known for statement in self.statements)
+        seen = all(statement["episode"] in known for statement in statements)
         return web.json_response({}, status=200 if seen else 202)
 
     def rewards(self) -> dict[str, list[float]]:

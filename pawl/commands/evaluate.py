@@ -1,0 +1,378 @@
+"""Define `pawl evaluate`, which compares two versions on held-out tasks."""
+
+import asyncio
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import aiohttp
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from pawl.commands.common import fail, takes
+from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
+from pawl.controller.comparison import ArmFigures, Figures, Rule
+from pawl.rollout.evaluation import Evaluation, EvaluationJob, Failure, Outcome, Pairs, evaluate
+from pawl.rollout.proxy import Models, ProxyClient
+from pawl.rollout.running import Rollout
+from pawl.rollout.tasks import RolloutError
+
+STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
+MOST_FAILURES: Final = 20
+ALL: Final = "all tasks"
+
+
+class Flags(AgentFlags, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl evaluate`."""
+
+    policy: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="POLICY[@N]",
+            help="Policy and version to evaluate; without @N the newest that is loaded. May be "
+            "left out with --python, if the proxy has one policy.",
+            show_default=False,
+        ),
+    ] = None
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: program that is started for each run."),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="@M",
+            help="Version to compare with; default: the one that serves, or the base model, @0, "
+            "if that is what is evaluated.",
+        ),
+    ] = None
+    tries: Annotated[int, typer.Option(min=1, help="Runs of each task with each version.")] = 4
+    most_runs: Annotated[
+        int, typer.Option(min=1, help="Runs of both versions after which it ends undecided.")
+    ] = 2000
+    margin: Annotated[
+        float,
+        typer.Option(help="How much lower the version may score and still be no worse."),
+    ] = 0.05
+    reward_range: Annotated[
+        tuple[float, float],
+        typer.Option(
+            "--range", metavar="LOW HIGH", help="Lowest and highest reward; others are clipped."
+        ),
+    ] = (0.0, 1.0)
+    seed: Annotated[int, typer.Option(help="Random seed of the order of the tasks.")] = 0
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="File in which runs are written down, and from which an evaluation goes on; "
+            "default: the names of --tasks and of both versions with `.evaluation.jsonl`, in the "
+            "working folder."
+        ),
+    ] = None
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="PNG to draw the result in; needs matplotlib (the extra `demo`)."),
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="File to write the result in as JSON.")] = None
+
+
+@takes(Flags)
+def evaluate_command(flags: Flags) -> None:
+    """Show whether a version is better than another: both run an agent on the same held-out tasks.
+
+    `pawl evaluate POLICY@N --against @M --tasks FILE --answer FIELD -- PROGRAM ARGUMENTS`. The
+    agent is as for `pawl rollout`; its episodes are never trained on. Each task is a pair, the
+    tasks come in random order, and it stops as soon as the difference is shown: the version is
+    worse, or no worse by the margin. The interval holds at every look. The same command goes on
+    where it was stopped or killed. Needs a proxy, and no database.
+
+    Status 0: the version is better or no worse. Status 1: it is worse. Status 3: undecided when
+    the tasks or --most-runs were used up. Status 2: the evaluation cannot run like this. Status
+    130: Ctrl-C.
+    """
+    try:
+        if flags.picture is not None:
+            check_drawing()
+        evaluation = asyncio.run(run_evaluation(flags))
+    except RolloutError as error:
+        fail(str(error))
+    Console().print(report(evaluation))
+    if flags.json is not None:
+        flags.json.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
+    if flags.picture is not None:
+        draw(flags.picture, evaluation)
+    raise SystemExit(STATUS[evaluation.outcome])
+
+
+async def run_evaluation(flags: Flags) -> Evaluation:
+    """Run what the journal has not got yet; return the result.
+
+    Raises:
+        RolloutError: it cannot run with these options, or could not go on.
+    """
+    try:
+        rule = Rule(margin=flags.margin, reward_range=flags.reward_range)
+    except ValueError as error:
+        raise RolloutError(f"--margin, --range: {error}") from error
+    command = shlex.join(flags.command) if flags.command else None
+    if (command is None) == (flags.python is None):
+        raise RolloutError(
+            "say what to run with `-- PROGRAM ARGUMENTS` at the end, or --python MODULE:FUNCTION, "
+            "one of the two"
+        )
+    setup = flags.setup(command, lambda tasks: flags.journal or tasks)
+    async with aiohttp.ClientSession(headers=setup.headers) as session:
+        models = await ProxyClient(session, setup.url).models()
+    new, old = versions(models, flags.policy, flags.against)
+    if flags.journal is None:
+        name = f"{setup.tasks.stem}.{new}-{old.rpartition('@')[2]}.evaluation.jsonl"
+        setup = msgspec.structs.replace(setup, journal=Path(name.replace("/", "-")))
+    job = EvaluationJob(
+        setup=setup,
+        new=new,
+        old=old,
+        rule=rule,
+        tries=flags.tries,
+        most_runs=flags.most_runs,
+        seed=flags.seed,
+    )
+
+    async def show(rollout: Rollout, pairs: Pairs) -> None:
+        with stopped_by_signals(rollout.stop):
+            await EvaluationDisplay(rollout, pairs, Console(stderr=True)).show()
+
+    return await evaluate(job, show=show)
+
+
+def versions(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:
+    """Return the names, NAME@N, of the version to evaluate and of the one to compare it with.
+
+    Raises:
+        RolloutError: they are not named well, or one of them is not known.
+    """
+    if policy is None:
+        if len(models.serving) != 1:
+            known = ", ".join(models.serving) or "none"
+            raise RolloutError(f"say which policy to evaluate; the proxy serves {known}")
+        policy = models.serving[0].rpartition("@")[0]
+    name, number = _named(policy)
+    of_policy = re.compile(re.escape(name) + r"@(\d+)")
+    loaded = [int(match[1]) for one in models.names if (match := of_policy.fullmatch(one))]
+    serving = [int(match[1]) for one in models.serving if (match := of_policy.fullmatch(one))]
+    if number is None:
+        if not loaded:
+            known = ", ".join(sorted(models.names)) or "none"
+            raise RolloutError(f"no version of {name!r} is loaded; the proxy's models are {known}")
+        number = max(loaded)
+    if against is not None:
+        other_name, other = _named(against if "@" in against else f"@{against}")
+        if other is None or other_name not in ("", name):
+            raise RolloutError(f"--against {against}: write a version of {name}, such as @0")
+    elif serving and serving[0] != number:
+        other = serving[0]
+    else:
+        other = 0
+    if other == number:
+        raise RolloutError(f"{name}@{number} would be compared with itself: name another version")
+    return f"{name}@{number}", f"{name}@{other}"
+
+
+def _named(version: str) -> tuple[str, int | None]:
+    """Return policy and number of NAME or NAME@N."""
+    name, _, number = version.rpartition("@")
+    return (name, int(number)) if number.isdecimal() and "@" in version else (version, None)
+
+
+class EvaluationDisplay(Display):
+    """Show an evaluation: how many tasks are compared, and the difference so far."""
+
+    def __init__(self, rollout: Rollout, pairs: Pairs, console: Console) -> None:
+        """Store what is shown, and where."""
+        super().__init__(rollout, console)
+        self._pairs = pairs
+
+    def cells(self) -> dict[str, str]:  # noqa: D102
+        cells, comparison = super().cells(), self._pairs.comparison
+        del cells["reward"]
+        seconds = cells.pop("seconds")
+        figures = comparison.figures()
+        return {
+            "tasks": f"{self._pairs.tasks}/{self._pairs.planned}",
+            **cells,
+            "difference": _signed(comparison.difference),
+            "interval": _interval(figures),
+            "seconds": seconds,
+        }
+
+
+def report(evaluation: Evaluation) -> Group:
+    """Return the result as a table, with what became of it in words."""
+    return Group(
+        Text(f"{evaluation.new} against {evaluation.old}"),
+        _table(evaluation),
+        Text(f"95 % intervals, valid at every look. {_counts(evaluation)}", style="dim"),
+        *_guards(evaluation.figures),
+        *_failures(evaluation.failures),
+        Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(
+            f" ({evaluation.reason})", style="not bold"
+        ),
+    )
+
+
+def _headline(evaluation: Evaluation) -> str:
+    """Return the outcome, which tells better from no worse where the interval does."""
+    if evaluation.outcome == "better" and evaluation.figures.lower <= 0:
+        return "no worse"
+    return evaluation.outcome
+
+
+def _table(evaluation: Evaluation) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("")
+    sides = [f"@{one.rpartition('@')[2]}" for one in (evaluation.new, evaluation.old)]
+    for name in ("tasks", *sides, "difference", "interval", "failed", "unscored"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(one.name or "–", one.tasks, one.figures) for one in evaluation.families]
+    if len(rows) == 1:
+        rows = []
+    for name, tasks, figures in [*rows, (ALL, evaluation.tasks, evaluation.figures)]:
+        table.add_row(
+            Text(name),
+            str(tasks),
+            _mean(figures.new),
+            _mean(figures.old),
+            _signed(figures.difference),
+            _interval(figures),
+            f"{figures.new.failed}/{figures.old.failed}",
+            f"{figures.new.unscored}/{figures.old.unscored}",
+            style="bold" if name is ALL else "",
+        )
+    return table
+
+
+def _counts(evaluation: Evaluation) -> str:
+    seen, tries = evaluation.figures, evaluation.tries
+    clipped = seen.new.clipped + seen.old.clipped
+    parts = [
+        f"{evaluation.tasks} of {evaluation.planned} tasks, {tries} tries each",
+        f"{evaluation.runs} runs",
+        *([f"{clipped} rewards outside of --range"] if clipped else []),
+        f"{evaluation.seconds:.0f} s",
+    ]
+    return "; ".join(parts)
+
+
+def _guards(figures: Figures) -> Iterator[Text]:
+    for guard in figures.guards:
+        if guard.new is not None and guard.old is not None and (guard.new or guard.old):
+            yield Text(f"{guard.name}: {guard.new:.1%} against {guard.old:.1%}", style="dim")
+
+
+def _failures(failures: Iterable[Failure]) -> Iterator[Text]:
+    failures = list(failures)
+    if failures:
+        yield Text("The agent failed:", style="red")
+    for one in failures[:MOST_FAILURES]:
+        times = "1 run" if one.runs == 1 else f"{one.runs} runs"
+        yield Text(f"  {one.task} with {one.version}: {one.error} ({times})", style="red")
+    if len(failures) > MOST_FAILURES:
+        yield Text(f"  and {len(failures) - MOST_FAILURES} more (--json has all)", style="red")
+
+
+def _mean(arm: ArmFigures) -> str:
+    return "–" if arm.mean is None else f"{arm.mean:.3f}"
+
+
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.3f}".replace("-", "−")
+
+
+def _interval(figures: Figures) -> str:
+    if figures.difference is None:
+        return "–"
+    return f"{_signed(figures.lower)} … {_signed(figures.upper)}"
+
+
+INK: Final = "#1f2933"
+NEW: Final = "#0b7285"
+OLD: Final = "#adb5bd"
+HARM: Final = "#e8590c"
+
+
+def check_drawing() -> None:
+    """Check that a picture can be drawn, before the work that is to be shown in it.
+
+    Raises:
+        RolloutError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RolloutError("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")
+
+
+def draw(path: Path, evaluation: Evaluation) -> None:
+    """Draw the difference with its interval task after task, and the means by family."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 3.8), dpi=150, gridspec_kw={"width_ratios": [3, 2]}
+    )
+    _draw_looks(left, evaluation)
+    _draw_families(right, evaluation)
+    for axes in (left, right):
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_looks(axes: Any, evaluation: Evaluation) -> None:
+    looks = evaluation.looks
+    tasks = [look.tasks for look in looks]
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.axhline(-evaluation.margin, color=HARM, linewidth=0.8, linestyle="--")
+    axes.annotate(
+        "margin",
+        (1, -evaluation.margin),
+        xycoords=("axes fraction", "data"),
+        color=HARM,
+        fontsize=8,
+        ha="right",
+        va="top",
+    )
+    band = [look.lower for look in looks], [look.upper for look in looks]
+    axes.fill_between(tasks, *band, color=NEW, alpha=0.18, linewidth=0, label="95 % at every look")
+    axes.plot(tasks, [look.difference for look in looks], color=NEW, linewidth=2)
+    axes.set_xlabel("tasks")
+    axes.set_ylabel("difference of the mean reward")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, loc="lower right")
+    title = f"{evaluation.new} against {evaluation.old}: {_headline(evaluation)}"
+    axes.set_title(title, loc="left", fontweight="bold", color=INK, fontsize=10)
+
+
+def _draw_families(axes: Any, evaluation: Evaluation) -> None:
+    rows = [(one.name or "–", one.figures) for one in evaluation.families]
+    rows = [*(rows if len(rows) > 1 else []), (ALL, evaluation.figures)]
+    for place, (_, figures) in enumerate(reversed(rows)):
+        means = [figures.old.mean, figures.new.mean]
+        known = [mean for mean in means if mean is not None]
+        axes.plot(known, [place] * len(known), color=OLD, linewidth=2, zorder=1)
+        for mean, color in zip(means, (OLD, NEW), strict=True):
+            if mean is not None:
+                axes.scatter([mean], [place], color=color, s=45, zorder=2)
+    axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlabel("mean reward")
+    for name, color in ((evaluation.old, OLD), (evaluation.new, NEW)):
+        axes.scatter([], [], color=color, s=45, label=name)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8)

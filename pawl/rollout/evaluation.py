@@ -1,0 +1,328 @@
+"""Compare two versions by what they make of the same tasks, each of which is one pair.
+
+Pairs count in the order of the tasks, which a seed shuffles, whatever ends first: each look is at
+a random part of the tasks, and an evaluation that was killed comes to the same verdict.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Literal
+
+from pawl.controller.comparison import Comparison, Episode, Figures, Rule, Verdict
+from pawl.judging.answers import metrics_of
+from pawl.rollout.journal import Ended, Key, Plan
+from pawl.rollout.running import Rollout
+from pawl.rollout.setup import Setup
+from pawl.rollout.tasks import RolloutError, Task, digest
+from store.records import REWARD, Record
+from store.tenants import task_family
+
+# `stopped`: before the budget was used up; the same evaluation goes on.
+Outcome = Literal["better", "worse", "undecided", "stopped"]
+# So many intervals are drawn.
+MOST_LOOKS: Final = 60
+
+
+class EvaluationJob(Record, frozen=True, kw_only=True):
+    """State an evaluation: agent and tasks, two versions (NAME@N), and how they are compared.
+
+    Each version runs each task `tries` times, in an order by `seed`; tasks that would need more
+    than `most_runs` in all are left out.
+    """
+
+    setup: Setup
+    new: str
+    old: str
+    rule: Rule
+    tries: int = 4
+    most_runs: int = 2000
+    seed: int = 0
+
+    def plan(self, tasks: tuple[Task, ...]) -> Plan:
+        """Return what the journal has to agree with.
+
+        Raises:
+            RolloutError: nothing scores the runs.
+        """
+        rule, setup = self.rule, self.setup
+        if not setup.judge_name:
+            raise RolloutError("say with --answer FIELD or --judge COMMAND what scores a run")
+        low, high = rule.reward_range
+        return Plan(
+            tasks=digest(tasks),
+            samples=self.tries,
+            agent=setup.agent_name,
+            judge=setup.judge_name,
+            split="eval",
+            policy=self.new,
+            hidden=tuple(sorted(set(setup.hide))),
+            against=self.old,
+            seed=self.seed,
+            rule=f"margin {rule.margin:g}, range {low:g} to {high:g}, mistakes {rule.mistakes:g}",
+        )
+
+    def runs(self, tasks: Sequence[Task]) -> tuple[Key, ...]:
+        """Return all runs: task by task in the order of the seed, both versions side by side.
+
+        Raises:
+            RolloutError: the budget does not suffice for one task.
+        """
+        affordable = self.most_runs // (2 * self.tries)
+        if not affordable:
+            raise RolloutError(
+                f"--most-runs {self.most_runs} does not suffice for one task, which needs "
+                f"{2 * self.tries}: {self.tries} tries (--tries) of both versions"
+            )
+        names = [task.name for task in tasks]
+        chance = random.Random(self.seed)
+        chance.shuffle(names)
+        # Whichever comes first may take longer, as it finds nothing cached.
+        sides = ((self.new, self.old), (self.old, self.new))
+        return tuple(
+            Key(name, number, version)
+            for name in names[:affordable]
+            for number in range(self.tries)
+            for version in chance.choice(sides)
+        )
+
+
+class Family(Record, frozen=True):
+    """Hold what was seen of the tasks of one family."""
+
+    name: str
+    tasks: int
+    figures: Figures
+
+
+class Failure(Record, frozen=True):
+    """Say in how many runs of a task the agent failed with a version, and how."""
+
+    task: str
+    version: str
+    error: str
+    runs: int
+
+
+class Look(Record, frozen=True):
+    """Hold what was known of the difference after so many tasks."""
+
+    tasks: int
+    difference: float
+    lower: float
+    upper: float
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """Hold what an evaluation found (JSON as it is).
+
+    Attributes:
+        new: the version that was tried, NAME@N.
+        old: the version that it was compared with.
+        margin: how much lower the new one may score and still be no worse.
+        outcome: `better` is no worse by the margin; `undecided` that the budget or time is over.
+        reason: why, in a sentence for people.
+        points_to_harm: whether what was seen, however little, speaks against the new version.
+        planned: tasks to run.
+        tasks: tasks that both versions ran, in the order in which they count.
+        compared: those that have a scored run of both.
+        tries: runs of each task with each version.
+        runs: all runs that ended, also of later tasks.
+        figures: all that the verdict rests on.
+        families: the same for each family of tasks.
+        failures: the tasks of which the agent failed.
+        looks: the interval of the difference after more and more tasks.
+    """
+
+    new: str
+    old: str
+    margin: float
+    outcome: Outcome
+    reason: str
+    points_to_harm: bool
+    planned: int
+    tasks: int
+    compared: int
+    tries: int
+    runs: int
+    figures: Figures
+    families: list[Family]
+    failures: list[Failure]
+    looks: list[Look]
+    seconds: float
+
+
+class Pairs:
+    """Take runs as they end, and compare each task once both versions ran it, in order."""
+
+    def __init__(self, job: EvaluationJob, runs: Sequence[Key]) -> None:
+        """Begin without runs."""
+        self._job = job
+        self._order = list(dict.fromkeys(key.task for key in runs))
+        self._planned = frozenset(runs)
+        self._open: dict[str, dict[Key, Episode]] = {}
+        self._pairs: list[tuple[list[Episode], list[Episode]]] = []
+        self._failures: Counter[tuple[str, str, str]] = Counter()
+        self.comparison = Comparison(job.rule)
+        self.runs = 0
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return the verdict, which no later run changes; None: there is none yet."""
+        return self.comparison.verdict
+
+    @property
+    def tasks(self) -> int:
+        """Return how many tasks were compared, or could not be for want of scores."""
+        return len(self._pairs)
+
+    @property
+    def planned(self) -> int:
+        """Return how many tasks there are to run."""
+        return len(self._order)
+
+    def add(self, key: Key, ended: Ended) -> None:
+        """Take in a run that ended; one that is not planned any more is passed over."""
+        if key not in self._planned:
+            return
+        self.runs += 1
+        if ended.outcome == "failed":
+            self._failures[key.task, key.policy, ended.error or "failed"] += 1
+        self._open.setdefault(key.task, {})[key] = _episode(key, ended)
+        while self.verdict is None and self.tasks < self.planned:
+            episodes = self._open.get(self._order[self.tasks], {})
+            if len(episodes) < 2 * self._job.tries:
+                return
+            by_side = [
+                [one for key, one in sorted(episodes.items()) if key.policy == version]
+                for version in (self._job.new, self._job.old)
+            ]
+            self._pairs.append((by_side[0], by_side[1]))
+            self.comparison.add_pair(*by_side)
+
+    def evaluation(self, seconds: float, *, out_of_time: bool = False) -> Evaluation:
+        """Return what was found so far."""
+        outcome, reason = self._outcome(out_of_time)
+        return Evaluation(
+            new=self._job.new,
+            old=self._job.old,
+            margin=self._job.rule.margin,
+            outcome=outcome,
+            reason=reason,
+            points_to_harm=self.comparison.points_to_harm,
+            planned=self.planned,
+            tasks=self.tasks,
+            compared=self.comparison.blocks,
+            tries=self._job.tries,
+            runs=self.runs,
+            figures=self.comparison.figures(),
+            families=self._families(),
+            failures=[Failure(*about, runs) for about, runs in sorted(self._failures.items())],
+            looks=self._looks(),
+            seconds=round(seconds, 1),
+        )
+
+    def _outcome(self, out_of_time: bool) -> tuple[Outcome, str]:
+        if self.verdict is not None:
+            # In the controller's words the other version is always the one before.
+            return self.verdict.kind, self.verdict.reason.replace(
+                "the version before", self._job.old
+            )
+        if not out_of_time and self.tasks < self.planned:
+            return "stopped", "it was stopped before its end; the same evaluation goes on"
+        over = "time" if self.tasks < self.planned else "budget of runs"
+        if self.comparison.difference is None:
+            return "undecided", f"the {over} is over, and no task has a scored run of both versions"
+        version = self._job.old if self.comparison.points_to_harm else self._job.new
+        return "undecided", f"the {over} is over; what was seen so far speaks for {version}"
+
+    def _families(self) -> list[Family]:
+        families: dict[str, tuple[int, Comparison]] = {}
+        for new, old in self._pairs:
+            name = new[0].family
+            tasks, comparison = families.get(name, (0, Comparison(self._job.rule)))
+            comparison.add_pair(new, old)
+            families[name] = tasks + 1, comparison
+        return [Family(name, *_of(families[name])) for name in sorted(families)]
+
+    def _looks(self) -> list[Look]:
+        looks: list[Look] = []
+        comparison = Comparison(self._job.rule)
+        step = max(1, self.tasks // MOST_LOOKS)
+        for number, pair in enumerate(self._pairs, start=1):
+            comparison.add_pair(*pair)
+            if comparison.difference is not None and (self.tasks - number) % step == 0:
+                seen = comparison.figures()
+                looks.append(Look(number, comparison.difference, seen.lower, seen.upper))
+        return looks
+
+
+def _of(family: tuple[int, Comparison]) -> tuple[int, Figures]:
+    return family[0], family[1].figures()
+
+
+def _episode(key: Key, ended: Ended) -> Episode:
+    is_done = ended.outcome == "done"
+    return Episode(
+        family=task_family(key.task),
+        reward=metrics_of(ended.statements).get(REWARD) if is_done else None,
+        failed=ended.outcome == "failed",
+        seconds=ended.seconds if is_done else None,
+    )
+
+
+async def evaluate(
+    job: EvaluationJob,
+    *,
+    within_s: float | None = None,
+    show: Callable[[Rollout, Pairs], Coroutine[Any, Any, None]] | None = None,
+) -> Evaluation:
+    """Run what the journal has not got yet, until there is a verdict or the budget is used up.
+
+    Runs that are under way at the verdict are given up, as they are after `within_s` seconds, when
+    the evaluation ends undecided. `show` is run meanwhile, and cancelled at the end.
+
+    Raises:
+        RolloutError: it cannot run like this, or not go on: no proxy answers, or it has not got
+            one of the versions (any more).
+    """
+    started, is_over = time.monotonic(), False
+    tasks = job.setup.read_tasks()
+    runs, plan = job.runs(tasks), job.plan(tasks)
+    pairs = Pairs(job, runs)
+
+    def take(key: Key, ended: Ended) -> None:
+        pairs.add(key, ended)
+        if pairs.verdict is not None:
+            give_up()
+
+    def give_up() -> None:
+        rollout.stop()
+        rollout.stop()
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        give_up()
+
+    async with job.setup.rollout(tasks, plan, runs=runs, on_end=take) as rollout:
+        for key, ended in rollout.past.items():
+            pairs.add(key, ended)
+        if pairs.verdict is not None:
+            give_up()
+        timer = within_s and asyncio.get_running_loop().call_later(within_s, end)
+        showing = [asyncio.create_task(show(rollout, pairs))] if show else []
+        try:
+            await rollout.run()
+        finally:
+            if timer:
+                timer.cancel()
+            for task in showing:
+                task.cancel()
+                await asyncio.wait(showing)
+        hint = rollout.hint
+    if hint:
+        raise RolloutError(hint)
+    return pairs.evaluation(time.monotonic() - started, out_of_time=is_over)

@@ -1,0 +1,149 @@
+"""`pawl evaluate` as a process: beside a stand-in for the proxy, and against a real one."""
+
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pawl.rollout.evaluation import Evaluation
+from pawl.rollout.proxy import Models, ProxyClient
+from tests.integration.conftest import Proxy
+from tests.support.rollouts import Runner
+from tests.support.servers.fake_proxy import FakeProxy
+from tests.support.waiting import until
+
+AGENT = ("--", sys.executable, "agent.py")
+OPTIONS = ("--answer", "a", "--tries", "2", "-k", "2", "--json", "result.json")
+# Version 2 alone says "echo m@2" if it is asked which it is.
+RIGHT_WITH_2 = {"q": "which version", "a": "echo m@2"}
+TASKS = [{"id": f"t/{number}", **RIGHT_WITH_2} for number in range(40)]
+
+
+@pytest.fixture
+def runner(fake: FakeProxy, tmp_path: Path) -> Runner:
+    return Runner(
+        tmp_path, fake.url, TASKS, "evaluate", "m", journal="tasks.m@2-1.evaluation.jsonl"
+    )
+
+
+def result(runner: Runner) -> Evaluation:
+    return msgspec.json.decode((runner.folder / "result.json").read_bytes(), type=Evaluation)
+
+
+def tasks_by_model(fake: FakeProxy) -> dict[str, Counter[str]]:
+    asked: dict[str, Counter[str]] = {}
+    for call, body in zip(fake.calls, fake.asked, strict=True):
+        asked.setdefault(body["model"], Counter())[call["task"]] += 1
+    return asked
+
+
+async def test_better_version_is_known_before_all_tasks_are_run(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    outcome = await runner.run(*OPTIONS, "--picture", "p.png", *AGENT)
+    assert (outcome.status, outcome.errors.count("pawl:")) == (0, 0), outcome.errors
+    found = result(runner)
+    assert (found.new, found.old, found.outcome) == ("m@2", "m@1", "better")
+    assert found.tasks < found.planned == 40
+    assert (found.figures.new.mean, found.figures.old.mean) == (1.0, 0.0)
+    assert "(scores no lower than m@1, less 0.05)" in outcome.summary["text"]
+    assert (runner.folder / "p.png").stat().st_size > 10_000
+    assert {call["split"] for call in fake.calls} == {"eval"}
+    # The result does not change when it is asked for again, and nobody is asked anything.
+    calls = len(fake.calls)
+    assert (await runner.run(*OPTIONS, *AGENT)).status == 0
+    assert (len(fake.calls), result(runner).figures) == (calls, found.figures)
+
+
+async def test_worse_version_and_undecided_have_a_status_of_their_own(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    runner.command = ("evaluate", "m@1", "--against", "@2")
+    runner.journal = runner.folder / "tasks.m@1-2.evaluation.jsonl"
+    assert (await runner.run(*OPTIONS, *AGENT)).status == 1
+    assert result(runner).outcome == "worse"
+    journal = ("--journal", "other.jsonl")
+    outcome = await runner.run(*OPTIONS, *journal, "--most-runs", "12", *AGENT)
+    assert outcome.status == 3
+    found = result(runner)
+    assert (found.outcome, found.planned, found.runs) == ("undecided", 3, 12)
+    assert found.points_to_harm
+
+
+async def test_killed_evaluation_goes_on_and_both_versions_run_the_same_tasks(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    runner.write([{"id": f"t/{number}", "q": "q", "a": f"{number % 2}"} for number in range(8)])
+    options = (*OPTIONS, "--margin", "0.01", *AGENT)
+    process = await runner.start(*options)
+    await runner.until_settled(6)
+    process.kill()
+    await process.communicate()
+    process = await runner.start(*options)
+    await runner.until_settled(14)
+    os.kill(process.pid, signal.SIGINT)
+    await process.communicate()
+    assert process.returncode == 130
+    assert result(runner).outcome == "stopped"
+    outcome = await runner.run(*options)
+    assert outcome.status == 3, outcome.errors
+    found = result(runner)
+    assert (found.runs, found.tasks, found.figures.new.episodes) == (32, 8, 16)
+    keys = [key for key, _ in runner.settled()]
+    assert len(set(keys)) == len(keys) == 32
+    # Each run has a reward, those that were killed were made again.
+    assert len(fake.rewards()) == 32
+    counts = tasks_by_model(fake)
+    assert counts.keys() == {"m@1", "m@2"}
+    assert all(counts[model].keys() == {f"t/{number}" for number in range(8)} for model in counts)
+
+
+async def test_task_that_crashes_the_agent_is_named(runner: Runner) -> None:
+    runner.write([*TASKS[:3], {"id": "crash/1", "do": "exit", **RIGHT_WITH_2}])
+    outcome = await runner.run(*OPTIONS, *AGENT)
+    assert outcome.status == 3
+    text = outcome.summary["text"]
+    assert "crash/1 with m@1: exit status 3 (2 runs)" in text
+    assert "crash/1 with m@2: exit status 3 (2 runs)" in text
+    found = result(runner)
+    assert (found.figures.new.failed, found.figures.old.failed) == (2, 2)
+    assert found.figures.difference == 0.75
+
+
+async def test_version_that_is_unloaded_meanwhile_is_not_called_worse(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    runner.write([{"id": f"t/{number}", "do": "exit late", **RIGHT_WITH_2} for number in range(4)])
+    process = await runner.start(*OPTIONS, *AGENT)
+    await until(lambda: len(fake.calls) >= 2)
+    fake.models.remove("m@2")
+    out, errors = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    assert "the proxy has no 'm@2' any more: it was unloaded meanwhile" in errors.decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "say what to run with `-- PROGRAM ARGUMENTS`"),
+        (("--python", "agent:answer"), "say with --answer FIELD or --judge COMMAND"),
+        (("--answer", "a", "--margin", "2", "--", "cat"), "--margin, --range: margin is 2.0"),
+        (("--answer", "a", "--against", "@9", "--", "cat"), "the proxy has no 'm@9'"),
+        (("--answer", "a", "--", "no-such-program"), "the program 'no-such-program' is not found"),
+    ],
+)
+async def test_unusable_option_is_refused(
+    runner: Runner, options: tuple[str, ...], message: str
+) -> None:
+    outcome = await runner.run(*options)
+    assert outcome.status == 2
+    assert message in outcome.errors
+
+
+async def test_proxy_tells_which_version_serves(proxy: Proxy) -> None:
+    models = await ProxyClient(proxy.session, proxy.url).models()
+    assert models == Models(frozenset({"m"}), ("m@0",))
