@@ -140,10 +140,12 @@ async def test_policy_answers_its_tenant_alone(
 
 
 async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, keys: Headers) -> None:
-    listed = {}
+    listed, serving = {}, {}
     for tenant, key in keys.items():
         reply = await shared.ask("GET", "/v1/models", key)
         listed[tenant] = [model["id"] for model in reply.json["data"]]
+        serving[tenant] = reply.headers["x-pawl-policy"]
+    assert serving == {"a": "a-writes@0", "b": "b-writes@0", DEFAULT: "m@0"}
     assert listed == {"a": ["m", "a-writes@1"], "b": ["m", "b-writes@1"], DEFAULT: ["m", "m@1"]}
 
 
