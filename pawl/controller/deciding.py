@@ -272,6 +272,8 @@ class PolicyGate:
             shown = NOTHING_SHOWN if verdict is None else verdict.reason
             await self._wait(connection, version.version, WAITS + shown, evidence)
             return []
+        # What is not proven is watched, if at all, with as many episodes as it was tried with.
+        is_watched_more = verdict is None and rule.control_share > 0
         await promote(
             connection,
             self._name,
@@ -279,8 +281,7 @@ class PolicyGate:
             reason=reason,
             actor=CONTROLLER,
             evidence=evidence,
-            # What is not proven is watched with as many episodes as it was tried with.
-            control_share=version.version.share if verdict is None else None,
+            control_share=version.version.share if is_watched_more else None,
         )
         return [Move(version.version, "serving", reason)]
 
@@ -404,7 +405,11 @@ def _rule_of(version: Standing) -> Rule:
     Raises:
         msgspec.ValidationError: it is none.
     """
-    return msgspec.convert(dict(version.gate or {}), Rule)
+    try:
+        return msgspec.convert(dict(version.gate or {}), Rule)
+    except msgspec.ValidationError as error:
+        named = version.version.served_name
+        raise msgspec.ValidationError(f"the [publish] that {named} has: {error}") from error
 
 
 def _key_of(*parts: Standing) -> tuple[object, ...]:

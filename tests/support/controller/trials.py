@@ -1,43 +1,44 @@
-"""Make versions on trial and episodes of both arms, an hour ago, and judge them."""
+"""Make versions that are compared, with the episodes of both arms an hour ago, and judge them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, Final
 from zlib import crc32
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
-from pawl.controller.gating import Gating
+from pawl.controller.comparison import Comparison, Rule
+from pawl.controller.deciding import Deciding
+from pawl.controller.evaluating import Evaluate, Evaluations
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, consume
+from store.read.gates import Standing
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
-from store.version_states import lock_policies, make_candidate
+from store.version_states import lock_policies, make_loaded
 from store.versions import policy_name
 from store.write.ingest import Ingester
-from tests.support.ledger.lineage import trained
+from tests.support.ledger.history import let_events_change
+from tests.support.ledger.lineage import promote, trained
 from tests.support.records import ago, call, reward
-from trainer.publishing.model_server import Replicas
-from trainer.recipes.recipe import GateOptions
+from trainer.recipes.recipe import PublishOptions, Recipe
 
-RULE = GateOptions(
-    mode="gated",
-    canary_share=0.4,
-    base_share=0.4,
-    margin=0.2,
-    reward_delay_s=600.0,
-    fewest=10,
-)
+# What a trainer's recipe says, as it is stored with a version.
+RULE: Final[Mapping[str, Any]] = Recipe(
+    publish=PublishOptions(mode="canary", control_share=0.3, margin=0.2, reward_delay_s=600.0)
+).judged_by
+IMMEDIATE: Final = {**RULE, "mode": "immediate"}
 # How long ago what a test does was done, and the seconds in which its episodes began.
 HOUR_S = 3600.0
 FROM_S, TO_S = 3000.0, 700.0
-# Nothing of ours listens there.
-AWAY = "http://127.0.0.1:9/v1"
 GOOD, BAD = [1.0, 0.9], [0.0, 0.1]
+# Worse than the other by a little, of which so few episodes show nothing.
+LESS, MORE = [0.0, 1.0, 0.4], [0.0, 1.0, 0.6]
 # Episodes of each arm: enough for a clear difference.
-MANY = 60
+MANY = 80
 
 
 def settings_of(engine: AsyncEngine) -> ControllerSettings:
@@ -46,17 +47,19 @@ def settings_of(engine: AsyncEngine) -> ControllerSettings:
     return ControllerSettings.model_validate({"database_url": url})
 
 
-def gating(engine: AsyncEngine, replicas: Replicas) -> Gating:
-    return Gating(settings_of(engine), 0.01, replicas)
+async def never(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
+    """Evaluate without coming to an end."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
-def gate(engine: AsyncEngine) -> Gating:
-    """A controller's that asks no model server."""
-    return gating(engine, Replicas([AWAY]))
+def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Deciding:
+    """Return what decides in a controller that was just started."""
+    return Deciding(settings_of(engine), 0.01, Evaluations(evaluate))
 
 
 @asynccontextmanager
-async def following(judge: Gating) -> AsyncIterator[None]:
+async def following(judge: Deciding) -> AsyncIterator[None]:
     """Let a controller look again and again."""
     task = asyncio.create_task(judge.follow())
     try:
@@ -66,29 +69,51 @@ async def following(judge: Gating) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def look(engine: AsyncEngine, *urls: str, slots: int | None = None) -> None:
-    """Let one new controller, of these model servers, look at the policies once."""
-    async with Replicas(urls or [AWAY], slots) as replicas:
-        await gating(engine, replicas).look(engine)
+async def look(engine: AsyncEngine) -> None:
+    """Let one new controller look at the policies once."""
+    await controller(engine).look(engine)
 
 
-async def candidate(
-    engine: AsyncEngine, *parents: int, rule: GateOptions = RULE, name: str = "m"
+async def next_version(
+    engine: AsyncEngine, number: int, parent: int, rule: Mapping[str, Any] | None = None
 ) -> None:
-    """Make versions with these parents, of which the last waits for its trial."""
+    """Make one more version; with a rule it is loaded, and waits to be judged by that."""
+    async with engine.begin() as connection:
+        update = await begin_update(connection, "m", parent, {})
+        files = f"/m/{number}"
+        await consume(connection, update, (), {}, policy="m", version=number, adapter_path=files)
+        if rule is not None:
+            await make_loaded(connection, "m", number, rule, reason="probed", actor="trainer")
+
+
+async def loaded(
+    engine: AsyncEngine, *parents: int, rule: Mapping[str, Any] = RULE, name: str = "m"
+) -> None:
+    """Make versions with these parents, of which the last waits to be judged."""
     async with engine.begin() as connection:
         await trained(connection, *parents, name=name)
-        dumped = rule.model_dump(mode="json")
-        await make_candidate(connection, name, len(parents), dumped, reason="probed")
+        await make_loaded(connection, name, len(parents), rule, reason="probed", actor="trainer")
+
+
+async def serves(
+    engine: AsyncEngine, number: int, parent: int, rule: Mapping[str, Any] = IMMEDIATE
+) -> None:
+    """Make one more version, and give it the traffic as a trainer does, an hour ago."""
+    await next_version(engine, number, parent, rule)
+    async with engine.begin() as connection:
+        await promote(connection, "m", number, reason="it is loaded", actor="trainer")
+    await pass_time(engine)
 
 
 async def pass_time(engine: AsyncEngine) -> None:
-    """Let all changes of states have been made an hour ago."""
+    """Let all changes of states have been made an hour earlier."""
     async with engine.begin() as connection:
         # As whoever moves traffic does first.
         await lock_policies(connection, ["m"])
-        changed = text("UPDATE policies SET changed_at = changed_at - make_interval(secs => :s)")
-        await connection.execute(changed, {"s": HOUR_S})
+        await let_events_change(connection)
+        for table, column in (("policies", "changed_at"), ("policy_events", "at")):
+            earlier = text(f"UPDATE {table} SET {column} = {column} - make_interval(secs => :s)")
+            await connection.execute(earlier, {"s": HOUR_S})
 
 
 async def live(
@@ -110,7 +135,7 @@ async def live(
     step = (from_s - to_s) / many
     for number in range(many):
         for place, ((arm, version), values) in enumerate(rewards.items()):
-            key = f"{run}-{arm}-{number}"
+            key = f"{run}-{arm}-{version}-{number}"
             served = policy_name("m", version, "m")
             # Of two runs, episodes may begin in the same millisecond.
             began = ago(from_s - step * number, place + 8 * crc32(run.encode()))
@@ -126,42 +151,37 @@ async def states(engine: AsyncEngine) -> dict[int, str]:
         return {one.version: one.state for one in await list_versions(connection, "m")}
 
 
-async def changes(engine: AsyncEngine) -> list[tuple[str, str, str]]:
-    """Return what the controller and operators did, oldest first."""
+async def shares(engine: AsyncEngine) -> dict[int, float]:
+    """Return the versions with a share of new episodes: a canary, and the control."""
+    async with engine.connect() as connection:
+        found = await list_versions(connection, "m")
+    return {one.version: one.share for one in found if one.share is not None}
+
+
+async def changes(engine: AsyncEngine) -> list[tuple[str, str]]:
+    """Return what the controller did, oldest first."""
     return [
-        (line.version, line.to_state, line.actor)
+        (line.version, line.to_state)
         for line in await events_of(engine, "m")
-        if line.actor in ("controller", "operator")
+        if line.actor == "controller"
     ]
 
 
-async def begin_trial(engine: AsyncEngine, judge: Gating) -> None:
+async def begin_trial(engine: AsyncEngine, judge: Deciding, rule: Mapping[str, Any] = RULE) -> None:
     """Try version 1 as a canary, while the base model serves; no episode has begun yet."""
-    await candidate(engine, 0)
+    await loaded(engine, 0, rule=rule)
     await judge.look(engine)
     await pass_time(engine)
 
 
-async def on_trial(engine: AsyncEngine, judge: Gating, better: bool = True) -> None:
-    """Try version 1, with episodes that suffice for a verdict."""
-    await begin_trial(engine, judge)
-    mine, others = (GOOD, BAD) if better else (BAD, GOOD)
-    await live(engine, {("serving", 0): others, ("canary", 1): mine})
-
-
-async def next_version(engine: AsyncEngine, number: int, parent: int) -> None:
-    """Make one more version of the policy."""
-    async with engine.begin() as connection:
-        update = await begin_update(connection, "m", parent, {})
-        files = f"/m/{number}"
-        await consume(connection, update, (), {}, policy="m", version=number, adapter_path=files)
-
-
-async def next_candidate(
-    engine: AsyncEngine, number: int, parent: int, rule: GateOptions = RULE
+async def on_trial(
+    engine: AsyncEngine,
+    judge: Deciding,
+    rule: Mapping[str, Any] = RULE,
+    *,
+    mine: Sequence[float] = GOOD,
+    others: Sequence[float] = BAD,
 ) -> None:
-    """Make one more version, which waits for its trial."""
-    await next_version(engine, number, parent)
-    async with engine.begin() as connection:
-        dumped = rule.model_dump(mode="json")
-        await make_candidate(connection, "m", number, dumped, reason="probed")
+    """Try version 1, with episodes of these rewards; by default they suffice for a verdict."""
+    await begin_trial(engine, judge, rule)
+    await live(engine, {("serving", 0): others, ("canary", 1): mine})

@@ -1,7 +1,7 @@
 """Looks under faults: slow, killed, several at once, without a database, beside an operator."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,30 +11,32 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from structlog.testing import capture_logs
 
-import pawl.controller.gating
-from pawl.controller import evidence
-from pawl.controller.evidence import LookTooLong
-from pawl.controller.gating import Gating
+from pawl.controller import deciding, evidence
+from pawl.controller.deciding import Deciding, LookTooLong
 from store import version_states
 from store.read.gates import Gated, gated
 from store.version_queries import list_versions
 from store.version_states import freeze
 from tests.support.controller.trials import (
-    candidate,
+    BAD,
+    GOOD,
+    IMMEDIATE,
+    RULE,
     changes,
+    controller,
     following,
-    gate,
     live,
+    loaded,
     next_version,
     on_trial,
-    pass_time,
+    serves,
     states,
 )
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote
 from tests.support.waiting import eventually, until
 
-Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
+Reads = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
 
 
 async def state_of_a(engine: AsyncEngine) -> str:
@@ -42,8 +44,8 @@ async def state_of_a(engine: AsyncEngine) -> str:
         return (await list_versions(connection, "a"))[1].state
 
 
-def where_a(does: Callable[[AsyncConnection], Awaitable[Any]]) -> Standing:
-    """What reads where a policy stands, and does this of `a`."""
+def where_a(does: Callable[[AsyncConnection], Awaitable[Any]]) -> Reads:
+    """Return what reads where a policy stands, and does this of `a`."""
 
     async def read(connection: AsyncConnection, name: str) -> Gated | None:
         if name == "a":
@@ -53,32 +55,48 @@ def where_a(does: Callable[[AsyncConnection], Awaitable[Any]]) -> Standing:
     return read
 
 
-def shows(value: float) -> bool:
-    return f'pawl_controller_gate_failed{{policy="a"}} {value}' in generate_latest().decode()
+def is_shown_as_failed(name: str) -> bool:
+    return f'pawl_controller_gate_failed{{policy="{name}"}} 1.0' in generate_latest().decode()
 
 
-async def test_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy(
-    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch
+async def hang(_: AsyncConnection) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_look_that_takes_too_long_is_named_and_hinders_no_other_policy(
+    engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hang(_: AsyncConnection) -> None:
-        await asyncio.Event().wait()
-
-    await candidate(engine, 0, name="a")
-    await candidate(engine, 0)
+    await loaded(engine, 0, name="a")
+    await loaded(engine, 0)
     with capture_logs() as logs, monkeypatch.context() as patched:
-        patched.setattr("pawl.controller.gating.gated", where_a(hang))
-        patched.setattr("pawl.controller.evidence.LOOK_S", 5.0)
+        patched.setattr(deciding, "gated", where_a(hang))
+        patched.setattr(deciding, "LOOK_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
-    [said] = [one for one in logs if one["log_level"] == "error"]
-    assert (said["event"], said["policy"]) == ("policy_not_judged", "a")
-    assert isinstance(said["exc_info"], LookTooLong)
-    assert "given up after 5 s, though the database had let it begin" in str(said["exc_info"])
-    assert not [one for one in logs if one["event"] == "gate_waits_for_database"]
-    assert shows(1.0)
+    [error] = [one for one in logs if one["log_level"] == "error"]
+    assert (error["event"], error["policy"]) == ("policy_not_judged", "a")
+    assert isinstance(error["exc_info"], LookTooLong)
+    assert "given up after 5 s, though the database had let it begin" in str(error["exc_info"])
+    assert is_shown_as_failed("a")
     await judge.look(engine)
     assert await state_of_a(engine) == "canary"
-    assert shows(0.0)
+    assert not is_shown_as_failed("a")
+
+
+async def test_rule_that_cannot_be_read_is_named_once_and_hinders_no_other_policy(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await loaded(engine, 0, name="a", rule={**RULE, "margin": "none"})
+    await loaded(engine, 0)
+    with capture_logs() as logs:
+        await judge.look(engine)
+        await judge.look(engine)
+    assert (await states(engine))[1] == "canary"
+    [error] = [one for one in logs if one["log_level"] == "error"]
+    assert (error["event"], error["policy"]) == ("policy_not_judged", "a")
+    assert "a@1" in str(error["exc_info"])
+    assert "$.margin" in str(error["exc_info"])
+    assert is_shown_as_failed("a")
 
 
 async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
@@ -93,18 +111,19 @@ async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_fir
     async def is_tried() -> bool:
         return (await states(engine))[1] == "canary"
 
-    await candidate(engine, 0, name="a")
-    await candidate(engine, 0)
-    monkeypatch.setattr("pawl.controller.gating.gated", where_a(too_long))
-    async with following(gate(engine)):
+    await loaded(engine, 0, name="a")
+    await loaded(engine, 0)
+    monkeypatch.setattr(deciding, "gated", where_a(too_long))
+    async with following(controller(engine)):
         await eventually(is_tried, within_s=120.0)
-    assert await state_of_a(engine) == "candidate"
+    assert await state_of_a(engine) == "loaded"
 
 
-async def test_controller_that_starts_anew_reads_no_more_in_a_look_than_others_can_wait_for(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("compared", ["trial", "watch"])
+async def test_look_that_is_cut_off_goes_on_with_the_next(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, compared: str
 ) -> None:
-    """Of what is tried, and of what serves."""
+    """It reads no more at once than other policies can wait for."""
     read = evidence.arm_episodes
     parts: list[None] = []
 
@@ -112,25 +131,26 @@ async def test_controller_that_starts_anew_reads_no_more_in_a_look_than_others_c
         parts.append(None)
         return await read(*words, **more)
 
-    async def look_until(state: str) -> int:
-        """Let a new controller look until version 1 has that state; the most that a look read."""
-        judge, most, looks = gate(engine), 0, 0
-        while (await states(engine))[1] != state:
-            parts.clear()
-            await judge.look(engine)
-            most, looks = max(most, len(parts)), looks + 1
-            assert looks < 40
-        return most
-
-    await on_trial(engine, gate(engine))
-    monkeypatch.setattr("pawl.controller.evidence.READ_S", 0.0, raising=False)
-    monkeypatch.setattr("pawl.controller.evidence.PART", timedelta(minutes=10))
-    monkeypatch.setattr("pawl.controller.evidence.arm_episodes", counted)
-    # What ends one reading, and what begins the next.
-    assert await look_until("serving") == 2
-    await pass_time(engine)
-    await live(engine, {("base", 0): [0.9, 1.0], ("serving", 1): [0.1, 0.0]}, "falls")
-    assert await look_until("rolled_back") <= 2
+    judge, wanted = controller(engine), "rolled_back"
+    if compared == "trial":
+        await on_trial(engine, judge)
+        wanted = "serving"
+    else:
+        await loaded(engine, 0)
+        await serves(engine, 2, 0)
+        await live(engine, {("control", 0): GOOD, ("serving", 2): BAD})
+    monkeypatch.setattr(evidence, "READ_S", 0.0)
+    monkeypatch.setattr(evidence, "PART", timedelta(minutes=10))
+    monkeypatch.setattr(evidence, "arm_episodes", counted)
+    version, looks, most = (1 if compared == "trial" else 2), 0, 0
+    while (await states(engine))[version] != wanted:
+        parts.clear()
+        await judge.look(engine)
+        most, looks = max(most, len(parts)), looks + 1
+        assert looks < 40
+    assert looks >= 3
+    # The last part of a reading, and the first of the one that confirms it.
+    assert most <= 2
 
 
 async def freezes(connection: AsyncConnection) -> None:
@@ -145,12 +165,13 @@ async def promotes_another(connection: AsyncConnection) -> None:
 @pytest.mark.parametrize("better", [True, False])
 async def test_look_does_not_undo_what_an_operator_did_meanwhile(
     engine: AsyncEngine,
-    judge: Gating,
+    judge: Deciding,
     monkeypatch: pytest.MonkeyPatch,
     does: Callable[[AsyncConnection], Awaitable[None]],
     better: bool,
 ) -> None:
-    await on_trial(engine, judge, better=better)
+    mine, others = (GOOD, BAD) if better else (BAD, GOOD)
+    await on_trial(engine, judge, mine=mine, others=others)
     await next_version(engine, 2, 0)
     read = evidence.arm_episodes
 
@@ -162,15 +183,15 @@ async def test_look_does_not_undo_what_an_operator_did_meanwhile(
         return await read(*words, **more)
 
     done = [None]
-    monkeypatch.setattr("pawl.controller.evidence.arm_episodes", meanwhile)
+    monkeypatch.setattr(evidence, "arm_episodes", meanwhile)
     before = await states(engine)
     await judge.look(engine)
     assert not done
-    after = before if does is freezes else {0: "published", 1: "canary", 2: "serving"}
+    after = before if does is freezes else {0: "retired", 1: "canary", 2: "serving"}
     assert await states(engine) == after
 
 
-async def test_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
+async def test_version_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
@@ -181,12 +202,12 @@ async def test_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
                 await freezes(other)
         return found
 
-    await candidate(engine, 0)
+    await loaded(engine, 0)
     reads = [None]
-    monkeypatch.setattr("pawl.controller.gating.gated", frozen_then)
-    await gate(engine).look(engine)
+    monkeypatch.setattr(deciding, "gated", frozen_then)
+    await controller(engine).look(engine)
     assert not reads
-    assert (await states(engine))[1] == "candidate"
+    assert (await states(engine))[1] == "loaded"
 
 
 async def test_failure_that_is_no_outage_is_not_called_one(
@@ -195,51 +216,77 @@ async def test_failure_that_is_no_outage_is_not_called_one(
     async def broken(_: object) -> None:
         raise ValueError("for the test")
 
-    monkeypatch.setattr("pawl.controller.gating.gated_policies", broken)
-
+    monkeypatch.setattr(deciding, "gated_policies", broken)
     with capture_logs() as logs:
-        async with following(gate(engine)):
+        async with following(controller(engine)):
             await until(lambda: bool(logs), within_s=120.0)
     assert [one["event"] for one in logs] == ["gate_fails"]
 
 
 async def test_several_controllers_make_each_change_once(engine: AsyncEngine) -> None:
-    controllers = [gate(engine) for _ in range(3)]
+    controllers = [controller(engine) for _ in range(3)]
     await on_trial(engine, controllers[0])
     for _ in range(3):
         await asyncio.gather(*(one.look(engine) for one in controllers))
-    assert await states(engine) == {0: "published", 1: "serving"}
-    assert (await changes(engine))[1:] == [
-        ("m@0", "published", "controller"),
-        ("m@1", "serving", "controller"),
-    ]
+    assert await changes(engine) == [("m@1", "canary"), ("m@0", "retired"), ("m@1", "serving")]
 
 
-@pytest.mark.parametrize("better", [True, False])
+async def begins(engine: AsyncEngine, judge: Deciding) -> None:
+    await loaded(engine, 0)
+
+
+async def is_better(engine: AsyncEngine, judge: Deciding) -> None:
+    await on_trial(engine, judge)
+
+
+async def is_worse(engine: AsyncEngine, judge: Deciding) -> None:
+    await on_trial(engine, judge, mine=BAD, others=GOOD)
+
+
+async def falls(engine: AsyncEngine, judge: Deciding) -> None:
+    await loaded(engine, 0, rule=IMMEDIATE)
+    await serves(engine, 2, 1)
+    await live(engine, {("control", 0): GOOD, ("serving", 2): BAD})
+
+
+@pytest.mark.parametrize(
+    ("due", "function", "made"),
+    [
+        (begins, "begin_canary", {"m@1": "canary"}),
+        (is_better, "promote", {"m@0": "retired", "m@1": "serving"}),
+        (is_worse, "roll_back", {"m@1": "rolled_back"}),
+        (falls, "roll_back", {"m@2": "rolled_back", "m@0": "serving"}),
+    ],
+)
 @pytest.mark.parametrize("when", ["before", "in the middle", "before the commit"])
 async def test_controller_killed_in_a_change_leaves_nothing_half_done(
-    engine: AsyncEngine, judge: Gating, monkeypatch: pytest.MonkeyPatch, when: str, better: bool
+    engine: AsyncEngine,
+    judge: Deciding,
+    monkeypatch: pytest.MonkeyPatch,
+    due: Callable[[AsyncEngine, Deciding], Awaitable[None]],
+    function: str,
+    made: Mapping[str, str],
+    when: str,
 ) -> None:
-    await on_trial(engine, judge, better)
-    if when == "in the middle":
+    await due(engine, judge)
+    before, done = await states(engine), await changes(engine)
+    if when == "in the middle" and due is not is_worse:
         kill = killing(version_states, "change_state", after=True)
     else:
-        name = "promote" if better else "roll_back"
-        kill = killing(pawl.controller.gating, name, after=when == "before the commit")
+        kill = killing(deciding, function, after=when == "before the commit")
     kill(monkeypatch)
     with pytest.raises(Killed):
         await judge.look(engine)
-    assert await states(engine) == {0: "serving", 1: "canary"}
-    assert len(await changes(engine)) == 1
-    await gate(engine).look(engine)
-    made = [("m@0", "published"), ("m@1", "serving")] if better else [("m@1", "rolled_back")]
-    assert (await changes(engine))[1:] == [(*change, "controller") for change in made]
+    assert await states(engine) == before
+    assert await changes(engine) == done
+    await controller(engine).look(engine)
+    assert dict((await changes(engine))[len(done) :]) == made
 
 
 async def test_judging_goes_on_once_the_database_is_back(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await on_trial(engine, gate(engine))
+    await on_trial(engine, controller(engine))
     refused = asyncio.Event()
 
     async def away(_: object) -> None:
@@ -249,9 +296,9 @@ async def test_judging_goes_on_once_the_database_is_back(
     async def promoted() -> bool:
         return (await states(engine))[1] == "serving"
 
-    real = pawl.controller.gating.gated_policies
-    monkeypatch.setattr("pawl.controller.gating.gated_policies", away)
-    async with following(gate(engine)):
+    real = deciding.gated_policies
+    monkeypatch.setattr(deciding, "gated_policies", away)
+    async with following(controller(engine)):
         await refused.wait()
-        monkeypatch.setattr("pawl.controller.gating.gated_policies", real)
+        monkeypatch.setattr(deciding, "gated_policies", real)
         await eventually(promoted)

@@ -1,0 +1,156 @@
+"""Mode `evaluated`: what an evaluation came to decides before a version has any traffic."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
+
+from pawl.commands.policies import events_of
+from pawl.controller.comparison import Comparison, Episode, Rule
+from pawl.controller.deciding import Deciding
+from store.read.gates import Standing
+from tests.support.controller.trials import (
+    RULE,
+    changes,
+    controller,
+    loaded,
+    next_version,
+    serves,
+    shares,
+    states,
+)
+from tests.support.waiting import eventually
+
+EVALUATED = {**RULE, "mode": "evaluated"}
+
+
+class Evaluator:
+    """Let each evaluation come to one difference of so many tasks, once it may go on."""
+
+    def __init__(self, difference: float, tasks: int = 100) -> None:
+        self.of: list[tuple[int, int]] = []
+        self.ended = 0
+        self.fails = 0
+        self.may_end = asyncio.Event()
+        self._difference, self._tasks = difference, tasks
+
+    async def __call__(self, candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
+        self.of.append((candidate.version.version, serving.version.version))
+        if self.fails:
+            self.fails -= 1
+            raise OSError("the agent does not start")
+        try:
+            await self.may_end.wait()
+        finally:
+            self.ended += 1
+        comparison = Comparison(rule)
+        new, old = (0.5 + sign * self._difference / 2 for sign in (1, -1))
+        for _ in range(self._tasks):
+            comparison.add_pair([Episode("t", new)], [Episode("t", old)])
+        return comparison
+
+    async def has_begun(self) -> bool:
+        """Return whether an evaluation goes on."""
+        return len(self.of) > self.ended
+
+    async def has_ended(self) -> bool:
+        return len(self.of) == self.ended
+
+
+async def evaluated(engine: AsyncEngine, judge: Deciding, evaluator: Evaluator) -> None:
+    """Look until the evaluation has ended, and what it came to is acted on."""
+    await judge.look(engine)
+    await eventually(evaluator.has_begun)
+    await judge.look(engine)
+    assert (await states(engine))[1] == "loaded"
+    evaluator.may_end.set()
+    await eventually(evaluator.has_ended)
+    await judge.look(engine)
+
+
+@pytest.mark.parametrize(
+    ("difference", "tasks", "more", "becomes", "child", "verdict"),
+    [
+        pytest.param(0.4, 100, {}, "serving", "written", "better", id="better"),
+        pytest.param(-0.4, 100, {}, "rejected", "rejected", "worse", id="worse"),
+        pytest.param(0.01, 3, {}, "serving", "written", "undecided", id="undecided"),
+        pytest.param(-0.01, 3, {}, "retired", "written", "undecided", id="undecided-and-lower"),
+        pytest.param(
+            *(0.01, 3, {"undecided": "keep"}, "retired", "written", "undecided"), id="keep"
+        ),
+    ],
+)
+async def test_evaluation_decides_before_any_traffic(
+    engine: AsyncEngine,
+    difference: float,
+    tasks: int,
+    more: Mapping[str, Any],
+    becomes: str,
+    child: str,
+    verdict: str,
+) -> None:
+    evaluator = Evaluator(difference, tasks)
+    await loaded(engine, 0, rule={**EVALUATED, **more})
+    await next_version(engine, 2, 1)
+    await evaluated(engine, controller(engine, evaluator), evaluator)
+    serving = "retired" if becomes == "serving" else "serving"
+    assert await states(engine) == {0: serving, 1: becomes, 2: child}
+    assert await shares(engine) == ({0: RULE["control_share"]} if becomes == "serving" else {})
+    [event] = [line for line in await events_of(engine, "m") if line.evidence]
+    assert isinstance(event.evidence, dict)
+    assert (event.version, event.to_state) == ("m@1", becomes)
+    assert event.evidence["verdict"] == verdict
+    assert evaluator.of == [(1, 0)]
+
+
+async def test_evaluated_version_that_is_to_be_approved_waits_and_that_is_said_once(
+    engine: AsyncEngine,
+) -> None:
+    evaluator = Evaluator(0.4)
+    judge = controller(engine, evaluator)
+    await loaded(engine, 0, rule={**EVALUATED, "approve": True})
+    await evaluated(engine, judge, evaluator)
+    await judge.look(engine)
+    assert await changes(engine) == [("m@1", "loaded")]
+    assert "pawl policies promote" in (await events_of(engine, "m"))[-1].reason
+
+
+async def test_evaluation_ends_with_the_candidate_or_what_serves_and_another_begins(
+    engine: AsyncEngine,
+) -> None:
+    evaluator = Evaluator(0.4)
+    judge = controller(engine, evaluator)
+    await loaded(engine, 0, rule=EVALUATED)
+    await judge.look(engine)
+    await next_version(engine, 2, 0, EVALUATED)
+    await judge.look(engine)
+    await serves(engine, 3, 0)
+    await next_version(engine, 4, 3, EVALUATED)
+    await judge.look(engine)
+    await eventually(evaluator.has_begun)
+    assert evaluator.of == [(1, 0), (2, 0), (4, 3)]
+    assert evaluator.ended == 2
+
+
+async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_once(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.0)
+    evaluator = Evaluator(0.4)
+    evaluator.fails = 3
+    evaluator.may_end.set()
+    await loaded(engine, 0, rule=EVALUATED)
+    judge = controller(engine, evaluator)
+
+    async def is_promoted() -> bool:
+        await judge.look(engine)
+        return (await states(engine))[1] == "serving"
+
+    with capture_logs() as logs:
+        await eventually(is_promoted)
+    [failed] = [one for one in logs if one["event"] == "version_not_evaluated"]
+    assert failed["version"] == "m@1"
+    assert len(evaluator.of) == 4

@@ -1,0 +1,180 @@
+"""What serves is compared with its control, the last version with proof, and rolled back to it.
+
+No trainer runs in any of these tests, and no model server.
+"""
+
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.commands.policies import events_of
+from pawl.controller.deciding import Deciding
+from tests.support.controller.trials import (
+    BAD,
+    GOOD,
+    IMMEDIATE,
+    MANY,
+    RULE,
+    changes,
+    live,
+    look,
+    next_version,
+    serves,
+    shares,
+    states,
+)
+from tests.support.ledger.lineage import promote, trained
+
+FAIR = [0.6, 0.5]
+
+
+@pytest.fixture
+async def _began(engine: AsyncEngine) -> None:
+    """The policy has its base model."""
+    async with engine.begin() as connection:
+        await trained(connection)
+
+
+pytestmark = pytest.mark.usefixtures("_began")
+
+
+def is_watched() -> bool:
+    return 'pawl_controller_gate_watched{policy="m"} 1.0' in generate_latest().decode()
+
+
+async def test_fall_rolls_back_all_that_served_since_the_control_which_serves_again(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """Before any episode of a bad version counts, others have followed it."""
+    for number in (1, 2, 3):
+        await serves(engine, number, number - 1)
+    await next_version(engine, 4, 3)
+    await next_version(engine, 5, 0)
+    assert await shares(engine) == {0: RULE["control_share"]}
+    await live(engine, {("control", 0): GOOD, ("serving", 3): BAD})
+    await judge.look(engine)
+    fallen = dict.fromkeys((1, 2, 3), "rolled_back")
+    after = {0: "serving", **fallen, 4: "rejected", 5: "written"}
+    assert await states(engine) == after
+    events: Any = [line for line in await events_of(engine, "m") if line.actor == "controller"]
+    assert sorted(line.version for line in events) == ["m@0", "m@1", "m@2", "m@3", "m@4"]
+    [lost] = [line for line in events if line.version == "m@3"]
+    assert lost.reason == "scores lower than the version before"
+    figures = lost.evidence["figures"]
+    assert figures["worse"] >= figures["worse_needed"]
+    assert (figures["new"]["mean"], figures["old"]["mean"]) == pytest.approx((0.05, 0.95))
+    # Nothing more happens.
+    await judge.look(engine)
+    await look(engine)
+    assert await states(engine) == after
+    assert await shares(engine) == {}
+
+
+async def test_versions_that_follow_each_other_are_judged_by_the_episodes_of_all(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """The controller has seen some of them before the next one serves."""
+    few = MANY // 8
+    for number in (1, 2, 3, 4):
+        await serves(engine, number, number - 1)
+        to_s = 3300.0 - 600.0 * number
+        arms: Any = {("control", 0): GOOD, ("serving", number): BAD}
+        await live(engine, arms, str(number), to_s + 500.0, few, to_s=to_s)
+        state = (await states(engine))[number]
+        assert state == "serving"
+        if number == 2:
+            await judge.look(engine)
+            assert (await states(engine))[2] == "serving"
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", **dict.fromkeys((1, 2, 3, 4), "rolled_back")}
+
+
+async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): BAD, ("serving", 1): GOOD}, "a", to_s=1400.0)
+    await live(engine, {("control", 0): GOOD, ("serving", 1): BAD}, "b", from_s=1300.0)
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+
+
+async def test_world_that_gets_worse_for_all_rolls_nothing_back(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): FAIR, ("serving", 1): GOOD}, "a", to_s=1400.0)
+    await live(engine, {("control", 0): BAD, ("serving", 1): BAD}, "b", from_s=1300.0)
+    await judge.look(engine)
+    assert await states(engine) == {0: "retired", 1: "serving"}
+    assert is_watched()
+
+
+async def test_proof_moves_the_control_with_the_next_promotion_only(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await serves(engine, 2, 1)
+    assert await shares(engine) == {0: 0.3}
+    await live(engine, {("control", 0): BAD, ("serving", 2): FAIR})
+    for one in (judge, judge):
+        await one.look(engine)
+    await look(engine)
+    # It is said once, and nothing else changes.
+    assert await changes(engine) == [("m@2", "serving")]
+    assert await shares(engine) == {0: 0.3}
+    await serves(engine, 3, 2)
+    assert await shares(engine) == {2: 0.3}
+    await live(engine, {("control", 2): FAIR, ("serving", 3): BAD}, "b")
+    await look(engine)
+    assert await states(engine) == {
+        **{0: "retired", 1: "retired", 2: "serving", 3: "rolled_back"},
+    }
+
+
+async def test_version_after_a_roll_back_is_watched_again(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    for number in (1, 2):
+        await serves(engine, number, 0)
+        assert await shares(engine) == {0: 0.3}
+        arms: Any = {("control", 0): GOOD, ("serving", number): BAD}
+        await live(engine, arms, str(number))
+        await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
+
+
+async def test_version_without_a_control_is_not_watched_and_shown_so(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0, {**IMMEDIATE, "control_share": 0.0})
+    await live(engine, {("serving", 1): BAD})
+    await judge.look(engine)
+    assert await states(engine) == {0: "retired", 1: "serving"}
+    assert not is_watched()
+
+
+async def test_canary_falls_with_what_it_was_trained_from(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await next_version(engine, 2, 1, RULE)
+    await judge.look(engine)
+    assert (await states(engine))[2] == "canary"
+    await live(engine, {("control", 0): GOOD, ("serving", 1): BAD, ("canary", 2): BAD})
+    await look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
+
+
+async def test_control_that_an_operator_promotes_leaves_none(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 0)
+    await live(engine, {("control", 0): GOOD, ("serving", 1): BAD})
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "retired"}
+    assert await shares(engine) == {}
