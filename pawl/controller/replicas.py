@@ -2,7 +2,7 @@
 
 Each replica is looked at on its own, so that one that is away or slow delays no other. While the
 database is away the last reading stands, but not for ever: the trainer, which may still reach the
-database, deletes the files of a version a while after it was retired.
+database, deletes the files of a version a while after it was unloaded.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from trainer.publishing.reconciler import OUTCOMES, Reconciler, is_servable
 log = structlog.get_logger()
 
 READ_S: Final = 10.0
-# A load that begins by a reading of this age ends before the files of a version that was retired
+# A load that begins by a reading of this age ends before the files of a version that was unloaded
 # just after that reading can be deleted.
 OLDEST_S: Final = LEAST_IDLE_S - TIMEOUT_S - LIST_S
 
@@ -51,7 +51,7 @@ class ServableVersions:
     def may_load(self, version: PolicyVersion) -> bool:
         """Return whether a version is still servable, and the reading young enough to load it.
 
-        A version that had the traffic must first lose it, and be idle, before it is retired.
+        A version that had the traffic must first lose it, and be idle, before it is unloaded.
         """
         if not (is_servable(version) and version in (self.versions or ())):
             return False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
@@ -16,7 +17,7 @@ from store.claims import begin_update, consume
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
 from tests.support.controller.trials import settings_of
-from tests.support.ledger.lineage import promote, set_state
+from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.waiting import awaited
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
@@ -66,9 +67,11 @@ async def publish(
             await promote(connection, policy, number)
 
 
-async def retire(engine: AsyncEngine, number: int) -> None:
+async def unload(engine: AsyncEngine, number: int) -> None:
+    """Let no server keep a retired version, though a roll-back might give it the traffic."""
     async with engine.begin() as connection:
-        await set_state(connection, "m", number, "retired")
+        unloaded = text("UPDATE policies SET unloaded_at = now() WHERE version = :version")
+        await connection.execute(unloaded, {"version": number})
 
 
 @dataclass

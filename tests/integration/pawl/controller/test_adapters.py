@@ -202,7 +202,6 @@ async def test_what_the_server_says_is_passed_on(two: list[Apart], root: Path) -
         ("adapters", "", "PAWL_ADAPTER_SOURCE is not set"),
         ("adapters", "gs://bucket/adapters", "install gcsfs"),
         ("controller", "nosuch://bucket", "Protocol not known: nosuch"),
-        ("policies promote m@1", "nosuch://bucket", "Protocol not known: nosuch"),
     ],
 )
 async def test_source_that_cannot_be_read_is_an_error_at_the_start(

@@ -16,9 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
-from pawl.controller.rollback import RollbackTarget, load_again
 from store import __version__
-from store.version_queries import list_servable
 from tests.support.controller.replicas import (
     POLL_S,
     RunningController,
@@ -26,13 +24,12 @@ from tests.support.controller.replicas import (
     assert_has,
     controlling,
     publish,
-    retire,
+    unload,
 )
 from tests.support.faults.unreadable import unreadable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import PATIENCE_S, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
-from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
 
 # What version 1 was trained to say, and what a server says that has another base model.
@@ -44,7 +41,7 @@ async def test_restarted_server_gets_its_adapters_back(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2, 3)
-    await retire(engine, 1)
+    await unload(engine, 1)
     async with controlling(engine, server.url):
         await assert_has(server, "m@2", "m@3")
         # What serves comes first.
@@ -161,14 +158,14 @@ async def test_only_what_served_is_loaded_of_an_old_reading(
         await assert_has(server, "m@1", "m@2")
 
 
-async def test_version_retired_meanwhile_is_not_loaded(
+async def test_version_unloaded_meanwhile_is_not_loaded(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
     server.slow_load = asyncio.Event()
     async with controlling(engine, server.url) as controller:
         await until(lambda: bool(server.tries))
-        await retire(engine, 1)
+        await unload(engine, 1)
         await until(lambda: [one.version for one in controller.servable.versions or []] == [0, 2])
         server.slow_load.set()
         await assert_has(server, "m@2")
@@ -319,21 +316,6 @@ async def test_adapter_that_nobody_could_ask_about_is_not_left_loaded(
         await assert_has(server)
         server.cannot_answer = set()
         await assert_has(server, "m@1")
-
-
-async def test_misserved_version_does_not_serve_again_after_a_roll_back(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
-) -> None:
-    await publish(engine, tmp_path, 1, probe=PROBE)
-    server.logprobs["m@1"] = OTHER
-    async with engine.connect() as connection:
-        base, version = await list_servable(connection, "m")
-    async with Replicas([server.url]) as replicas:
-        loaded = await load_again(replicas, RollbackTarget(version=version, base=base))
-    assert loaded.refused
-    assert loaded.why_not is not None
-    assert "differ from the trainer's" in loaded.why_not
-    assert not server.loaded
 
 
 async def test_process_is_small_answers_and_ends_at_sigterm(

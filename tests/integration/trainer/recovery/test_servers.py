@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from store.version_states import recall
-from tests.support.controller.replicas import publish, retire
+from tests.support.controller.replicas import publish, unload
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
@@ -150,7 +150,7 @@ async def test_a_version_that_is_recalled_while_servers_answer_stays_loaded(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recalled: bool
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
-    await retire(engine, 1)
+    await unload(engine, 1)
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET changed_at = now() - interval '1 day'"))
     models = ModelServer.models
