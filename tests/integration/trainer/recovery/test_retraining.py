@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from pawl.commands import policy_traffic
 from pawl.commands.policy_traffic import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
-from tests.support.ledger.lineage import set_state
+from store.version_states import mark_unloaded
 from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.publishing import adapters
-from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 
 # Where in an update from version 2 the line starts again at version 1.
@@ -33,16 +33,14 @@ async def trained(bench: Bench, *waves: str) -> None:
 
 
 async def again(bench: Bench, start: int, *without: str, dry_run: bool = False) -> Retrained:
-    async with Replicas([bench.fake.url]) as replicas:
-        return await retrain_by_hand(
-            bench.engine,
-            replicas,
-            "m",
-            start,
-            [read_query(query) for query in without],
-            "wrong rewards",
-            dry_run=dry_run,
-        )
+    return await retrain_by_hand(
+        bench.engine,
+        "m",
+        start,
+        [read_query(query) for query in without],
+        "wrong rewards",
+        dry_run=dry_run,
+    )
 
 
 async def trained_from(bench: Bench) -> dict[int, int]:
@@ -82,12 +80,20 @@ async def test_base_model_is_a_start(bench: Bench) -> None:
     assert bench.learner.restored is None
 
 
-async def test_unloaded_start_is_loaded_first(bench: Bench) -> None:
+async def test_unloaded_start_is_loaded_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await trained(bench, "u", "v")
     async with bench.engine.begin() as connection:
-        await set_state(connection, "m", 1, "retired", reason="idle", actor="trainer")
+        assert await mark_unloaded(connection, "m", [1], "idle", "trainer") == {1}
     bench.fake.loaded.pop("m@1")
-    await again(bench, 1)
+    monkeypatch.setenv("PAWL_UPSTREAM_URL", bench.fake.url)
+    monkeypatch.setattr(policy_traffic, "ASKED_EVERY_S", 0.01)
+    async with bench.working() as loop:
+        retraining = asyncio.create_task(again(bench, 1))
+        while not retraining.done():
+            await loop.sync_adapters()
+        await retraining
     assert bench.fake.loads[-1] == "m@1"
     assert (await bench.states())[1] == "serving"
 
