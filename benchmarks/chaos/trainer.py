@@ -231,7 +231,7 @@ class Place:
             "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_CONTROLLER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_POLL_S": "0.05",
-            # Every version stays published: nothing that a kill left may be unloaded unseen.
+            # Every version stays loaded: nothing that a kill left may be unloaded unseen.
             "PAWL_ADAPTER_SLOTS": "1000000",
         }
 

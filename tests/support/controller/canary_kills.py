@@ -1,6 +1,6 @@
 """Each change of a version is made once: kill processes while live episodes decide about versions.
 
-A proxy, a trainer with a gate, a controller and a model server that computes are up; clients run
+A proxy, a trainer, a controller and a model server that computes are up; clients run
 episodes and score them as a judge would. A process is killed (`kill -9`) at a random moment while a
 version is tried, and started again after another one. In the end each change of a version's state
 must have been made once, with its reason; no call is missing, unscored, or without an arm.
@@ -55,16 +55,14 @@ RECIPE: Final = (
     .replace("max_age_s = 1e9", "smallest_group = 2\nmax_age_s = 5.0")
     # Versions come and go.
     .replace("retire_after_s = 1e9", "retire_after_s = 5.0")
+    # The last table is [publish].
     + """
-[gate]
-mode = "gated"
-canary_share = 0.4
-base_share = 0.2
+mode = "canary"
+control_share = 0.2
 margin = 0.1
 reward_delay_s = 2.0
-deadline_s = 40.0
+decide_within_h = 0.01
 mistakes = 0.2
-fewest = 20
 """
 )
 _WITHOUT_ARM: Final = text(
@@ -226,18 +224,24 @@ async def _ledger(connection: AsyncConnection, scored: Sequence[str]) -> dict[st
 def _wrong_events(events: Sequence[PolicyEvent], versions: Sequence[PolicyVersion]) -> list[str]:
     """Return what is wrong with the changes of states, oldest first, and the states they led to.
 
-    Each begins where the one before it ended, has a reason, and changes something; the last is the
-    version's state. One version serves, and one at most is tried.
+    Each begins where the one before it ended, and has a reason; the last is the version's state.
+    Why a version stays in its state is said once. One version serves, and one at most is tried, and
+    one at most is the control.
     """
     last: dict[int, PolicyState | None] = {}
+    stays: set[tuple[int, str]] = set()
     wrong = []
     for event in events:
         before = last.get(event.version)
         change = f"{event.version}: {event.from_state} → {event.to_state} by {event.actor}"
         if event.from_state != before:
             wrong.append(f"{change}, where it was {before}")
-        if event.from_state == event.to_state or not event.reason:
-            wrong.append(f"{change}: no change, or no reason")
+        if not event.reason:
+            wrong.append(f"{change}: no reason")
+        if event.from_state == event.to_state:
+            if (event.version, event.reason) in stays:
+                wrong.append(f"{change}: said again: {event.reason}")
+            stays.add((event.version, event.reason))
         last[event.version] = event.to_state
     wrong += [
         f"{one.version} is {one.state}, and its events end at {last.get(one.version)}"
@@ -245,8 +249,10 @@ def _wrong_events(events: Sequence[PolicyEvent], versions: Sequence[PolicyVersio
         if one.state != last.get(one.version)
     ]
     states = Counter(one.state for one in versions)
-    if states["serving"] != 1 or states["canary"] > 1:
-        wrong.append(f"{states['serving']} versions serve, {states['canary']} are tried")
+    controls = sum(one.state == "retired" and one.share is not None for one in versions)
+    if states["serving"] != 1 or states["canary"] > 1 or controls > 1:
+        tried = states["canary"]
+        wrong.append(f"{states['serving']} versions serve, {tried} are tried, {controls} control")
     return wrong
 
 

@@ -80,7 +80,7 @@ def trained(policies: int) -> list[str]:
 def recipe_toml() -> str:
     """Return a recipe of two optimiser steps an update.
 
-    Every version stays published: nothing that a kill left may be unloaded unseen.
+    Every version stays loaded: nothing that a kill left may be unloaded unseen.
     """
     return f"""
 learner = "grpo"

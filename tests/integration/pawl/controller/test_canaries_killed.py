@@ -17,6 +17,6 @@ KILLS = 8
 def test_each_change_is_made_once_whoever_is_killed(tmp_path: Path) -> None:
     found = canary_kills(tmp_path, KILLS, seed=5)["canaries"]
     assert sum(found["killed"].values()) == KILLS
-    assert found["changes"]["candidate → canary"] >= 1
+    assert found["changes"]["loaded → canary"] >= 1
     assert found["episodes_scored"] > 0
     assert broken_promises(found) == []
