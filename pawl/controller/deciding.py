@@ -149,7 +149,8 @@ class PolicyGate:
         if control is None or not is_watched:
             self._hide("watch")
             return []
-        rule, key = _rule_of(serving), (control.version.version, control.since)
+        rule = _rule_of(serving)
+        key = rule, *_key_of(control)
         self._watched |= await served_since(connection, self._name, control.since)
         evidence = self._evidence.get("watch")
         if evidence is None or evidence.key != key:
@@ -219,7 +220,8 @@ class PolicyGate:
         if canary is None:
             self._hide("trial")
             return []
-        rule, key = _rule_of(canary), _key_of(stands.serving, canary)
+        rule = _rule_of(canary)
+        key = rule, *_key_of(stands.serving, canary)
         evidence = self._evidence.get("trial")
         if evidence is None or evidence.key != key:
             evidence = self._compare("trial", rule, key, stands)
