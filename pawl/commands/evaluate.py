@@ -147,7 +147,7 @@ async def run_evaluation(flags: Flags) -> Evaluation:
         with stopped_by_signals(rollout.stop):
             await EvaluationDisplay(rollout, pairs, Console(stderr=True)).show()
 
-    return await evaluate(job, show=show)
+    return (await evaluate(job, show=show)).evaluation()
 
 
 def versions(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:

@@ -351,8 +351,13 @@ class Comparison:
 
     @property
     def points_to_harm(self) -> bool:
-        """Return whether what was seen so far, however little, speaks against the new version."""
-        return (self.difference or 0.0) < 0 or self._against() is not None
+        """Return whether what was seen so far, however little, speaks against the new version.
+
+        The expected difference does from half the margin below 0 on, so that in most cases one that
+        is as good gets the traffic.
+        """
+        lean = self.difference or 0.0
+        return lean < -self._rule.margin / 2 or self._against() is not None
 
     def figures(self, renewed: float = 1.0) -> Figures:
         """Return all that the verdict rests on.

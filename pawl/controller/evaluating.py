@@ -1,18 +1,28 @@
 """Evaluate the candidates of mode `evaluated` beside live traffic, one of each policy at a time."""
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from pawl.controller.comparison import Comparison, Rule
+from pawl.rollout.evaluation import EvaluationJob, evaluate
+from pawl.rollout.setup import Setup
+from pawl.settings import ClientSettings, read_settings
 from store.read.gates import Standing
 
 log = structlog.get_logger()
 
 # An evaluation that failed is tried again after this long; it goes on from its journal.
 AGAIN_S: Final = 60.0
+
+# Runs at the same time: live traffic comes first.
+AT_ONCE: Final = 2
 
 Evaluate = Callable[[Standing, Standing, Rule], Awaitable[Comparison]]
 
@@ -59,3 +69,54 @@ class Evaluations:
                     log.exception("version_not_evaluated", version=version, again_in_s=AGAIN_S)
                 logged = reason
             await asyncio.sleep(AGAIN_S)
+
+
+class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold a recipe's `[evaluation]`, as it is stored with a version's rule."""
+
+    tasks: str
+    url: str
+    tries: int
+    most_runs: int
+    timeout_s: float
+    command: str | None = None
+    python: str | None = None
+    judge: str | None = None
+    answer: str | None = None
+
+
+async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
+    """Run the tasks of the candidate's recipe with both versions, and return what they came to.
+
+    An evaluation that was killed goes on from its journal, unless the machine lost that.
+
+    Raises:
+        msgspec.ValidationError: the candidate's rule has no `evaluation` that can be read.
+        RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
+        OSError: the journal cannot be written.
+    """
+    options = msgspec.convert((candidate.gate or {}).get("evaluation"), EvaluationOptions)
+    new, old = (f"{one.version.name}@{one.version.version}" for one in (candidate, serving))
+    folder = Path(tempfile.gettempdir()) / f"pawl-evaluations-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    setup = Setup(
+        tasks=Path(options.tasks),
+        journal=folder / f"{new}-{old.rpartition('@')[2]}.jsonl",
+        url=options.url.rstrip("/").removesuffix("/v1"),
+        headers=read_settings(ClientSettings).headers,
+        command=options.command,
+        python=options.python,
+        judge=options.judge,
+        answer=options.answer,
+        limit_s=options.timeout_s,
+        at_once=AT_ONCE,
+    )
+    job = EvaluationJob(
+        setup=setup,
+        new=new,
+        old=old,
+        rule=rule,
+        tries=options.tries,
+        most_runs=options.most_runs,
+    )
+    return (await evaluate(job, within_s=3600 * rule.decide_within_h)).comparison

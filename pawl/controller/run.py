@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pawl.controller.deciding import Deciding
-from pawl.controller.evaluating import Evaluations
+from pawl.controller.evaluating import Evaluations, evaluate_candidate
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.processes import stop_event
 from pawl.settings import ControllerSettings
@@ -39,7 +39,7 @@ async def controller(settings: ControllerSettings) -> None:
         count_build()
         port = await listen_on(app_of(servable, controllers), settings.controller_listen)
         exits.push_async_callback(port.cleanup)
-        evaluations = Evaluations()
+        evaluations = Evaluations(evaluate_candidate)
         work = [servable.follow(), Deciding(settings, poll_s, evaluations).follow()]
         work += [controller.follow() for controller in controllers]
         tasks = [asyncio.create_task(part) for part in work]

@@ -165,8 +165,10 @@ class Pairs:
         self._open: dict[str, dict[Key, Episode]] = {}
         self._pairs: list[tuple[list[Episode], list[Episode]]] = []
         self._failures: Counter[tuple[str, str, str]] = Counter()
+        self._began = time.monotonic()
         self.comparison = Comparison(job.rule)
         self.runs = 0
+        self.is_out_of_time = False
 
     @property
     def verdict(self) -> Verdict | None:
@@ -202,9 +204,9 @@ class Pairs:
             self._pairs.append((by_side[0], by_side[1]))
             self.comparison.add_pair(*by_side)
 
-    def evaluation(self, seconds: float, *, out_of_time: bool = False) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """Return what was found so far."""
-        outcome, reason = self._outcome(out_of_time)
+        outcome, reason = self._outcome()
         return Evaluation(
             new=self._job.new,
             old=self._job.old,
@@ -221,16 +223,16 @@ class Pairs:
             families=self._families(),
             failures=[Failure(*about, runs) for about, runs in sorted(self._failures.items())],
             looks=self._looks(),
-            seconds=round(seconds, 1),
+            seconds=round(time.monotonic() - self._began, 1),
         )
 
-    def _outcome(self, out_of_time: bool) -> tuple[Outcome, str]:
+    def _outcome(self) -> tuple[Outcome, str]:
         if self.verdict is not None:
             # In the controller's words the other version is always the one before.
             return self.verdict.kind, self.verdict.reason.replace(
                 "the version before", self._job.old
             )
-        if not out_of_time and self.tasks < self.planned:
+        if not self.is_out_of_time and self.tasks < self.planned:
             return "stopped", "it was stopped before its end; the same evaluation goes on"
         over = "time" if self.tasks < self.planned else "budget of runs"
         if self.comparison.difference is None:
@@ -278,7 +280,7 @@ async def evaluate(
     *,
     within_s: float | None = None,
     show: Callable[[Rollout, Pairs], Coroutine[Any, Any, None]] | None = None,
-) -> Evaluation:
+) -> Pairs:
     """Run what the journal has not got yet, until there is a verdict or the budget is used up.
 
     Runs that are under way at the verdict are given up, as they are after `within_s` seconds, when
@@ -288,7 +290,6 @@ async def evaluate(
         RolloutError: it cannot run like this, or not go on: no proxy answers, or it has not got
             one of the versions (any more).
     """
-    started, is_over = time.monotonic(), False
     tasks = job.setup.read_tasks()
     runs, plan = job.runs(tasks), job.plan(tasks)
     pairs = Pairs(job, runs)
@@ -303,8 +304,7 @@ async def evaluate(
         rollout.stop()
 
     def end() -> None:
-        nonlocal is_over
-        is_over = True
+        pairs.is_out_of_time = True
         give_up()
 
     async with job.setup.rollout(tasks, plan, runs=runs, on_end=take) as rollout:
@@ -325,4 +325,4 @@ async def evaluate(
         hint = rollout.hint
     if hint:
         raise RolloutError(hint)
-    return pairs.evaluation(time.monotonic() - started, out_of_time=is_over)
+    return pairs

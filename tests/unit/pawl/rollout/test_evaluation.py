@@ -46,7 +46,7 @@ def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> Evaluation:
     for key in job.runs(tasks(count)):
         if pairs.verdict is None:
             pairs.add(key, new if key.policy == NEW else old)
-    return pairs.evaluation(1.0)
+    return pairs.evaluation()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_unscored_runs_leave_the_pair_alone() -> None:
     pairs = Pairs(job, runs)
     for key in runs:
         pairs.add(key, scored(1.0) if key.sample or key.policy == OLD else UNJUDGED)
-    found = pairs.evaluation(1.0)
+    found = pairs.evaluation()
     assert (found.compared, found.figures.new.unscored, found.figures.difference) == (1, 1, 0.0)
 
 
@@ -111,7 +111,7 @@ def test_verdict_is_the_same_whatever_ends_first() -> None:
         pairs = Pairs(job, runs)
         for key in chance.sample(runs, len(runs)):
             pairs.add(key, ends[key])
-        found.append(pairs.evaluation(1.0))
+        found.append(pairs.evaluation())
     assert found[0].outcome == "better"
     assert all(one == found[0] for one in found)
 
@@ -175,7 +175,7 @@ def test_report_names_families_and_crashes() -> None:
     for key in runs:
         is_crash = key == Key("texts/3", 0, NEW)
         pairs.add(key, FAILED if is_crash else scored(float(key.policy == NEW)))
-    text = shown(pairs.evaluation(3.0))
+    text = shown(pairs.evaluation())
     rows = [line.split() for line in text.splitlines()]
     assert rows.pop(0) == [NEW, "against", OLD]
     assert rows[0] == ["tasks", "@2", "@1", "difference", "interval", "failed", "unscored"]
