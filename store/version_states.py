@@ -18,7 +18,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
-from store.link.claimable import judged_by
 from store.read.gates import is_proven
 from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
 from store.tenants import DEFAULT
@@ -146,13 +145,6 @@ _TOGETHER: Final = text(
         AND NOT EXISTS (SELECT FROM policies b
             WHERE b.name = p.name AND b.version = 0 AND b.frozen_at IS NOT NULL)
     ORDER BY name, version
-    """
-)
-# Where the rewards never changed before, nothing said what they were made by.
-_NOTE_REWARD: Final = text(
-    """
-    UPDATE policies SET gate = gate || jsonb_build_object('reward', CAST(:reward AS text))
-    WHERE name = :name AND gate IS NOT NULL AND NOT gate ? 'reward'
     """
 )
 # By the clock, as whoever changes rewards has waited for all who store some.
@@ -362,7 +354,7 @@ async def make_loaded(
         if older.version < version:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
-    await _set(connection, name, version, gate=await judged_by(connection, name, rule))
+    await _set(connection, name, version, gate=dict(rule))
     await change_state(connection, new, "loaded", **why)
 
 
@@ -429,9 +421,8 @@ async def promote(
 
 async def set_control_share(connection: AsyncConnection, name: str, share: float) -> None:
     """Give the control, if there is one, this share of new episodes; 0: there is none any more."""
-    control = await connection.scalar(_CONTROL, {"name": name})
-    if control is not None:
-        await _set(connection, name, control, share=share or None)
+    control = (policies.c.name == name, text(CONTROL))
+    await connection.execute(update(policies).where(*control).values(share=share or None))
 
 
 async def promote_together(
@@ -475,14 +466,12 @@ async def hold_gate(connection: AsyncConnection, name: str) -> bool:
 
 
 async def judge_anew(
-    connection: AsyncConnection, name: str, before: str, units: Mapping[str, Any], *, actor: Actor
+    connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
     """Let a policy's versions be judged by other rewards; what is compared begins anew.
 
-    `before` is the digest of what rewards were made by until now, `units` what replaces parts of
-    the rules.
+    `units` replaces parts of their rules.
     """
-    await connection.execute(_NOTE_REWARD, {"name": name, "reward": before})
     values = {"name": name, "units": json.dumps(dict(units))}
     why = "the reward is another sum: what it is compared by begins anew, with what begins now"
     for row in (await connection.execute(_JUDGE_BY, values)).all():

@@ -106,7 +106,7 @@ def _episode(one: ArmEpisode) -> Episode:
     return Episode(
         family=one.family,
         reward=one.reward,
-        failed=one.failed or one.broken,
+        failed=one.failed,
         malformed=one.malformed,
         seconds=one.seconds,
     )

@@ -12,7 +12,7 @@ transaction, and so holds the lock on the episode's row.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from sqlalchemy import delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.database import driver_of
-from store.records import REWARD, CallRecord
+from store.records import CallRecord
 from store.schema.tables import CLAIMABLE, reward_terms
 from store.values.rewards import (
     ALL_TERMS,
@@ -212,13 +212,6 @@ async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
             for row in rows
         )
     )
-
-
-async def judged_by(
-    connection: AsyncConnection, policy: str, gate: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the rule `gate` for a version, with the digest of what its rewards are made by now."""
-    return dict(gate) | {REWARD: (await reward_rule(connection, policy)).digest}
 
 
 async def lacking(connection: AsyncConnection, policy: str) -> dict[str, int]:

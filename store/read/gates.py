@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.link.claimable import reward_rule
-from store.records import FAILED, Arm, Record
+from store.records import Arm, Record
 from store.schema.tables import CLAIMABLE, CONTROL, LIVE
 from store.tenants import bare, task_family
 from store.values.rewards import TERMS_OF_POLICY, rewards
@@ -61,8 +61,6 @@ _PROVEN: Final = text(
         AND to_state = 'serving' AND evidence->>'verdict' = 'better')
     """
 )
-# Hours over which the new episodes of a policy are counted.
-HOURS: Final = 24
 _NEW_EPISODES: Final = text(
     f"""
     SELECT count(*) FROM episode_policies s JOIN episodes e ON e.id = s.episode_id
@@ -150,8 +148,8 @@ async def is_proven(connection: AsyncConnection, name: str, version: int) -> boo
 async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
     """Return how many episodes of a policy began in an hour, on average of the last 24."""
     now: datetime = (await connection.execute(text("SELECT now()"))).scalar_one()
-    values = {"policy": policy, "first": lowest_id_at(now - timedelta(hours=HOURS))}
-    return int(await connection.scalar(_NEW_EPISODES, values) or 0) / HOURS
+    values = {"policy": policy, "first": lowest_id_at(now - timedelta(hours=24))}
+    return int(await connection.scalar(_NEW_EPISODES, values) or 0) / 24
 
 
 # What the episodes came to, arm by arm
@@ -182,7 +180,7 @@ _BEGUN: Final = text(
 _KNOW_LENGTHS: Final = text("SELECT set_config('plan_cache_mode', 'force_custom_plan', true)")
 # Calls are looked for in the days until what counts has ended. A call that had not ended took all
 # the time that there was. If it is the first, the episode had got nothing of the policy by then,
-# and is broken; later ones are under way in every long episode.
+# and failed; later ones are under way in every long episode.
 _CAME_TO: Final = text(
     f"""
     WITH begun AS (
@@ -203,10 +201,8 @@ _CAME_TO: Final = text(
         SELECT whole, (array_agg(arm ORDER BY id))[1] AS arm,
             (array_agg(policy_version ORDER BY id))[1] AS version,
             avg(seconds) AS seconds,
-            COALESCE((array_agg(http_status ORDER BY id DESC) FILTER (WHERE ended))[1]
-                = ANY(CAST(:failed AS integer[])), false) AS failed,
             NOT (array_agg(ended ORDER BY id))[1] OR bool_or(ended AND status <> 'client_gone'
-                AND (COALESCE(http_status >= 400, true) OR status = 'truncated')) AS broken
+                AND (COALESCE(http_status >= 400, true) OR status = 'truncated')) AS failed
         FROM began GROUP BY whole),
     tools AS (
         SELECT p.whole, bool_or(v.status = 'malformed') AS malformed
@@ -214,8 +210,8 @@ _CAME_TO: Final = text(
         GROUP BY p.whole),
     terms AS ({TERMS_OF_POLICY}),
     {rewards("f.at < p.until")}
-    SELECT b.id, c.arm, c.version, c.seconds, c.failed, c.broken,
-        t.malformed, r.value AS reward
+    SELECT b.id, c.arm, c.version, c.seconds, c.failed, t.malformed,
+        r.value AS reward
     FROM begun b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
     """
@@ -228,9 +224,8 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     """Describe what one episode says about its arm.
 
     `version` is the one that it was given. `reward` is None while nobody scored it. `failed` says
-    whether its last call was refused for what it says (`store.records.FAILED`), `broken` whether
-    any of its requests came to an error, or to a reply that broke off by itself, or the first had
-    not ended. `malformed` says whether a tool call of it was malformed; None if it called no tool.
+    whether any of its requests came to an error, or to a reply that broke off by itself, or the
+    first had not ended. `malformed` says whether a tool call of it was; None if it called no tool.
     `seconds` is the mean duration of its calls, as far as these had come.
     """
 
@@ -240,7 +235,6 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     family: str
     reward: float | None
     failed: bool
-    broken: bool
     malformed: bool | None
     seconds: float
 
@@ -287,7 +281,6 @@ async def arm_episodes(
         "first": first,
         "latest": lowest_id_at(until + counts + _APART),
         "counts_s": counts.total_seconds(),
-        "failed": list(FAILED),
         "episodes": [row.id for row in begun],
         "methods": [row.method for row in begun],
         "firsts": [row.first_call_id for row in begun],

@@ -7,8 +7,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, version_queries, version_states
-from store.link.claimable import reward_rule, set_reward_rule
-from store.records import REWARD
+from store.link.claimable import set_reward_rule
 from store.tenants import DEFAULT
 from store.version_queries import deleted_versions
 from store.version_states import judge_anew
@@ -55,11 +54,9 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     rule = recipe.reward_rule
     units = {key: recipe.judged_by[key] for key in ("reward_range", "margin")}
     async with engine.begin() as connection:
-        before = await reward_rule(connection, policy)
         changed = await set_reward_rule(connection, policy, rule)
         if changed:
-            units[REWARD] = rule.digest
-            await judge_anew(connection, policy, before.digest, units, actor="trainer")
+            await judge_anew(connection, policy, units, actor="trainer")
     if changed:
         metrics = [term.metric for term in rule.terms]
         log.warning("rewards_are_another_sum", policy=policy, metrics=metrics)
