@@ -1,9 +1,8 @@
-"""Simulate how often the gate errs, and how long it takes.
+"""Simulate what the rules of `[publish]` decide: how fast, how often wrongly, and what that costs.
 
-Canaries that are as good as what serves, worse by the margin, better and far worse, with the
-product's own decisions, looked at after every episode; and versions that fall while they serve,
-tried before or not. docs/explanation/gate.md says what this shows. Ends with status 1 where a bar
-does not hold.
+Versions of known worth pass through the product's own comparison, for 30 days, by the rules of the
+controller. docs/explanation/gate.md says what this shows. Ends with status 1 where a bar does not
+hold.
 """
 
 import argparse
@@ -13,125 +12,482 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from datetime import date
 from functools import partial
 from random import Random
-from statistics import NormalDist
-from typing import Any, Final, NamedTuple
+from statistics import fmean
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy
 from rich.console import Console
 
-from benchmarks.report import Bar, Rows, bars_table, number, percentile, plotting, write_figures
+from benchmarks.report import (
+    NONE,
+    Bar,
+    Rows,
+    bars_table,
+    number,
+    percentile,
+    plotting,
+    write_figures,
+)
 from benchmarks.stack import ROOT
-from pawl.controller.gate.records import BASE, CANARY, SERVING, Episode, GateOptions
-from pawl.controller.gate.trial import MARGIN as GUARD_MARGIN
-from pawl.controller.gate.trial import Lead, Trial, joined
-from pawl.controller.gate.watch import Succession, Watch
-from store.records import Arm
+from pawl.controller.comparison import GUARD_MARGIN, Comparison, Episode, Mode, Rule, canary_share
+from pawl.controller.eprocess import Block, block_size
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"
 PICTURE: Final = ROOT / "docs" / "images" / "gate.png"
-MARGIN: Final = GateOptions().margin
-# The bar: the share of runs that may end by mistake.
-MISTAKES: Final = 0.05
-# How sure the fixed-horizon test is to find the effect that it was planned for.
-POWER: Final = 0.8
-# Effects, and the episodes after which a run without a verdict is given up.
-EFFECTS: Final = {0.05: 30_000, 0.1: 12_000, 0.2: 6_000, -0.1: 12_000, -0.3: 4_000}
-# By how much a canary is worse whose wrong answers are left unscored, and the episodes of a run.
-HIDDEN_EFFECT, HIDDEN_EPISODES = -0.1, 4_000
-# The share of episodes that call tools.
-CALLING: Final = 0.5
-# Versions that serve: their base's mean, how far they are above it, what the world does to both.
-BASE_MEAN, ABOVE_BASE, SWING, SWINGS = 0.5, 0.2, 0.15, 3
-SERVED, LINE = 20_000, 7_680
-# Each version of a line is better than the one before by so much, up to `ABOVE_BASE`.
-BETTER: Final = 0.01
+
+DAYS: Final = 30
+RATES: Final = (50, 300, 1_000, 10_000)
+EFFECTS: Final = (-0.10, -0.05, 0.0, 0.05, 0.10)
+# Mean reward of the base model, and between which a version's is.
+BASE_MEAN, LEAST, MOST = 0.5, 0.05, 0.95
+# Tasks of an evaluation, each tried so often by both versions; how far tasks are from the mean.
+TASKS, TRIES, TASKS_DIFFER = 500, 4, 0.4
+# The bars: the share of wrong decisions; of those 0.10 better, promoted within so many tasks.
+MISTAKES, SOON, FOUND = 0.05, 200, 0.8
+BAR_RATE: Final = 300
+
+
+class Way(NamedTuple):
+    """Name a way to bring versions to the traffic."""
+
+    name: str
+    mode: Mode
+    undecided: Literal["promote", "keep"] = "promote"
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(mode=self.mode, undecided=self.undecided)
+
+
+IMMEDIATE: Final = Way("immediate", "immediate")
+EVALUATED: Final = Way("evaluated", "evaluated")
+CANARY: Final = Way("canary", "canary")
+KEEPS: Final = Way('canary, undecided = "keep"', "canary", "keep")
+WAYS: Final = (IMMEDIATE, EVALUATED, CANARY, KEEPS)
+# What each day's new version is better by than the one it was trained from, and how likely.
+MIXES: Final[dict[str, dict[float, float]]] = {
+    "all +0.05": {0.05: 1},
+    "+0.10 or −0.10, 60 : 40": {0.1: 0.6, -0.1: 0.4},
+    "+0.05 or −0.05, 55 : 45": {0.05: 0.55, -0.05: 0.45},
+    "+0.02; one in ten −0.10": {0.02: 0.9, -0.1: 0.1},
+    "0; one in ten +0.10": {0.0: 0.9, 0.1: 0.1},
+    "all 0": {0.0: 1},
+    "+0.05 or −0.05, 30 : 70": {0.05: 0.3, -0.05: 0.7},
+}
+
+
+class DrawnComparison(Comparison):
+    """Take in blocks that were drawn whole, of rewards of 0 or 1 in one family of tasks.
+
+    Such a block says the same as its episodes do one by one, and takes a tenth of the time.
+    """
+
+    def add_block(self, block: Block) -> None:
+        self._settle(block)
+        self._judge()
+
+
+class Live:
+    """Compare two versions by live episodes, block after block."""
+
+    def __init__(self, rule: Rule, shares: tuple[float, float], *, begins: float, watches: bool):
+        self.comparison = DrawnComparison(
+            rule, new_share=shares[0], old_share=shares[1], watches=watches
+        )
+        self.begins = self._last = begins
+        self._size = block_size(*shares)
+
+    def due(self, per_day: float, shares: tuple[float, float]) -> float:
+        """Return the day on which the open block is complete."""
+        return self._last + self._size / (per_day * sum(shares))
+
+    def add(self, draw: Any, now: float, shares: tuple[float, float], means: Sequence[float]):
+        self._last = now
+        new = int(draw(self._size, shares[0] / sum(shares)))
+        old = self._size - new
+        if new and old:
+            difference = draw(new, means[0]) / new - draw(old, means[1]) / old
+            self.comparison.add_block(Block(float(difference), new * old / self._size, 1.0))
+
+
+class Version:
+    """Hold what a version is worth, and whether it was shown to be no worse."""
+
+    def __init__(self, mean: float, *, proven: bool = False) -> None:
+        self.mean = min(max(mean, LEAST), MOST)
+        self.proven = proven
+
+
+class Policy:
+    """Let a policy's versions come and go as the controller does (pawl/controller/deciding.py)."""
+
+    def __init__(self, rule: Rule, per_day: int, seed: str) -> None:
+        self.serving = Version(BASE_MEAN, proven=True)
+        self.by_day: list[float] = []
+        # Of the first version: on which day, and after how many tasks, there was a decision.
+        self.decided: tuple[float, int] | None = None
+        self._rule, self._per_day = rule, per_day
+        self._random = numpy.random.default_rng(list(seed.encode()))
+        self._canary: Version | None = None
+        self._control: Version | None = None
+        self._canary_share = self._control_share = 0.0
+        self._watch: Live | None = None
+        self._trial: Live | None = None
+        self._now = 0.0
+
+    def live(self, effects: Sequence[float]) -> "Policy":
+        """Bring a version a day, trained from what serves and better by its effect."""
+        for day in range(DAYS):
+            if day < len(effects):
+                self._offer(Version(self.serving.mean + effects[day]))
+            self.by_day.append(self._until(day + 1))
+        return self
+
+    def _offer(self, version: Version) -> None:
+        if self._rule.mode == "immediate":
+            self._promote(version, self._rule.control_share)
+        elif self._rule.mode == "evaluated":
+            comparison = evaluate(self._rule, version.mean, self.serving.mean, self._random)
+            self._end(version, comparison, self._rule.control_share)
+        else:
+            self._canary, taken = version, self._control_share
+            self._canary_share = canary_share(self._per_day / 24, self._rule, taken)
+            self._trial = Live(self._rule, self._tried(), begins=self._now, watches=False)
+
+    def _tried(self) -> tuple[float, float]:
+        """Return the shares of the canary, and of what serves beside it."""
+        return self._canary_share, 1 - self._canary_share - self._control_share
+
+    def _watched(self) -> tuple[float, float]:
+        """Return the shares of what serves, and of its control."""
+        return 1 - self._canary_share - self._control_share, self._control_share
+
+    def _until(self, end: float) -> float:
+        """Live until a day ends, and return its mean reward."""
+        total, begun = 0.0, self._now
+        while self._now < end:
+            to, over = end, end
+            if self._watch is not None:
+                to = min(to, self._watch.due(self._per_day, self._watched()))
+            if self._trial is not None:
+                over = self._trial.begins + self._rule.decide_within_h / 24
+                to = min(to, self._trial.due(self._per_day, self._tried()))
+                to = max(min(to, over), self._now) if over > self._now else to
+            total += (to - self._now) * self._mean()
+            self._now = to
+            self._look(is_over=self._trial is not None and to >= over)
+        return total / (end - begun)
+
+    def _mean(self) -> float:
+        """Return the mean reward of all episodes that begin now."""
+        others = [(self._canary, self._canary_share), (self._control, self._control_share)]
+        lead = sum(share * (one.mean - self.serving.mean) for one, share in others if one)
+        return self.serving.mean + lead
+
+    def _look(self, *, is_over: bool) -> None:
+        """Add the blocks that are complete by now, and decide: the watch first, then the trial."""
+        draw, serving, due = self._random.binomial, self.serving, self._now + 1e-9
+        watch, trial = self._watch, self._trial
+        if watch is not None and watch.due(self._per_day, self._watched()) <= due:
+            assert self._control is not None
+            watch.add(draw, self._now, self._watched(), (serving.mean, self._control.mean))
+            self._judge(watch.comparison)
+        if self._trial is None or trial is None or self._canary is None:
+            return
+        if trial.due(self._per_day, self._tried()) <= due:
+            trial.add(draw, self._now, self._tried(), (self._canary.mean, serving.mean))
+        comparison = trial.comparison
+        if comparison.verdict or (is_over and comparison.difference is not None):
+            canary, share = self._canary, self._canary_share
+            self._no_canary()
+            is_shown = comparison.verdict is not None
+            self._end(canary, comparison, self._rule.control_share if is_shown else share)
+
+    def _judge(self, watched: Comparison) -> None:
+        """Roll back what serves, to its control, or note that it is proven."""
+        if watched.verdict is None:
+            return
+        self._note(0)
+        if watched.verdict.kind == "worse":
+            assert self._control is not None
+            self.serving, self._control, self._watch = self._control, None, None
+            self._control_share = 0.0
+            self._no_canary()
+        elif not self.serving.proven:
+            self.serving.proven = True
+            self._control_share = self._rule.control_share
+
+    def _no_canary(self) -> None:
+        self._canary, self._trial, self._canary_share = None, None, 0.0
+
+    def _note(self, tasks: int) -> None:
+        self.decided = self.decided or (self._now, tasks)
+
+    def _end(self, version: Version, comparison: Comparison, share: float) -> None:
+        """Do what a trial, or an evaluation, came to."""
+        self._note(comparison.blocks)
+        verdict = comparison.verdict
+        if verdict is None:
+            is_kept_back = self._rule.undecided == "keep" or comparison.points_to_harm
+        else:
+            is_kept_back = verdict.kind == "worse"
+        if not is_kept_back:
+            version.proven = verdict is not None
+            self._promote(version, share)
+
+    def _promote(self, version: Version, share: float) -> None:
+        """Give a version the traffic; its control is the last one with proof."""
+        self._control_share = share
+        if self._control is None or self.serving.proven:
+            self._control = self.serving
+            self._watch = Live(self._rule, self._watched(), begins=self._now, watches=True)
+        self.serving = version
+
+
+def evaluate(rule: Rule, new: float, old: float, random: Any) -> Comparison:
+    """Let two versions of these means try the same tasks, until a verdict or the budget's end."""
+    comparison = DrawnComparison(rule)
+    place = 2 * random.random(TASKS) - 1
+    made = [
+        random.binomial(TRIES, mean + min(TASKS_DIFFER, mean, 1 - mean) * place) / TRIES
+        for mean in (new, old)
+    ]
+    for difference in made[0] - made[1]:
+        comparison.add_block(Block(float(difference), TRIES / 2, 1.0))
+        if comparison.verdict is not None:
+            break
+    return comparison
+
+
+# One version
+
+
+class Fate(NamedTuple):
+    """Say what became of the only version: when it was decided about, and whether it serves."""
+
+    day: float
+    tasks: int
+    serves: bool
+
+
+class One(NamedTuple):
+    """Say which version comes, and how."""
+
+    way: Way
+    per_day: int
+    effect: float
+
+
+def one_version(one: One, run: int) -> Fate:
+    policy = Policy(one.way.rule, one.per_day, f"{one} {run}")
+    base = policy.serving
+    policy.live([one.effect])
+    day, tasks = policy.decided or (float("inf"), 0)
+    return Fate(day, tasks, policy.serving is not base)
+
+
+def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+    lines, evaluated, harmful = [], {}, {}
+    for way in WAYS:
+        for per_day in RATES:
+            line = [way.name, number(per_day)]
+            for effect in EFFECTS:
+                # Those that serve on have the most episodes.
+                count = max(1, runs // 4) if per_day == RATES[-1] and effect >= 0 else runs
+                fates = every(pool, one_version, One(way, per_day, effect), count)
+                serve = fmean(fate.serves for fate in fates)
+                line.append(f"{serve:.2f} · {_days([fate.day for fate in fates])}")
+                if effect == -0.05:
+                    harmful[way, per_day] = serve
+                if way is EVALUATED and per_day == BAR_RATE:
+                    evaluated[effect] = fates
+            lines.append(line)
+    heads = ["mode", "episodes a day", *(_signed(effect) for effect in EFFECTS)]
+    title = "One version: the share that serves after 30 days · median days to a decision"
+    tables = [Rows(title, heads, lines), _tasks(evaluated)]
+    soon = fmean(fate.serves and fate.tasks <= SOON for fate in evaluated[0.1])
+    bars = [Bar(f"0.10 better, promoted within {SOON} tasks", soon, FOUND, at_least=True)]
+    for way, rates in ((EVALUATED, RATES), (CANARY, RATES[1:]), (KEEPS, RATES)):
+        worst = max(harmful[way, per_day] for per_day in rates)
+        name = f"0.05 worse, serves after 30 days: {way.name}, from {rates[0]} episodes a day"
+        bars.append(Bar(name, worst, MISTAKES))
+    return tables, bars
+
+
+def _tasks(evaluated: dict[float, list[Fate]]) -> Rows:
+    lines = []
+    for effect, fates in evaluated.items():
+        tasks = [fate.tasks for fate in fates]
+        within = fmean(fate.serves and fate.tasks <= SOON for fate in fates)
+        middle, most = (number(percentile(tasks, share)) for share in (0.5, 0.9))
+        lines.append([_signed(effect), middle, most, f"{within:.2f}"])
+    heads = ["effect", "tasks, median", "nine of ten", f"promoted within {SOON}"]
+    return Rows("Tasks until an evaluation is decided", heads, lines)
+
+
+def _days(days: Sequence[float]) -> str:
+    middle = percentile(days, 0.5)
+    return NONE if middle > DAYS else f"{middle:.1f}"
+
+
+def _signed(effect: float) -> str:
+    return f"{effect:+.2f}".replace("-", "−") if effect else "0"
+
+
+# A version a day
+
+
+class Stream(NamedTuple):
+    """Say which versions come, one a day, and how; without a way each serves at once, unwatched."""
+
+    way: Way | None
+    per_day: int
+    mix: str
+
+
+def stream(case: Stream, run: int) -> tuple[list[float], list[float]]:
+    """Return the mean reward of each day, and that of an oracle which promotes the better alone."""
+    mix = MIXES[case.mix]
+    effects = Random(f"{case.mix} {run}").choices(list(mix), list(mix.values()), k=DAYS)
+    best, oracle = BASE_MEAN, []
+    for effect in effects:
+        best = min(max(best, best + effect), MOST)
+        oracle.append(best)
+    rule = case.way.rule if case.way else Rule(control_share=0)
+    return Policy(rule, case.per_day, f"{case} {run}").live(effects).by_day, oracle
+
+
+def streams(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+    lines, gains = [], []
+    ways: tuple[Way | None, ...] = (None, *WAYS)
+    for mix, parts in MIXES.items():
+        for per_day in RATES:
+            count = max(1, runs // 4) if per_day == RATES[-1] else runs
+            lost = []
+            for way in ways:
+                ended = every(pool, stream, Stream(way, per_day, mix), count)
+                reward = fmean(fmean(days) for days, _ in ended)
+                best = fmean(fmean(oracle) for _, oracle in ended)
+                lost.append(best - reward)
+                mean = sum(effect * share for effect, share in parts.items())
+                if way is not None and mean > 0 and per_day == BAR_RATE:
+                    gains.append(reward - BASE_MEAN)
+            own = [f"{one:.3f}" for one in (best - BASE_MEAN, *lost)]
+            lines.append([mix, number(per_day), *own])
+    heads = ["each day's version", "episodes a day", "never update", "always update"]
+    heads += [way.name for way in WAYS]
+    title = "A version a day: mean reward of 30 days, less than an oracle's by"
+    name = f"more reward than without updates, at {BAR_RATE} a day: the least of modes and mixes"
+    return [Rows(title, heads, lines)], [Bar(name, min(gains), 0.0, at_least=True)]
+
+
+# Mistakes
 
 
 class World(NamedTuple):
-    """Say how episodes are scored by what serves; a canary's mean is another by an effect.
+    """Say how live episodes are scored by the old version, and compared.
 
     `mean` is of a family of tasks, at a place (0 to 1) in the run. `wrong` is the share of episodes
-    that go wrong in each way that is guarded, None if nothing is told of that; a canary's do so
-    `more` often. `hides` is the share of its rewards of 0 that nobody gives.
+    that go wrong in each way that is guarded; the new version's do so `more` often.
     """
 
     name: str
-    mean: Callable[[int, float], float]
-    kind: str = "right or wrong"
+    mean: Callable[[int, float], float] = lambda _family, _place: 0.5
+    episodes: int = 1_500
     families: int = 1
-    canary_share: float = 0.1
+    shares: tuple[float, float] = (0.5, 0.5)
+    watches: bool = False
+    heavy: bool = False
     wrong: float | None = None
     more: float = 0.0
-    hides: float = 0.0
 
 
-def _half(_family: int, _place: float) -> float:
-    return 0.5
-
-
+# Of Pareto's rewards, cut at 1: the least one, and their mean.
+LEAST_HEAVY, HEAVY_MEAN = 0.02, 0.0982
 WORLDS: Final = (
-    World("right or wrong, 0.05", lambda _, __: 0.05),
-    World("right or wrong, 0.3", lambda _, __: 0.3),
-    World("right or wrong, 0.5", _half),
-    World("right or wrong, 0.95", lambda _, __: 0.95),
-    World("even from 0.25 to 0.75", _half, "even"),
-    World("heavy at both ends", lambda _, __: 0.4, "heavy"),
-    World("8 families, 0.1 to 0.9", lambda family, _: 0.1 + 0.8 * family / 7, families=8),
-    World("drift, 0.2 to 0.8", lambda _, place: 0.2 + 0.6 * place),
-    World("half of it canary", _half, canary_share=0.5),
-    World("0.5; 0.3 wrong in each way", _half, wrong=0.3),
-    World("0.5; 0.3, and 0.05 more", _half, wrong=0.3, more=GUARD_MARGIN),
-    *(World(f"{hides:.0%} of its wrong ones", _half, hides=hides) for hides in (0.3, 0.5, 0.8)),
+    World("trial: right or wrong, 0.5"),
+    World("watch: 0.5, control 0.05", episodes=2_500, shares=(0.95, 0.05), watches=True),
+    World("trial: 0.05", lambda _, __: 0.06),
+    World("trial: drift, 0.2 to 0.8", lambda _, place: 0.2 + 0.6 * place),
+    World("trial: 8 families, 0.1 to 0.9", lambda family, _: 0.1 + 0.1 * family, families=8),
+    World("trial: heavy tail, most rewards below 0.04", heavy=True),
+    World("trial: 0.3 wrong in each way, and 0.05 more", wrong=0.3, more=GUARD_MARGIN),
 )
-# The last worlds leave a part of the canary's wrong answers unscored.
-WITH_REWARDS: Final = len(WORLDS) - 3
-EVEN_ODDS: Final = 2
+PLAIN: Final = 2
 
 
-class Fall(NamedTuple):
-    """Describe versions that serve: the base's share, their fall, and what they were promoted on.
+class Claim(NamedTuple):
+    """Say which world a new version is in, and its effect; without a world it is evaluated."""
 
-    That is `tried` episodes of all arms up to the verdict, and `later` that counted after it.
-    """
-
-    base_share: float
-    fall: float
-    tried: int = 3_000
-    later: int = 0
+    world: int | None
+    effect: float
 
 
-FALLS: Final = (
-    *(Fall(0.02, fall) for fall in (0.0, 0.3, 0.5)),
-    *(Fall(0.05, 0.3), Fall(0.05, 0.5, 500), Fall(0.05, 0.0, 500, 2_500)),
-    Fall(0.05, 0.5, 500, 2_500),
-)
-# Versions that follow each other untried: the base's share, their fall, and episodes of each.
-UNTRIED: Final = (
-    *((0.1, 0.0, 128), (0.1, 0.3, 128), (0.1, 0.5, 128)),
-    *((0.05, 0.5, 128), (0.02, 0.5, 128), (0.1, 0.5, 16)),
-)
+def verdict(claim: Claim, run: int) -> str | None:
+    """Return the verdict on a new version, looked at after each episode, or task; None: none."""
+    random = Random(f"{claim} {run}")
+    if claim.world is None:
+        return _evaluated(claim.effect, random)
+    world = WORLDS[claim.world]
+    share, rest = world.shares
+    comparison = Comparison(Rule(), new_share=share, old_share=rest, watches=world.watches)
+    for seen in range(world.episodes):
+        is_new = random.random() < share
+        comparison.add(is_new, _episode(world, claim.effect * is_new, is_new, seen, random))
+        found = comparison.verdict
+        # A watch goes on after "better", and the trial of an equal may have any verdict but worse.
+        if found and (found.kind == "worse" or claim.effect):
+            return found.kind
+    return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gate", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--runs", type=int, default=1_000, help="of each world (1000)")
-    parser.add_argument("--episodes", type=int, default=2_000, help="of each run (2000)")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, {PICTURE.name}")
-    options = parser.parse_args()
-    console, tables, bars = Console(), [], []
-    with ProcessPoolExecutor() as pool:
-        for section in (mistakes, speed, hidden, rolled_back, untried):
-            table, own = section(pool, options.runs, options.episodes)
-            console.print(table.rich())
-            tables.append(table)
-            bars += own
-    tables.append(bars_table(bars))
-    console.print(tables[-1].rich())
-    if options.write:
-        write_figures(PAGE, tables, date.today().isoformat(), PICTURE.name)
-        draw()
-    return 0 if all(bar.holds for bar in bars) else 1
+def _episode(world: World, effect: float, is_new: bool, seen: int, random: Random) -> Episode:
+    family = random.randrange(world.families)
+    if world.heavy:
+        is_lost = random.random() < -effect / HEAVY_MEAN
+        reward = 0.0 if is_lost else LEAST_HEAVY * random.paretovariate(1)
+        return Episode(str(family), reward)
+    mean = world.mean(family, seen / world.episodes) + effect
+    reward = float(random.random() < mean)
+    if world.wrong is None:
+        return Episode(str(family), reward)
+    share = world.wrong + world.more * is_new
+    failed, malformed, slow = (random.random() < share for _ in range(3))
+    return Episode(str(family), reward, failed, malformed, 3.0 if slow else 1.0)
+
+
+def _evaluated(effect: float, random: Random) -> str | None:
+    comparison = Comparison(Rule())
+    for task in range(TASKS):
+        mean = BASE_MEAN + TASKS_DIFFER * random.uniform(-1, 1)
+        made = [
+            [Episode(str(task), float(random.random() < one)) for _ in range(TRIES)]
+            for one in (mean + effect, mean)
+        ]
+        comparison.add_pair(*made)
+        if comparison.verdict is not None:
+            return comparison.verdict.kind
+    return None
+
+
+def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+    lines, shares, few = [], [], max(1, runs // 5)
+    cases = [(None, f"evaluation: {TASKS} tasks, {TRIES} tries", runs)]
+    for place, world in enumerate(WORLDS):
+        cases.append((place, world.name, runs if place < PLAIN else few))
+    for place, name, count in cases:
+        equal, worse = (
+            every(pool, verdict, Claim(place, effect), count) for effect in (0.0, -Rule().margin)
+        )
+        own = (equal.count("worse") / count, worse.count("better") / count)
+        shares.append(own)
+        lines.append([name, number(count), *(f"{share:.3f}" for share in own)])
+    heads = ["compared", "runs", "as good: called worse", "worse by the margin: called no worse"]
+    bars = [
+        Bar("as good, called worse: the worst world", max(one for one, _ in shares), MISTAKES),
+        Bar("worse by the margin, called no worse", max(one for _, one in shares), MISTAKES),
+    ]
+    return [Rows("Mistakes", heads, lines)], bars
 
 
 def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: int) -> list[Any]:
@@ -140,264 +496,75 @@ def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: 
     return list(pool.map(partial(simulate, case), range(runs), chunksize=chunk))
 
 
-class Trials(NamedTuple):
-    """Say where canaries go through trials: world, effect, and the most episodes of a run."""
-
-    world: int
-    effect: float
-    episodes: int
+COLOURS: Final = ("#868e96", "#e8590c", "#0b7285", "#5f3dc4")
+DRAWN_MIX: Final = "+0.10 or −0.10, 60 : 40"
 
 
-def trial(trials: Trials, run: int) -> tuple[str, int]:
-    """Return a canary's verdict (`wait`: none), and after how many episodes it came."""
-    world, (world_number, effect, count) = WORLDS[trials.world], trials
-    random = Random(f"{world_number} {effect} {run}")
-    judged = Trial(GateOptions(canary_share=world.canary_share, base_share=0.0))
-    for seen in range(count):
-        judged.extend([episode(world, effect, seen / count, random)])
-        if judged.is_decided:
-            return judged.decide(0.0).kind, seen + 1
-    return "wait", count
-
-
-def episode(world: World, effect: float, place: float, random: Random) -> Episode:
-    """Draw an episode at a place (0 to 1) of a run, its arm as the hash draws it."""
-    is_canary = random.random() < world.canary_share
-    family = random.randrange(world.families)
-    mean = world.mean(family, place) + effect * is_canary
-    reward: float | None = float(random.random() < mean)
-    if world.kind == "even":
-        reward = mean + random.uniform(-0.25, 0.25)
-    elif world.kind == "heavy" and random.random() < 0.1:
-        reward = mean + random.uniform(-0.2, 0.2)
-    arm: Arm = CANARY if is_canary else SERVING
-    if world.hides:
-        is_hidden = is_canary and not reward and random.random() < world.hides
-        return Episode(arm, str(family), None if is_hidden else reward)
-    if world.wrong is None:
-        return Episode(arm, str(family), reward)
-    share, drawn = world.wrong + world.more * is_canary, random.random()
-    calls_tools = random.random() < CALLING
-    return Episode(
-        arm,
-        str(family),
-        # None fails and is unscored: it would count as the lowest reward, and change the effect.
-        None if drawn >= 1 - share else reward,
-        drawn < share,
-        random.random() < share if calls_tools else None,
-        random.random() < share if calls_tools else None,
-        3.0 if random.random() < share else 1.0,
-    )
-
-
-def share_of(verdicts: Sequence[tuple[str, int]], kind: str) -> float:
-    return sum(one == kind for one, _ in verdicts) / len(verdicts)
-
-
-def episodes_to(verdicts: Sequence[tuple[str, int]]) -> list[int]:
-    return [seen for kind, seen in verdicts if kind != "wait"]
-
-
-def mistakes(pool: Executor, runs: int, episodes: int) -> tuple[Rows, list[Bar]]:
-    lines, shares = [], []
-    for world in range(WITH_REWARDS):
-        equal = every(pool, trial, Trials(world, 0.0, episodes), runs)
-        worse = every(pool, trial, Trials(world, -MARGIN, episodes), runs)
-        shares.append((share_of(equal, "retire"), share_of(worse, "promote")))
-        others = (share_of(equal, "promote"), share_of(worse, "retire"))
-        own = [f"{share:.3f}" for share in (*shares[-1], *others)]
-        lines.append([WORLDS[world].name, f"{runs:,}", *own])
-    heads = ["rewards", "runs", "equal: **retired**", "worse: **promoted**"]
-    heads += ["equal: promoted", "worse: retired"]
-    bars = [
-        Bar("retired by mistake, in the worst world", max(one for one, _ in shares), MISTAKES),
-        Bar("promoted by mistake, in the worst world", max(one for _, one in shares), MISTAKES),
-    ]
-    return Rows("Mistakes", heads, lines), bars
-
-
-def speed(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
-    few, lines = max(1, runs // 5), []
-    for effect, most in EFFECTS.items():
-        verdicts = every(pool, trial, Trials(EVEN_ODDS, effect, most), few)
-        middle, fixed = percentile(episodes_to(verdicts), 0.5), fixed_horizon(effect)
-        lines.append(
-            [
-                *(f"{effect:+.2f}", f"{few:,}"),
-                *(f"{share_of(verdicts, kind):.3f}" for kind in ("promote", "retire")),
-                *(number(middle), number(percentile(episodes_to(verdicts), 0.9))),
-                *(number(fixed), number(middle / fixed, 2)),
-            ]
-        )
-    heads = ["effect", "runs", "promoted", "retired", "episodes, median", "nine of ten"]
-    heads += ["fixed horizon", "median in times of it"]
-    return Rows("Episodes to a verdict", heads, lines), []
-
-
-def fixed_horizon(effect: float) -> float:
-    """Return the episodes that a test with one look, planned for this effect, needs.
-
-    Normal approximation, one-sided, at the gate's level: of "worse by the margin" if the effect is
-    not below 0, else of "as good".
-    """
-    options, normal = GateOptions(base_share=0.0), NormalDist()
-    mean, share = 0.5 + effect, options.canary_share
-    variance = mean * (1 - mean) / share + 0.25 / (1 - share)
-    level = options.mistakes if effect >= 0 else options.mistakes / 2
-    gap = effect + options.margin if effect >= 0 else -effect
-    return variance * ((normal.inv_cdf(1 - level) + normal.inv_cdf(POWER)) / gap) ** 2
-
-
-def hidden(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
-    few, lines, worst = max(1, runs // 5), [], 0.0
-    for world in range(WITH_REWARDS, len(WORLDS)):
-        verdicts = every(pool, trial, Trials(world, HIDDEN_EFFECT, HIDDEN_EPISODES), few)
-        worst = max(worst, share_of(verdicts, "promote"))
-        lines.append(
-            [
-                *(WORLDS[world].name, f"{few:,}"),
-                *(f"{share_of(verdicts, kind):.3f}" for kind in ("promote", "retire")),
-                *(number(percentile(episodes_to(verdicts), share)) for share in (0.5, 0.9)),
-            ]
-        )
-    heads = ["unscored", "runs", "**promoted**", "retired", "episodes, median", "nine of ten"]
-    bar = Bar("promoted though it is worse, as that goes unscored", worst, MISTAKES)
-    return Rows("Wrong answers that nobody scores", heads, lines), [bar]
-
-
-def swinging(place: int, count: int) -> float:
-    """Return the base's mean at an episode: the world's mean swings for all."""
-    phase = (place * SWINGS / count) % 1
-    return BASE_MEAN + SWING * (2 * abs(2 * phase - 1) - 1)
-
-
-def fall(version: Fall, run: int) -> int | None:
-    """Return after how many episodes a version that serves is rolled back, from its fall on."""
-    random, options = Random(f"{version} {run}"), GateOptions(base_share=version.base_share)
-
-    def lead(count: int) -> Lead:
-        own = Lead(options)
-        for _ in range(count):
-            drawn = random.random()
-            if drawn < options.base_share:
-                own.extend([Episode(BASE, "one", float(random.random() < BASE_MEAN))])
-            elif drawn < options.base_share + options.canary_share:
-                is_right = random.random() < BASE_MEAN + ABOVE_BASE
-                own.extend([Episode(CANARY, "one", float(is_right))])
-        return own
-
-    reference = lead(version.tried).reference()
-    if version.later:
-        reference = joined(reference, lead(version.later).reference())
-    watch, falls_at = Watch(reference, options), SERVED // 4 if version.fall else SERVED
-    for seen in range(SERVED):
-        arm: Arm = BASE if random.random() < options.base_share else SERVING
-        above = ABOVE_BASE - version.fall * (seen >= falls_at) if arm == SERVING else 0.0
-        is_right = random.random() < swinging(seen, SERVED) + above
-        watch.extend([Episode(arm, "one", float(is_right))])
-        if watch.has_fallen:
-            return seen - falls_at
-    return None
-
-
-def rolled_back(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
-    few, lines, healthy = max(1, runs // 50), [], []
-    for one in FALLS:
-        ends = [end for end in every(pool, fall, one, few) if end is not None]
-        after = [end for end in ends if end >= 0]
-        early = len(ends) - len(after)
-        healthy += [] if one.fall else [early / few]
-        lines.append(
-            [
-                f"{one.base_share:.0%}",
-                f"{one.tried:,}" + (f" + {one.later:,}" if one.later else ""),
-                f"−{one.fall:.1f}" if one.fall else "none",
-                *(str(few), str(early), str(len(after))),
-                *(number(percentile(after, share)) for share in (0.5, 0.9)),
-            ]
-        )
-    heads = ["base share", "canary for", "fall", "runs", "by mistake", "found"]
-    heads += ["episodes after it, median", "nine of ten"]
-    bar = Bar("rolled back by mistake", max(healthy), MISTAKES)
-    return Rows("Roll-back", heads, lines), [bar]
-
-
-def line(case: tuple[float, float, int], run: int) -> tuple[int, int] | None:
-    """Let versions serve one after the other, untried; those from the middle on are worse.
-
-    Return after how many episodes from the fall something is rolled back, and how many versions
-    from before the fall are: fewer than none if what serves again is from after it.
-    """
-    base_share, drop, each = case
-    versions, random = LINE // each, Random(f"{case} {run}")
-    falls_with = versions // 2 + 1 if drop else versions + 1
-    succession = Succession(GateOptions(base_share=base_share), after_base=True)
-    for version in range(1, versions + 1):
-        succession.follow(version)
-    for seen in range(versions * each):
-        version, mean = 1 + seen // each, swinging(seen, versions * each)
-        above = min(BETTER * version, ABOVE_BASE) - drop * (version >= falls_with)
-        if random.random() < base_share:
-            drawn = Episode(BASE, "one", float(random.random() < mean))
-        else:
-            is_right = random.random() < mean + above
-            drawn = Episode(SERVING, "one", float(is_right), version=version)
-        succession.extend([drawn])
-        if succession.has_fallen:
-            return seen - (falls_with - 1) * each, falls_with - (succession.watched().since or 0)
-    return None
-
-
-def untried(pool: Executor, runs: int, _: int) -> tuple[Rows, list[Bar]]:
-    few, lines, early_shares = max(1, runs // 100), [], []
-    for one in UNTRIED:
-        base_share, drop, each = one
-        ends = [end for end in every(pool, line, one, few) if end is not None]
-        after = [(seen, lost) for seen, lost in ends if seen >= 0]
-        early, healthy = len(ends) - len(after), LINE // each // (2 if drop else 1)
-        early_shares.append(early / (few * healthy))
-        seen = [one for one, _ in after]
-        lines.append(
-            [
-                *(f"{base_share:.0%}", str(each), f"−{drop:.1f}" if drop else "none"),
-                *(str(few), str(early), str(len(after))),
-                *(number(percentile(seen, share)) for share in (0.5, 0.9)),
-                number(percentile([max(lost, 0) for _, lost in after], 0.5)),
-                str(sum(lost < 0 for _, lost in after)),
-            ]
-        )
-    heads = ["base share", "episodes a version", "fall", "runs", "by mistake", "found"]
-    heads += ["episodes after it, median", "nine of ten", "good versions lost, median"]
-    bar = Bar("untried versions rolled back by mistake", max(early_shares), MISTAKES)
-    return Rows("Roll-back without trials", [*heads, "not far enough"], lines), [bar]
-
-
-def draw() -> None:
-    """Draw how the bounds of the difference close in, for three canaries."""
+def draw(pool: Executor, runs: int) -> None:
+    """Draw how an evaluation's bounds close in, and the mean reward of each day."""
     pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(8, 3.8), dpi=150)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=150)
     for effect, colour in {0.1: "#0b7285", 0.0: "#868e96", -0.1: "#e8590c"}.items():
-        random, points = Random(f"picture {effect}"), []
-        judged = Trial(GateOptions(base_share=0.0))
-        for seen in range(6_000):
-            judged.extend([episode(WORLDS[EVEN_ODDS], effect, 0.0, random)])
-            if seen % 100 == 0 or judged.is_decided:
-                decision = judged.decide(0.0)
-                points.append((seen, decision.lower, decision.upper))
-            if judged.is_decided:
+        random, points = numpy.random.default_rng(4), []
+        comparison = DrawnComparison(Rule())
+        place = 2 * random.random(TASKS) - 1
+        for one in place:
+            own = BASE_MEAN + TASKS_DIFFER * one
+            made = random.binomial(TRIES, [own + effect, own]) / TRIES
+            comparison.add_block(Block(float(made[0] - made[1]), TRIES / 2, 1.0))
+            figures = comparison.figures()
+            points.append((figures.lower, figures.upper))
+            if comparison.verdict is not None:
                 break
-        at, lower, upper = zip(*points, strict=True)
-        label = f"{effect:+.1f}" if effect else "as good"
-        axes.fill_between(at, lower, upper, color=colour, alpha=0.25, linewidth=0, label=label)
-        axes.plot(at, lower, at, upper, color=colour, linewidth=1.2)
-    axes.axhline(0, color="#1f2933", linewidth=0.8)
-    axes.axhline(-MARGIN, color="#1f2933", linewidth=0.8, linestyle=":")
-    axes.set_ylim(-0.6, 0.6)
-    axes.set_xlabel("episodes of all arms, up to the verdict")
-    axes.set_ylabel("bounds of canary − serving", fontsize=9)
-    axes.legend(frameon=False, loc="upper right", title="the canary is")
+        lower, upper = zip(*points, strict=True)
+        at = range(1, len(points) + 1)
+        label = f"{_signed(effect)}" if effect else "as good"
+        left.fill_between(at, lower, upper, color=colour, alpha=0.25, linewidth=0, label=label)
+        left.plot(at, lower, at, upper, color=colour, linewidth=1.2)
+    left.axhline(0, color="#1f2933", linewidth=0.8)
+    left.axhline(-Rule().margin, color="#1f2933", linewidth=0.8, linestyle=":")
+    left.set_ylim(-0.6, 0.6)
+    left.set_xlabel("tasks, up to the verdict")
+    left.set_ylabel("bounds of new − old", fontsize=9)
+    left.legend(frameon=False, loc="upper right", title="the new version is")
+    lines: dict[str, Sequence[float]] = {}
+    for way in (None, IMMEDIATE, EVALUATED, CANARY):
+        ended = every(pool, stream, Stream(way, BAR_RATE, DRAWN_MIX), runs)
+        lines["oracle"] = [fmean(days) for days in zip(*(one for _, one in ended), strict=True)]
+        name = way.name if way else "always update"
+        lines[name] = [fmean(days) for days in zip(*(one for one, _ in ended), strict=True)]
+    right.plot(lines.pop("oracle"), color="#1f2933", linewidth=1, linestyle=":", label="oracle")
+    for (name, days), colour in zip(lines.items(), COLOURS, strict=True):
+        right.plot(days, color=colour, linewidth=1.6, label=name)
+    right.axhline(BASE_MEAN, color="#1f2933", linewidth=0.8, label="never update")
+    right.set_xlabel(f"day, {BAR_RATE} episodes each; a new version a day")
+    right.set_ylabel(f"mean reward ({DRAWN_MIX})", fontsize=9)
+    right.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(PICTURE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gate", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--runs", type=int, default=1_000, help="of each comparison (1000)")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, {PICTURE.name}")
+    options = parser.parse_args()
+    console, tables, bars = Console(), [], []
+    with ProcessPoolExecutor() as pool:
+        for section, few in ((decisions, 5), (streams, 25), (mistakes, 1)):
+            own_tables, own_bars = section(pool, max(1, options.runs // few))
+            for table in own_tables:
+                console.print(table.rich())
+            tables += own_tables
+            bars += own_bars
+        tables.append(bars_table(bars))
+        console.print(tables[-1].rich())
+        if options.write:
+            write_figures(PAGE, tables, date.today().isoformat(), PICTURE.name)
+            draw(pool, max(1, options.runs // 25))
+    return 0 if all(bar.holds for bar in bars) else 1
 
 
 if __name__ == "__main__":
