@@ -44,6 +44,7 @@ BASE_MEAN, LEAST, MOST = 0.5, 0.05, 0.95
 TASKS, TRIES, TASKS_DIFFER = 500, 4, 0.4
 # The bars: the share of wrong decisions; of those 0.10 better, promoted within so many tasks.
 MISTAKES, SOON, FOUND = 0.05, 200, 0.8
+HARMFUL: Final = -0.05
 BAR_RATE: Final = 300
 
 
@@ -53,16 +54,17 @@ class Way(NamedTuple):
     name: str
     mode: Mode
     undecided: Literal["promote", "keep"] = "promote"
+    hours: float = 12.0
 
     @property
     def rule(self) -> Rule:
-        return Rule(mode=self.mode, undecided=self.undecided)
+        return Rule(mode=self.mode, undecided=self.undecided, decide_within_h=self.hours)
 
 
 IMMEDIATE: Final = Way("immediate", "immediate")
 EVALUATED: Final = Way("evaluated", "evaluated")
 CANARY: Final = Way("canary", "canary")
-KEEPS: Final = Way('canary, undecided = "keep"', "canary", "keep")
+KEEPS: Final = Way('canary, "keep", 336 h', "canary", "keep", 336.0)
 WAYS: Final = (IMMEDIATE, EVALUATED, CANARY, KEEPS)
 # What each day's new version is better by than the one it was trained from, and how likely.
 MIXES: Final[dict[str, dict[float, float]]] = {
@@ -71,7 +73,6 @@ MIXES: Final[dict[str, dict[float, float]]] = {
     "+0.05 or −0.05, 55 : 45": {0.05: 0.55, -0.05: 0.45},
     "+0.02; one in ten −0.10": {0.02: 0.9, -0.1: 0.1},
     "0; one in ten +0.10": {0.0: 0.9, 0.1: 0.1},
-    "all 0": {0.0: 1},
     "+0.05 or −0.05, 30 : 70": {0.05: 0.3, -0.05: 0.7},
 }
 
@@ -101,7 +102,9 @@ class Live:
         """Return the day on which the open block is complete."""
         return self._last + self._size / (per_day * sum(shares))
 
-    def add(self, draw: Any, now: float, shares: tuple[float, float], means: Sequence[float]):
+    def add(
+        self, draw: Any, now: float, shares: tuple[float, float], means: Sequence[float]
+    ) -> None:
         self._last = now
         new = int(draw(self._size, shares[0] / sum(shares)))
         old = self._size - new
@@ -129,6 +132,8 @@ class Policy:
         self._rule, self._per_day = rule, per_day
         self._random = numpy.random.default_rng(list(seed.encode()))
         self._canary: Version | None = None
+        # The newest version, which waits until the canary's trial ends.
+        self._waiting: Version | None = None
         self._control: Version | None = None
         self._canary_share = self._control_share = 0.0
         self._watch: Live | None = None
@@ -136,10 +141,16 @@ class Policy:
         self._now = 0.0
 
     def live(self, effects: Sequence[float]) -> "Policy":
-        """Bring a version a day, trained from what serves and better by its effect."""
+        """Bring a version a day, trained from the newest one and better by its effect.
+
+        After the last one it ends as soon as what serves is shown to be no worse than its control.
+        """
         for day in range(DAYS):
+            if day >= len(effects) and self._watch and self._watch.comparison.verdict:
+                break
             if day < len(effects):
-                self._offer(Version(self.serving.mean + effects[day]))
+                head = self._waiting or self._canary or self.serving
+                self._offer(Version(head.mean + effects[day]))
             self.by_day.append(self._until(day + 1))
         return self
 
@@ -149,6 +160,8 @@ class Policy:
         elif self._rule.mode == "evaluated":
             comparison = evaluate(self._rule, version.mean, self.serving.mean, self._random)
             self._end(version, comparison, self._rule.control_share)
+        elif self._canary is not None:
+            self._waiting = version
         else:
             self._canary, taken = version, self._control_share
             self._canary_share = canary_share(self._per_day / 24, self._rule, taken)
@@ -172,7 +185,8 @@ class Policy:
             if self._trial is not None:
                 over = self._trial.begins + self._rule.decide_within_h / 24
                 to = min(to, self._trial.due(self._per_day, self._tried()))
-                to = max(min(to, over), self._now) if over > self._now else to
+                to = min(to, over) if over > self._now else to
+            to = max(to, self._now)
             total += (to - self._now) * self._mean()
             self._now = to
             self._look(is_over=self._trial is not None and to >= over)
@@ -199,9 +213,10 @@ class Policy:
         comparison = trial.comparison
         if comparison.verdict or (is_over and comparison.difference is not None):
             canary, share = self._canary, self._canary_share
-            self._no_canary()
-            is_shown = comparison.verdict is not None
-            self._end(canary, comparison, self._rule.control_share if is_shown else share)
+            waiting, verdict = self._no_canary(), comparison.verdict
+            self._end(canary, comparison, self._rule.control_share if verdict else share)
+            if waiting is not None and not (verdict and verdict.kind == "worse"):
+                self._offer(waiting)
 
     def _judge(self, watched: Comparison) -> None:
         """Roll back what serves, to its control, or note that it is proven."""
@@ -217,8 +232,11 @@ class Policy:
             self.serving.proven = True
             self._control_share = self._rule.control_share
 
-    def _no_canary(self) -> None:
+    def _no_canary(self) -> Version | None:
+        """End the trial, and return the version that waited for that."""
+        waiting, self._waiting = self._waiting, None
         self._canary, self._trial, self._canary_share = None, None, 0.0
+        return waiting
 
     def _note(self, tasks: int) -> None:
         self.decided = self.decided or (self._now, tasks)
@@ -287,47 +305,37 @@ def one_version(one: One, run: int) -> Fate:
 
 
 def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
-    lines, evaluated, harmful = [], {}, {}
+    lines, soon, harmful = [], 1.0, {}
     for way in WAYS:
         for per_day in RATES:
             line = [way.name, number(per_day)]
             for effect in EFFECTS:
-                # Those that serve on have the most episodes.
-                count = max(1, runs // 4) if per_day == RATES[-1] and effect >= 0 else runs
+                count = 5 * runs if effect == HARMFUL else runs
                 fates = every(pool, one_version, One(way, per_day, effect), count)
                 serve = fmean(fate.serves for fate in fates)
-                line.append(f"{serve:.2f} · {_days([fate.day for fate in fates])}")
-                if effect == -0.05:
+                line.append(f"{serve:.2f} · {_until(way, fates)}")
+                if effect == HARMFUL:
                     harmful[way, per_day] = serve
-                if way is EVALUATED and per_day == BAR_RATE:
-                    evaluated[effect] = fates
+                if effect == 0.1 and way is EVALUATED:
+                    within = fmean(fate.serves and fate.tasks <= SOON for fate in fates)
+                    soon = min(soon, within)
             lines.append(line)
     heads = ["mode", "episodes a day", *(_signed(effect) for effect in EFFECTS)]
-    title = "One version: the share that serves after 30 days · median days to a decision"
-    tables = [Rows(title, heads, lines), _tasks(evaluated)]
-    soon = fmean(fate.serves and fate.tasks <= SOON for fate in evaluated[0.1])
+    title = "One version: the share that serves after 30 days · how long until it is decided"
     bars = [Bar(f"0.10 better, promoted within {SOON} tasks", soon, FOUND, at_least=True)]
     for way, rates in ((EVALUATED, RATES), (CANARY, RATES[1:]), (KEEPS, RATES)):
         worst = max(harmful[way, per_day] for per_day in rates)
         name = f"0.05 worse, serves after 30 days: {way.name}, from {rates[0]} episodes a day"
         bars.append(Bar(name, worst, MISTAKES))
-    return tables, bars
+    return [Rows(title, heads, lines)], bars
 
 
-def _tasks(evaluated: dict[float, list[Fate]]) -> Rows:
-    lines = []
-    for effect, fates in evaluated.items():
-        tasks = [fate.tasks for fate in fates]
-        within = fmean(fate.serves and fate.tasks <= SOON for fate in fates)
-        middle, most = (number(percentile(tasks, share)) for share in (0.5, 0.9))
-        lines.append([_signed(effect), middle, most, f"{within:.2f}"])
-    heads = ["effect", "tasks, median", "nine of ten", f"promoted within {SOON}"]
-    return Rows("Tasks until an evaluation is decided", heads, lines)
-
-
-def _days(days: Sequence[float]) -> str:
-    middle = percentile(days, 0.5)
-    return NONE if middle > DAYS else f"{middle:.1f}"
+def _until(way: Way, fates: Sequence[Fate]) -> str:
+    """Return the median of days, or of tasks, until something is decided about the version."""
+    if way is EVALUATED:
+        return f"{percentile([fate.tasks for fate in fates], 0.5)} tasks"
+    middle = percentile([fate.day for fate in fates], 0.5)
+    return NONE if middle > DAYS else f"{middle:.1f} d"
 
 
 def _signed(effect: float) -> str:
@@ -472,12 +480,13 @@ def _evaluated(effect: float, random: Random) -> str | None:
 
 def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     lines, shares, few = [], [], max(1, runs // 5)
+    cases: list[tuple[int | None, str, int]]
     cases = [(None, f"evaluation: {TASKS} tasks, {TRIES} tries", runs)]
     for place, world in enumerate(WORLDS):
         cases.append((place, world.name, runs if place < PLAIN else few))
-    for place, name, count in cases:
+    for case, name, count in cases:
         equal, worse = (
-            every(pool, verdict, Claim(place, effect), count) for effect in (0.0, -Rule().margin)
+            every(pool, verdict, Claim(case, effect), count) for effect in (0.0, -Rule().margin)
         )
         own = (equal.count("worse") / count, worse.count("better") / count)
         shares.append(own)
