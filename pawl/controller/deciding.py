@@ -151,11 +151,12 @@ class PolicyGate:
             return []
         rule = _rule_of(serving)
         key = rule, *_key_of(control)
-        self._watched |= await served_since(connection, self._name, control.since)
+        served = await served_since(connection, self._name, control.since)
         evidence = self._evidence.get("watch")
         if evidence is None or evidence.key != key:
-            self._watched = await served_since(connection, self._name, control.since)
+            self._watched = served
             evidence = self._compare("watch", rule, key, stands)
+        self._watched |= served
         if await evidence.catch_up(connection, stands.now):
             self._show("watch", evidence.comparison)
         verdict = evidence.comparison.verdict

@@ -37,6 +37,8 @@ class Evaluations:
         """Begin without any; `evaluate` compares a candidate with what serves."""
         self._evaluate = evaluate
         self._tasks: dict[str, tuple[object, asyncio.Task[Comparison]]] = {}
+        # Cancelled, and not ended yet.
+        self._ending: set[asyncio.Task[Comparison]] = set()
 
     def outcome(self, candidate: Standing, serving: Standing, rule: Rule) -> Comparison | None:
         """Return what an evaluation of these two came to, or None while it goes on.
@@ -54,7 +56,16 @@ class Evaluations:
     def forget(self, name: str) -> None:
         """End a policy's evaluation: it has no candidate any more, or another one."""
         if name in self._tasks:
-            self._tasks.pop(name)[1].cancel()
+            _, task = self._tasks.pop(name)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End all evaluations, and wait until they have ended."""
+        for name in list(self._tasks):
+            self.forget(name)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _until_done(self, candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
         """Evaluate, again and again until it does not fail; log a failure once."""

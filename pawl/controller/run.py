@@ -40,6 +40,7 @@ async def controller(settings: ControllerSettings) -> None:
         port = await listen_on(app_of(servable, controllers), settings.controller_listen)
         exits.push_async_callback(port.cleanup)
         evaluations = Evaluations(evaluate_candidate)
+        exits.push_async_callback(evaluations.close)
         work = [servable.follow(), Deciding(settings, poll_s, evaluations).follow()]
         work += [controller.follow() for controller in controllers]
         tasks = [asyncio.create_task(part) for part in work]

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from pawl.commands.policies import events_of
 from pawl.controller.comparison import Comparison, Episode, Rule
 from pawl.controller.deciding import Deciding
+from pawl.controller.evaluating import Evaluations
 from store.read.gates import Standing
 from tests.support.controller.trials import (
     RULE,
@@ -19,6 +20,7 @@ from tests.support.controller.trials import (
     loaded,
     next_version,
     serves,
+    settings_of,
     shares,
     states,
 )
@@ -77,7 +79,7 @@ async def evaluated(engine: AsyncEngine, judge: Deciding, evaluator: Evaluator) 
         pytest.param(0.4, 100, {}, "serving", "written", "better", id="better"),
         pytest.param(-0.4, 100, {}, "rejected", "rejected", "worse", id="worse"),
         pytest.param(0.01, 3, {}, "serving", "written", "undecided", id="undecided"),
-        pytest.param(-0.01, 3, {}, "retired", "written", "undecided", id="undecided-and-lower"),
+        pytest.param(-0.2, 3, {}, "retired", "written", "undecided", id="undecided-and-lower"),
         pytest.param(
             *(0.01, 3, {"undecided": "keep"}, "retired", "written", "undecided"), id="keep"
         ),
@@ -154,3 +156,13 @@ async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_onc
     [failed] = [one for one in logs if one["event"] == "version_not_evaluated"]
     assert failed["version"] == "m@1"
     assert len(evaluator.of) == 4
+
+
+async def test_evaluations_end_with_the_controller(engine: AsyncEngine) -> None:
+    evaluator = Evaluator(0.4)
+    evaluations = Evaluations(evaluator)
+    await loaded(engine, 0, rule=EVALUATED)
+    await Deciding(settings_of(engine), 0.01, evaluations).look(engine)
+    await eventually(evaluator.has_begun)
+    await evaluations.close()
+    assert evaluator.ended == 1

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from pawl.commands.policies import events_of
 from pawl.controller.deciding import Deciding
 from pawl.controller.metrics import GATE_EPISODES
-from store.read.gates import HOURS, is_proven
+from store.read.gates import is_proven
 from store.records import Arm, SpoolRecord
 from store.version_states import freeze
 from store.versions import policy_name
@@ -54,7 +54,7 @@ async def last_event(engine: AsyncEngine) -> Any:
     [
         pytest.param(0, 0.5, id="half-of-little"),
         # In 12 hours without the last 10 minutes: 2367 episodes, of which 200·n/(n + m) suffice.
-        pytest.param(200 * HOURS, 0.093, id="as-much-as-decides-in-time"),
+        pytest.param(200 * 24, 0.093, id="as-much-as-decides-in-time"),
     ],
 )
 async def test_share_of_a_canary_follows_the_traffic(
@@ -114,7 +114,8 @@ async def test_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
 @pytest.mark.parametrize(
     ("more", "mine", "others", "becomes", "kept"),
     [
-        pytest.param({}, MORE, LESS, "serving", {0: 0.5}, id="promoted-if-not-lower"),
+        pytest.param({}, MORE, LESS, "serving", {0: 0.5}, id="promoted"),
+        # By half the margin at least.
         pytest.param({}, LESS, MORE, "retired", {}, id="retired-if-lower"),
         pytest.param({"undecided": "keep"}, MORE, LESS, "retired", {}, id="keep"),
         # Who wants no control is not given one.
