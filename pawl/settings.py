@@ -77,8 +77,9 @@ class ClientSettings(Settings):
 
     api_key: SecretStr | None = Field(
         default=None,
-        description="API key that `pawl rollout` (scopes infer, feedback, read) and `pawl judge` "
-        "(feedback) show the proxy, where it asks for one",
+        description="API key that `pawl rollout`, `pawl evaluate` and the controller's evaluations "
+        "(scopes infer, feedback, read) and `pawl judge` (feedback) show the proxy, where it asks "
+        "for one",
     )
 
     @property

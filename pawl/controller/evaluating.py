@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
@@ -99,7 +100,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
     """Run the tasks of the candidate's recipe with both versions, and return what they came to.
 
-    An evaluation that was killed goes on from its journal, unless the machine lost that.
+    An evaluation that was killed goes on from its journal, unless the machine lost that. It ends
+    `decide_within_h` after the candidate was loaded, undecided if need be.
 
     Raises:
         msgspec.ValidationError: the candidate's rule has no `evaluation` that can be read.
@@ -130,4 +132,6 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
         tries=options.tries,
         most_runs=options.most_runs,
     )
-    return (await evaluate(job, within_s=3600 * rule.decide_within_h)).comparison
+    until = candidate.since + timedelta(hours=rule.decide_within_h)
+    left_s = (until - datetime.now(UTC)).total_seconds()
+    return (await evaluate(job, within_s=max(left_s, 0.0))).comparison

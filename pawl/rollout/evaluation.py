@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Final, Literal
 
 from pawl.controller.comparison import Comparison, Episode, Figures, Rule, Verdict
@@ -155,7 +156,10 @@ class Evaluation(Record, frozen=True, kw_only=True):
 
 
 class Pairs:
-    """Take runs as they end, and compare each task once both versions ran it, in order."""
+    """Take runs as they end, and compare each task once both versions ran it, in order.
+
+    `comparison` is of all tasks so far; `runs` counts the runs that were taken.
+    """
 
     def __init__(self, job: EvaluationJob, runs: Sequence[Key]) -> None:
         """Begin without runs."""
@@ -312,17 +316,17 @@ async def evaluate(
             pairs.add(key, ended)
         if pairs.verdict is not None:
             give_up()
-        timer = within_s and asyncio.get_running_loop().call_later(within_s, end)
-        showing = [asyncio.create_task(show(rollout, pairs))] if show else []
-        try:
+        async with AsyncExitStack() as exits:
+            if within_s is not None:
+                exits.callback(asyncio.get_running_loop().call_later(within_s, end).cancel)
+            if show is not None:
+                exits.push_async_callback(_cancelled, asyncio.create_task(show(rollout, pairs)))
             await rollout.run()
-        finally:
-            if timer:
-                timer.cancel()
-            for task in showing:
-                task.cancel()
-                await asyncio.wait(showing)
-        hint = rollout.hint
-    if hint:
-        raise RolloutError(hint)
+        if rollout.hint:
+            raise RolloutError(rollout.hint)
     return pairs
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -516,8 +516,7 @@ class EvaluationOptions(RecipeOptions):
     answer: Text | None = Field(
         default=None,
         description="Field of the tasks that the last line of the output is compared with; the "
-        "reward is 1 or 0. The agent does not get this field. Without `judge` and `answer` the "
-        "agent itself posts the reward.",
+        "reward is 1 or 0. The agent does not get this field.",
     )
     tries: Count = Field(default=4, description="Runs of each task with each version.")
     most_runs: Count = Field(
@@ -536,8 +535,11 @@ class EvaluationOptions(RecipeOptions):
                 'command, python: say what to run with command = "PROGRAM ARGUMENTS" or python ='
                 ' "MODULE:FUNCTION", one of the two'
             )
-        if self.judge is not None and self.answer is not None:
-            raise ValueError("judge, answer: both score a run: give one of them")
+        if (self.judge is None) == (self.answer is None):
+            raise ValueError(
+                'judge, answer: say what scores a run with judge = "PROGRAM ARGUMENTS" or answer ='
+                ' "FIELD", one of the two'
+            )
         return self
 
 

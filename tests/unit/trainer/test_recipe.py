@@ -131,8 +131,12 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         (f"{EVALUATED}tasks = 't'", "evaluation: command, python: say what to run"),
         (f"{EVALUATED}tasks = 't'\ncommand = 'a'\npython = 'a:b'", "one of the two"),
         (f"{EVALUATED}tasks = 't'\ncommand = 'a'\njudge = 'j'\nanswer = 'f'", "judge, answer"),
+        (f"{EVALUATED}tasks = 't'\ncommand = 'a'", "judge, answer: say what scores a run"),
         (f"{EVALUATED}tasks = 't'\ncommand = 'a'\ntries = 0", "evaluation.tries"),
-        ("[evaluation]\ntasks = 't'\ncommand = 'a'", "evaluation: it decides nothing with"),
+        (
+            "[evaluation]\ntasks = 't'\ncommand = 'a'\nanswer = 'f'",
+            "evaluation: it decides nothing with",
+        ),
         ("[claim", "not TOML"),
         ("[reward.right]\n", "reward.right.range"),
         ("[reward.right]\nrange = [1, 1]\n", "lowest below highest"),
@@ -198,7 +202,7 @@ def test_empty_recipe_has_float32_and_no_bound_on_the_kl() -> None:
 
 
 def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> None:
-    recipe = parse_recipe(f"{SUM}{EVALUATED}tasks = 't'\npython = 'a:b'", "test")
+    recipe = parse_recipe(f"{SUM}{EVALUATED}tasks = 't'\npython = 'a:b'\nanswer = 'f'", "test")
     assert recipe.judged_by["reward_range"] == [-2.0, 2.0]
     assert recipe.judged_by["evaluation"]["tasks"] == "t"
     assert recipe.publish.reward_range == (0.0, 1.0)

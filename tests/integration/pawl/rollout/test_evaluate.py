@@ -3,18 +3,26 @@
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from pawl.controller.comparison import Rule
+from pawl.controller.evaluating import evaluate_candidate
 from pawl.rollout.evaluation import Evaluation
 from pawl.rollout.proxy import Models, ProxyClient
+from store.read.gates import Standing
 from tests.integration.conftest import Proxy
+from tests.support.proxy.versions import version
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
+from trainer.recipes.recipe import Recipe
 
 AGENT = ("--", sys.executable, "agent.py")
 OPTIONS = ("--answer", "a", "--tries", "2", "-k", "2", "--json", "result.json")
@@ -142,6 +150,34 @@ async def test_unusable_option_is_refused(
     outcome = await runner.run(*options)
     assert outcome.status == 2
     assert message in outcome.errors
+
+
+@pytest.mark.parametrize(("hours", "verdict"), [(0.0, "better"), (13.0, None)])
+async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
+    fake: FakeProxy,
+    runner: Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    hours: float,
+    verdict: str | None,
+) -> None:
+    monkeypatch.chdir(runner.folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(runner.folder))
+    options: dict[str, Any] = {"tasks": "tasks.jsonl", "python": "agent:answer", "answer": "a", "tries": 2}
+    options["url"] = fake.url
+    rule = Recipe.model_validate({"publish": {"mode": "evaluated"}, "evaluation": options})
+    new, old = (
+        Standing(
+            version=version(number, state),
+            gate=rule.judged_by,
+            since=datetime.now(UTC) - timedelta(hours=hours),
+        )
+        for number, state in ((2, "loaded"), (1, "serving"))
+    )
+    comparison = await evaluate_candidate(new, old, Rule())
+    assert (comparison.verdict and comparison.verdict.kind) == verdict
+    [journal] = runner.folder.glob("pawl-evaluations-*/m@2-1.jsonl")
+    # Few runs at once: live traffic comes first.
+    assert journal.read_bytes().count(b"run_abandoned") <= 2
 
 
 async def test_proxy_tells_which_version_serves(proxy: Proxy) -> None:
