@@ -241,8 +241,8 @@ class Pairs:
         over = "time" if self.tasks < self.planned else "budget of runs"
         if self.comparison.difference is None:
             return "undecided", f"the {over} is over, and no task has a scored run of both versions"
-        version = self._job.old if self.comparison.points_to_harm else self._job.new
-        return "undecided", f"the {over} is over; what was seen so far speaks for {version}"
+        speaks = "speaks" if self.comparison.points_to_harm else "does not speak"
+        return "undecided", f"the {over} is over; what was seen {speaks} against {self._job.new}"
 
     def _families(self) -> list[Family]:
         families: dict[str, tuple[int, Comparison]] = {}

@@ -162,7 +162,12 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
 ) -> None:
     monkeypatch.chdir(runner.folder)
     monkeypatch.setattr(tempfile, "tempdir", str(runner.folder))
-    options: dict[str, Any] = {"tasks": "tasks.jsonl", "python": "agent:answer", "answer": "a", "tries": 2}
+    options: dict[str, Any] = {
+        "tasks": "tasks.jsonl",
+        "python": "agent:answer",
+        "answer": "a",
+        "tries": 2,
+    }
     options["url"] = fake.url
     rule = Recipe.model_validate({"publish": {"mode": "evaluated"}, "evaluation": options})
     new, old = (
