@@ -1,4 +1,4 @@
-"""Count the versions that need a model server's adapter slots, and make room for one more.
+"""Count the versions that need a model server's adapter slots, and find one that gives its up.
 
 Versions of all policies of one base model share the server. A version needs a slot while it may
 have traffic, and one that is being made reserves it
@@ -14,8 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
 from store.schema.tables import AT_ONCE, BACK_TO, LIVE
-from store.version_states import mark_unloaded
-from store.versions import VERSION_COLUMNS, version_of
+from store.versions import VERSION_COLUMNS, PolicyVersion, version_of
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -85,14 +84,15 @@ _LIVE: Final = text(
     FROM (SELECT *, name IN (SELECT name FROM needed) AS is_needed FROM versions) live
     """
 )
-_LONGEST: Final = f"""
+_LONGEST: Final = text(
+    f"""
     SELECT {VERSION_COLUMNS} FROM policies p
     WHERE version > 0 AND state IN ('retired', 'rolled_back') AND {LIVE} AND name IN ({_HERE})
         AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")} AND share IS NULL
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
-"""
-_HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
+    """
+)
 
 
 class Live(Record, frozen=True, kw_only=True):
@@ -150,13 +150,13 @@ def needed_slots(live: Live, slots: int, together: int) -> int:
 def due_in(live: Live, slots: int) -> float:
     """Return in how many seconds it is time for the next version: 0 if it is.
 
-    The first half of the slots that do not serve is taken at once, the others at even intervals.
-    Else all would be taken in a row, and nothing could be published until they are free in a row.
-    What others wait for, to go live with it, is due.
+    The first half of the slots that are not taken for good is taken at once, the others at even
+    intervals. Else all would be taken in a row, and nothing could be loaded until they are free in
+    a row. What others wait for, to go live with it, is due.
     """
     if live.partners_ready:
         return 0.0
-    others = max(1, slots - live.serving)
+    others = max(1, slots - live.serving - live.held)
     if 2 * free_slots(live, slots) >= others:
         return 0.0
     return max(0.0, live.tail_s / others - live.since_s)
@@ -194,22 +194,13 @@ async def live_versions(
     return Live(**{**row._mapping, "tail_s": float(row.tail_s), "since_s": since_s})
 
 
-async def has_longest(connection: AsyncConnection, policy: str, longest_s: float) -> bool:
-    """Return whether there is a version that `unload_longest` would unload."""
-    values = {"policy": policy, "longest_s": longest_s}
-    return bool(await connection.scalar(_HAS_LONGEST, values))
+async def longest_kept(
+    connection: AsyncConnection, policy: str, longest_s: float
+) -> PolicyVersion | None:
+    """Return the version of the server that lost the traffic first, if that was `longest_s` ago.
 
-
-async def unload_longest(connection: AsyncConnection, policy: str, longest_s: float) -> str | None:
-    """Unload the version that lost the traffic first, if that was `longest_s` seconds ago.
-
-    Its episodes go on with the version that serves. Return its served name, or None.
+    It is kept for its episodes alone.
     """
     values = {"policy": policy, "longest_s": longest_s}
-    row = (await connection.execute(text(_LONGEST), values)).first()
-    if row is None:
-        return None
-    why = f"its slot is needed, and it lost the traffic more than {longest_s:g} s ago"
-    longest = version_of(row)
-    unloaded = await mark_unloaded(connection, longest.name, [longest.version], why, "trainer")
-    return longest.served_name if unloaded else None
+    row = (await connection.execute(_LONGEST, values)).first()
+    return None if row is None else version_of(row)

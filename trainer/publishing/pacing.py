@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import adapter_slots
 from store.adapter_slots import Live, due_in, free_slots, needed_slots
+from store.version_states import mark_unloaded
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -176,17 +177,18 @@ class Pacing:
     async def _unload_longest(
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> None:
-        if not await adapter_slots.has_longest(connection, self._policy, LONGEST_PIN_S):
+        longest = await adapter_slots.longest_kept(connection, self._policy, LONGEST_PIN_S)
+        if longest is None or not await is_wanted():
             return
-        if not await is_wanted():
-            return
-        name = await adapter_slots.unload_longest(connection, self._policy, LONGEST_PIN_S)
-        if name is not None:
-            log.warning("version_unloaded_for_its_slot", version=name, after_s=LONGEST_PIN_S)
+        why = f"its slot is needed, and it lost the traffic more than {LONGEST_PIN_S:g} s ago"
+        await mark_unloaded(connection, longest.name, [longest.version], why, "trainer")
+        log.warning(
+            "version_unloaded_for_its_slot", version=longest.served_name, after_s=LONGEST_PIN_S
+        )
 
     def _warn(self, live: Live, known: int) -> None:
         """Log once each what settings do not fit the server."""
-        if live.serving >= known:
+        if live.serving + live.held >= known:
             self._warn_once(
                 "adapter_slots_too_few",
                 "start the model server with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to"

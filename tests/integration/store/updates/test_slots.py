@@ -7,10 +7,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, unload_longest
+from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, longest_kept
 from store.claims import begin_update, release
-from store.version_queries import list_versions
-from store.version_states import ensure_base
+from store.version_states import ensure_base, mark_unloaded
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import State, add_in_state
 from tests.support.records import call
@@ -124,14 +123,20 @@ async def test_what_a_trainer_that_is_gone_left_running_reserves_nothing_for_eve
     assert (await live(engine)).coming == 0
 
 
-async def test_what_lost_the_traffic_first_is_retired_for_the_next(engine: AsyncEngine) -> None:
-    await add(engine, "m", ("retired", 4000.0), ("retired", 100.0), ("serving", 9e3))
-    await add(engine, "n", ("retired", 5000.0))
+async def test_what_lost_the_traffic_first_gives_up_its_slot_first(engine: AsyncEngine) -> None:
+    """But not the control, to which a roll-back would give the traffic."""
+    await add(engine, "m", ("retired", 4000.0), ("retired", 3900.0), ("serving", 9e3))
+    await add(engine, "n", ("rolled_back", 5000.0), ("retired", 100.0))
     async with engine.begin() as connection:
-        names = [await unload_longest(connection, "m", 3600.0) for _ in range(3)]
-        assert names == ["n@1", "m@1", None]
-        states = {v.served_name: v.state for v in await list_versions(connection)}
-    assert (states["m@2"], states["m@3"]) == ("retired", "serving")
+        control = "UPDATE policies SET share = 0.05 WHERE served_name = 'm@2'"
+        await connection.execute(text(control))
+        names: list[str] = []
+        while (longest := await longest_kept(connection, "m", 3600.0)) is not None:
+            names.append(longest.served_name)
+            await mark_unloaded(connection, longest.name, [longest.version], "slot", "trainer")
+    assert names == ["n@1", "m@1"]
+    found = await live(engine)
+    assert (found.serving, found.held, found.kept, found.unloading) == (1, 1, 1, 2)
 
 
 async def is_waited_for(engine: AsyncEngine) -> bool:

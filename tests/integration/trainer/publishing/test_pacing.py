@@ -10,14 +10,14 @@ from store import version_queries, version_states
 from store.claims import list_updates
 from store.version_states import ensure_base
 from store.versions import PolicyVersion
-from tests.support.ledger.lineage import add_in_state
+from tests.support.ledger.lineage import State, add_in_state
 from tests.support.trainer.bench import Bench, gauge
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
 from trainer.recipes.recipe import ClaimOptions, Recipe
 
 
-async def add(bench: Bench, name: str, *states: tuple[str, float]) -> None:
+async def add(bench: Bench, name: str, *states: tuple[State, float]) -> None:
     """Add versions 1, 2, … of a policy of `m`: each its state, and the seconds since it has it."""
     async with bench.engine.begin() as connection:
         await ensure_base(connection, name, "m")
@@ -25,9 +25,7 @@ async def add(bench: Bench, name: str, *states: tuple[str, float]) -> None:
             text("UPDATE policies SET state = 'retired' WHERE name = :name"), {"name": name}
         )
         for number, (state, ago_s) in enumerate(states, 1):
-            is_unloaded = state == "unloaded"
-            stored = "retired" if is_unloaded else state
-            await add_in_state(connection, name, number, stored, ago_s=ago_s, unloaded=is_unloaded)
+            await add_in_state(connection, name, number, state, ago_s=ago_s)
 
 
 async def unloaded(bench: Bench, number: int) -> bool:
