@@ -55,6 +55,7 @@ micro_batch_tokens = 256
 [optimizer]
 learning_rate = 1e-3
 [publish]
+control_share = 0.0
 tolerance = 0.01
 retire_after_s = {retire_after_s}
 """

@@ -54,6 +54,8 @@ max_age_s = 30.0
 micro_batch_tokens = 256
 [lora]
 rank = 24
+[publish]
+control_share = 0.0
 """
 T = TypeVar("T")
 

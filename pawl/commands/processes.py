@@ -120,7 +120,7 @@ def controller() -> None:
     restarted gets the versions back that the database lists as servable, and one that serves other
     files under a version's name gets the right ones.
 
-    Judges the versions of policies whose recipe has a gate by the rewards of their episodes, and
+    Decides about versions as the recipe's `[publish]` says, by the rewards of their episodes: it
     promotes them or rolls them back, with the reason in `pawl policies show --events`. Several
     controllers may run at once.
 

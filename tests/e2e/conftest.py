@@ -39,6 +39,7 @@ micro_batch_tokens = 256
 [optimizer]
 learning_rate = 2e-4
 [publish]
+control_share = 0.0
 tolerance = 0.01
 """
 

@@ -124,6 +124,9 @@ def text_of(file: File, key: str, value: str) -> str:
         values = {name: given for name, given in values.items() if "." not in name}
     if key.startswith("reward.a_metric."):
         values["reward.a_metric.range"] = "[0.0, 1.0]"
+    if key.startswith("evaluation."):
+        values |= {"publish.mode": '"evaluated"'}
+        values |= {"evaluation.tasks": '"t"', "evaluation.command": '"a"'}
     if key == "field":
         del values["pattern"]
     values[key] = value

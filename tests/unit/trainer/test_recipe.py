@@ -35,8 +35,8 @@ def test_packaged_recipe_serves_each_version_at_once(name: str) -> None:
     learner, is_live = PACKAGED[name]
     assert recipe.learner == learner
     assert recipe.publish.serves_at_once
-    # Policies that go live together can have no control.
-    assert recipe.publish.control_share == (0.0 if name == "rollout" else 0.05)
+    # In a training run every new episode gets the newest version.
+    assert recipe.publish.control_share == (0.05 if is_live else 0.0)
     # On live traffic the precision is the machine's.
     assert recipe.dtype == "auto" or not is_live
 

@@ -70,7 +70,7 @@ def serves(stand: Stand, wanted: str) -> Callable[[], Awaitable[bool]]:
 
 async def promoted(ledger: AsyncEngine) -> None:
     async with ledger.begin() as connection:
-        await add_in_state(connection, "m", 1, "published")
+        await add_in_state(connection, "m", 1, "retired")
     async with ledger.begin() as connection:
         await promote(connection, "m", 1)
 
