@@ -261,7 +261,9 @@ class PolicyGate:
         verdict = comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return await self._fall(connection, version, why)
-        if verdict is None and (rule.undecided == "keep" or comparison.points_to_harm):
+        if verdict is None and (
+            rule.undecided == "keep" or comparison.difference is None or comparison.points_to_harm
+        ):
             await change_state(
                 connection,
                 version.version,
@@ -421,10 +423,12 @@ def _key_of(*parts: Standing) -> tuple[object, ...]:
 
 def _why(comparison: Comparison, rule: Rule) -> tuple[str, dict[str, Any]]:
     """Return the reason of a decision, and the evidence that is stored with it."""
-    verdict, difference = comparison.verdict, comparison.difference or 0.0
+    verdict, difference = comparison.verdict, comparison.difference
     kind = "undecided" if verdict is None else verdict.kind
     if verdict is not None:
         reason = verdict.reason
+    elif difference is None:
+        reason = f"{NOTHING_SHOWN}: no task has a score of both versions"
     else:
         points = "and points to harm" if comparison.points_to_harm else "which is no sign of harm"
         reason = f"{NOTHING_SHOWN}: the difference so far is {difference:+.3g}, {points}"

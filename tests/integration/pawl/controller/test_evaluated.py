@@ -80,6 +80,7 @@ async def evaluated(engine: AsyncEngine, judge: Deciding, evaluator: Evaluator) 
         pytest.param(-0.4, 100, {}, "rejected", "rejected", "worse", id="worse"),
         pytest.param(0.01, 3, {}, "serving", "written", "undecided", id="undecided"),
         pytest.param(-0.2, 3, {}, "retired", "written", "undecided", id="undecided-and-lower"),
+        pytest.param(0.4, 0, {}, "retired", "written", "undecided", id="nothing-scored"),
         pytest.param(
             *(0.01, 3, {"undecided": "keep"}, "retired", "written", "undecided"), id="keep"
         ),
