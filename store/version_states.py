@@ -213,6 +213,11 @@ def _check_allowed(version: PolicyVersion, to: PolicyState, reason: str) -> None
             f"{version.name}@{version.version} is {version.state!r}, and cannot become {to!r}"
             f" ({reason}); it can become {may_become}"
         )
+    if version.unloaded and to == "serving":
+        raise StateChanged(
+            f"{version.served_name} is unloaded, so it cannot serve: recall it first, and promote"
+            " it once the servers have it"
+        )
 
 
 async def set_state(
@@ -393,15 +398,11 @@ async def promote(
     new = await lock_version(connection, name, version)
     if new.state == "serving":
         return
-    if new.unloaded and new.state == "retired":
-        raise StateChanged(
-            f"{new.served_name} is unloaded, so it cannot serve: recall it first, and promote it"
-            " once the servers have it"
-        )
+    # First, so that nothing was written if it cannot serve.
+    _check_allowed(new, "serving", why["reason"])
     if control_share is None:
         values = {"name": name, "version": version}
         control_share = await connection.scalar(_RULES_SHARE, values)
-    _check_allowed(new, "serving", why["reason"])
     control = await connection.scalar(_CONTROL, {"name": name})
     share = None if control == version else control_share or None
     for serving in await in_states(connection, name, "serving"):
