@@ -106,6 +106,16 @@ FILES = {
 }
 
 
+# What a recipe needs beside a key of its evaluation, and what each key stands in place of.
+EVALUATED = {
+    "publish.mode": '"evaluated"',
+    "evaluation.tasks": '"t"',
+    "evaluation.command": '"a"',
+    "evaluation.answer": '"f"',
+}
+INSTEAD = {"evaluation.python": "evaluation.command", "evaluation.judge": "evaluation.answer"}
+
+
 def keys_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the paths of all keys of a model, and of the tables within it."""
     for name, field in model.model_fields.items():
@@ -127,6 +137,9 @@ def text_of(file: File, key: str, value: str) -> str:
     if key.startswith("evaluation."):
         values |= {"publish.mode": '"evaluated"'}
         values |= {"evaluation.tasks": '"t"', "evaluation.command": '"a"'}
+    if key.startswith("evaluation."):
+        values |= EVALUATED
+        values.pop(INSTEAD.get(key, ""), None)
     if key == "field":
         del values["pattern"]
     values[key] = value
