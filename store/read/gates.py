@@ -140,7 +140,7 @@ async def served_since(connection: AsyncConnection, name: str, at: datetime) -> 
 
 
 async def is_proven(connection: AsyncConnection, name: str, version: int) -> bool:
-    """Return whether a version was ever promoted as what it was compared with was worse."""
+    """Return whether a version was ever found to be better than its control, or no worse."""
     values = {"name": name, "version": version}
     return bool(await connection.scalar(_PROVEN, values))
 
@@ -210,8 +210,7 @@ _CAME_TO: Final = text(
         GROUP BY p.whole),
     terms AS ({TERMS_OF_POLICY}),
     {rewards("f.at < p.until")}
-    SELECT b.id, c.arm, c.version, c.seconds, c.failed, t.malformed,
-        r.value AS reward
+    SELECT b.id, c.arm, c.version, c.seconds, c.failed, t.malformed, r.value AS reward
     FROM begun b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
     """

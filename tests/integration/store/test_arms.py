@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.read.gates import ArmEpisode, arm_episodes
+from store.read.gates import ArmEpisode, arm_episodes, episodes_per_hour
 from store.records import CallRecord, SpoolRecord
 from store.tenants import scoped
 from store.versions import policy_name
@@ -222,6 +222,22 @@ async def test_tasks_of_a_kind_are_a_family(engine: AsyncEngine) -> None:
     ]
     found = await evidence(engine, list(records))
     assert [one.family for one in found] == ["sql", "sql", "sum", "sum", "prompt"]
+
+
+async def test_new_episodes_of_the_last_day_are_counted(engine: AsyncEngine) -> None:
+    hour_s = 3600
+    records: list[SpoolRecord] = [
+        *(given_call(f"e{number}", 1, number * hour_s) for number in range(1, 23, 2)),
+        given_call("older", 1, 25 * hour_s),
+        given_call("e1", 1, 60, 1),
+        given_call("named", 2, 60, 2, arm=None),
+        given_call("measured", 1, 60, 3, arm=None, split="eval"),
+        given_call("other", 1, 60, 4, policy="n"),
+    ]
+    await Ingester().store(engine, records)
+    async with engine.connect() as connection:
+        assert await episodes_per_hour(connection, "m") == 12 / 24
+        assert await episodes_per_hour(connection, "nobody") == 0.0
 
 
 def rows_touched(plan: dict[str, Any]) -> float:

@@ -262,6 +262,24 @@ async def test_promoters_of_one_policy_come_one_after_the_other(engine: AsyncEng
     await check_told(engine)
 
 
+async def test_who_served_since_is_told_by_who_got_the_traffic(engine: AsyncEngine) -> None:
+    """What stays in its state, such as what is frozen, did not get it."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1)
+        [begun] = await list_events(connection, "m", 0)
+        await promote(connection, "m", 1)
+        since = (await list_events(connection, "m", 1, most=1))[0].at
+        await promote(connection, "m", 0)
+        at = (await list_events(connection, "m", 0, most=1))[0].at
+        await freeze(connection, "m", frozen=True, **BY)
+        await promote(connection, "m", 2)
+        assert await served_since(connection, "m", begun.at) == {0, 1, 2}
+        assert await served_since(connection, "m", since) == {0, 1, 2}
+        assert await served_since(connection, "m", at) == {0, 2}
+        later = (await list_events(connection, "m", 2, most=1))[0].at
+        assert await served_since(connection, "m", later) == {2}
+
+
 # Which versions servers keep
 
 
