@@ -135,9 +135,6 @@ def text_of(file: File, key: str, value: str) -> str:
     if key.startswith("reward.a_metric."):
         values["reward.a_metric.range"] = "[0.0, 1.0]"
     if key.startswith("evaluation."):
-        values |= {"publish.mode": '"evaluated"'}
-        values |= {"evaluation.tasks": '"t"', "evaluation.command": '"a"'}
-    if key.startswith("evaluation."):
         values |= EVALUATED
         values.pop(INSTEAD.get(key, ""), None)
     if key == "field":
