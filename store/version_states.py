@@ -132,10 +132,12 @@ _HOLD: Final = text(
     "SELECT pg_try_advisory_xact_lock(hashtext(:name))"
     " FROM set_config('idle_in_transaction_session_timeout', :idle, true)"
 )
-_CONTROL: Final = text(f"SELECT version FROM policies WHERE name = :name AND {CONTROL}")
-_RULES_SHARE: Final = text(
-    "SELECT CAST(gate->>'control_share' AS double precision) FROM policies"
-    " WHERE name = :name AND version = :version"
+_CONTROL: Final = text(
+    f"""
+    SELECT (SELECT version FROM policies WHERE name = :name AND {CONTROL}) AS version,
+        CAST(gate->>'control_share' AS double precision) AS share
+    FROM policies WHERE name = :name AND version = :version
+    """
 )
 _TOGETHER: Final = text(
     f"""
@@ -400,14 +402,13 @@ async def promote(
         return
     # First, so that nothing was written if it cannot serve.
     _check_allowed(new, "serving", why["reason"])
-    if control_share is None:
-        values = {"name": name, "version": version}
-        control_share = await connection.scalar(_RULES_SHARE, values)
-    control = await connection.scalar(_CONTROL, {"name": name})
-    share = None if control == version else control_share or None
+    control = (await connection.execute(_CONTROL, {"name": name, "version": version})).one()
+    share = (control.share if control_share is None else control_share) or None
+    if control.version == version:
+        share = None
     for serving in await in_states(connection, name, "serving"):
         is_control = (
-            control is None
+            control.version is None
             or serving.version == 0
             or await is_proven(connection, name, serving.version)
         )
@@ -506,6 +507,8 @@ async def mark_unloaded(
     The control is left, and what a roll-back would give the traffic to, and what is not retired or
     rolled back by now.
     """
+    if not numbers:
+        return set()
     await lock_policies(connection, [name])
     rows = (await connection.execute(_UNLOAD, {"name": name, "numbers": list(numbers)})).all()
     for row in rows:
