@@ -6,7 +6,8 @@ small one of its own, is full or gives I/O errors for a moment, and one record i
 `--plain` leaves that out, and needs neither root nor a C compiler.
 `--target trainer`: a real `pawl trainer` (`--policies 2`: of two policies, `--shared`: one of
 both); model server and controller beside it are killed too, unless `--plain` leaves that out.
-`--target canaries`: live episodes decide about versions while all processes are killed.
+`--target canaries`: live episodes decide about versions while all processes are killed;
+`--target evaluated`: evaluations do.
 
 Ends with status 1 where a promise is broken.
 """
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -67,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
     )
-    targets = ("proxy", "trainer", "canaries")
+    targets = ("proxy", "trainer", "canaries", "evaluated")
     parser.add_argument("--target", choices=targets, default="proxy")
     parser.add_argument(
         "--policies",
@@ -99,8 +100,11 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     if options.target == "trainer":
         how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
         return trainer_kills(folder, options.kills, options.seed, **how)
-    if options.target == "canaries":
-        return canary_kills(folder, options.kills, options.seed)
+    if options.target in ("canaries", "evaluated"):
+        mode: Literal["canary", "evaluated"] = (
+            "evaluated" if options.target == "evaluated" else "canary"
+        )
+        return canary_kills(folder, options.kills, options.seed, mode)
     has_faults = not (options.outage or options.feedback or options.plain)
     with standing(folder, workers=2, faults=has_faults) as stand:
         if options.feedback:

@@ -1,12 +1,14 @@
-"""Each change of a version is made once: kill processes while live episodes decide about versions.
+"""Each change of a version is made once: kill processes while episodes decide about versions.
 
 A proxy, a trainer, a controller and a model server that computes are up; clients run
-episodes and score them as a judge would. A process is killed (`kill -9`) at a random moment while a
+episodes and score them as a judge would; in the mode `evaluated` the controller runs tasks beside
+them. A process is killed (`kill -9`) at a random moment while a
 version is tried, and started again after another one. In the end each change of a version's state
 must have been made once, with its reason; no call is missing, unscored, or without an arm.
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -16,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import aiohttp
 from rich.console import Console
@@ -65,6 +67,17 @@ decide_within_h = 0.01
 mistakes = 0.2
 """
 )
+EVALUATION: Final = """
+[evaluation]
+tasks = "{tasks}"
+python = "tests.support.controller.evaluated_agent:answer"
+answer = "right"
+tries = 2
+most_runs = 80
+timeout_s = 20.0
+url = "http://127.0.0.1:{port}"
+"""
+TASKS: Final = 20
 _WITHOUT_ARM: Final = text(
     "SELECT count(*) FROM transitions t JOIN episodes e ON e.id = t.episode_id"
     " WHERE t.policy = :policy AND t.arm IS NULL AND COALESCE(e.joined_split, e.split) = 'train'"
@@ -76,27 +89,38 @@ _CHANGED: Final = text(
     " GROUP BY episode_id HAVING count(DISTINCT policy_version) > 1) AS several"
 )
 _IS_TRIED: Final = text(
-    "SELECT EXISTS (SELECT FROM policies WHERE name = :policy AND state = 'canary')"
+    "SELECT EXISTS (SELECT FROM policies WHERE name = :policy"
+    " AND (state = 'canary' OR state = 'loaded' AND gate->>'mode' = 'evaluated'))"
 )
 
 
 class NothingTried(Exception):
-    """Report that no version became a canary for long; the message ends with the trainer's log."""
+    """Report that no version was tried for long; the message ends with the trainer's log."""
 
 
-def canary_kills(folder: Path, kills: int, seed: int) -> dict[str, dict[str, Any]]:
+def canary_kills(
+    folder: Path, kills: int, seed: int, mode: Literal["canary", "evaluated"] = "canary"
+) -> dict[str, dict[str, Any]]:
     """Kill so many times; what became of the versions, the calls and the rewards.
+
+    Versions are tried as the recipe's `publish.mode` says.
 
     Raises:
         NothingTried: see there.
         NotUp: the model server did not come up.
     """
     write_model(folder / "model")
-    (folder / "recipe.toml").write_text(RECIPE)
     with zygote(folder / "zygote.log") as forks:
         parts = Parts(forks, folder)
+        recipe = RECIPE
+        if mode == "evaluated":
+            tasks = [json.dumps({"id": f"t-{n}", "right": "yes"}) for n in range(TASKS)]
+            (folder / "tasks.jsonl").write_text("\n".join(tasks))
+            asked = EVALUATION.format(tasks=folder / "tasks.jsonl", port=parts.stand.port)
+            recipe = RECIPE.replace('mode = "canary"', 'mode = "evaluated"') + asked
+        (folder / "recipe.toml").write_text(recipe)
         try:
-            return {"canaries": asyncio.run(_run(parts, kills, seed))}
+            return {mode: asyncio.run(_run(parts, kills, seed))}
         finally:
             parts.stand.postgres.stop()
 
@@ -193,7 +217,7 @@ async def _run(parts: Parts, kills: int, seed: int) -> dict[str, Any]:
 
 
 async def _until_tried(parts: Parts, engine: AsyncEngine) -> None:
-    """Wait until a version is a canary."""
+    """Wait until a version is a canary, or evaluated."""
     deadline = time.monotonic() + TRIED_WITHIN_S
     async with engine.connect() as connection:
         while not await connection.scalar(_IS_TRIED, {"policy": BASE}):

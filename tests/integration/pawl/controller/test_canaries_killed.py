@@ -1,9 +1,10 @@
-"""Processes are killed while live episodes decide about versions: nothing is lost or done twice.
+"""Processes are killed while episodes decide about versions: nothing is lost or done twice.
 
-`python -m benchmarks.chaos --target canaries` does the same with more kills.
+`python -m benchmarks.chaos --target canaries` and `--target evaluated` do the same with more kills.
 """
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,9 +15,14 @@ KILLS = 8
 
 
 @pytest.mark.timeout(900)
-def test_each_change_is_made_once_whoever_is_killed(tmp_path: Path) -> None:
-    found = canary_kills(tmp_path, KILLS, seed=5)["canaries"]
+@pytest.mark.parametrize(
+    ("mode", "change"), [("canary", "loaded → canary"), ("evaluated", "loaded → serving")]
+)
+def test_each_change_is_made_once_whoever_is_killed(
+    tmp_path: Path, mode: Literal["canary", "evaluated"], change: str
+) -> None:
+    found = canary_kills(tmp_path, KILLS, 5, mode)[mode]
     assert sum(found["killed"].values()) == KILLS
-    assert found["changes"]["loaded → canary"] >= 1
+    assert found["changes"][change] >= 1
     assert found["episodes_scored"] > 0
     assert broken_promises(found) == []
