@@ -149,6 +149,10 @@ _TOGETHER: Final = text(
     ORDER BY name, version
     """
 )
+_EVALUATED: Final = text(
+    "SELECT min(version) FROM policies"
+    " WHERE name = :name AND state = 'loaded' AND gate->>'mode' = 'evaluated'"
+)
 # By the clock, as whoever changes rewards has waited for all who store some.
 _JUDGE_BY: Final = text(
     f"""
@@ -350,6 +354,7 @@ async def make_loaded(
     """Let `version`, which every server has, wait for traffic, to be judged by the rule `rule`.
 
     What was made before it and waits yet never will have any: this one has learnt what that had.
+    The oldest in the mode "evaluated" is left, or no evaluation ended while versions come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -357,8 +362,9 @@ async def make_loaded(
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
+    evaluated = await connection.scalar(_EVALUATED, {"name": name})
     for older in await in_states(connection, name, *WITHOUT_TRAFFIC):
-        if older.version < version:
+        if older.version < version and older.version != evaluated:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
     await _set(connection, name, version, gate=dict(rule))

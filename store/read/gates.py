@@ -32,7 +32,7 @@ _GATED: Final = text(
     WHERE {LIVE} AND state IN ('loaded', 'canary', 'serving') AND gate IS NOT NULL ORDER BY name
     """
 )
-# The newest of those that are loaded comes last.
+# The oldest of those that are loaded comes last.
 _STANDING: Final = text(
     f"""
     SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen
@@ -40,7 +40,7 @@ _STANDING: Final = text(
     JOIN (SELECT name, frozen_at IS NOT NULL AS frozen FROM policies WHERE version = 0) b
         USING (name)
     WHERE name = :name AND {LIVE} AND (state IN ('loaded', 'canary', 'serving') OR {CONTROL})
-    ORDER BY version
+    ORDER BY version DESC
     """
 )
 _NEWEST_PROMOTED: Final = text(
@@ -84,7 +84,7 @@ class Standing(Record, frozen=True, kw_only=True):
 class Gated(Record, frozen=True, kw_only=True):
     """Describe a policy at the time `now` of the database: of each part one version at most.
 
-    `candidate` is the newest version that is loaded and waits, `control` the one that what served
+    `candidate` is the oldest version that is loaded and waits, `control` the one that what served
     since it lost the traffic is compared with. `frozen` says that only operators change which
     version has traffic. `reward` is the digest of what rewards are made by now.
     """

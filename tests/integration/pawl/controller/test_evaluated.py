@@ -19,11 +19,11 @@ from tests.support.controller.trials import (
     controller,
     loaded,
     next_version,
-    serves,
     settings_of,
     shares,
     states,
 )
+from tests.support.ledger.lineage import promote
 from tests.support.waiting import eventually
 
 EVALUATED = {**RULE, "mode": "evaluated"}
@@ -57,6 +57,9 @@ class Evaluator:
     async def has_begun(self) -> bool:
         """Return whether an evaluation goes on."""
         return len(self.of) > self.ended
+
+    async def has_begun_of(self, count: int) -> bool:
+        return len(self.of) == count
 
     async def has_ended(self) -> bool:
         return len(self.of) == self.ended
@@ -121,21 +124,37 @@ async def test_evaluated_version_that_is_to_be_approved_waits_and_that_is_said_o
     assert "pawl policies promote" in (await events_of(engine, "m"))[-1].reason
 
 
-async def test_evaluation_ends_with_the_candidate_or_what_serves_and_another_begins(
+async def test_evaluation_goes_on_while_newer_versions_come_and_the_newest_is_next(
     engine: AsyncEngine,
 ) -> None:
+    evaluator = Evaluator(-0.4)
+    judge = controller(engine, evaluator)
+    await loaded(engine, 0, rule=EVALUATED)
+    for number in (2, 3):
+        await judge.look(engine)
+        await next_version(engine, number, 0, EVALUATED)
+    await evaluated(engine, judge, evaluator)
+    assert await states(engine) == {0: "serving", 1: "rejected", 2: "retired", 3: "loaded"}
+    await judge.look(engine)
+    await eventually(lambda: evaluator.has_begun_of(2))
+    assert evaluator.of == [(1, 0), (3, 0)]
+
+
+async def test_evaluation_ends_if_another_version_serves_meanwhile(engine: AsyncEngine) -> None:
     evaluator = Evaluator(0.4)
     judge = controller(engine, evaluator)
     await loaded(engine, 0, rule=EVALUATED)
-    await judge.look(engine)
     await next_version(engine, 2, 0, EVALUATED)
     await judge.look(engine)
-    await serves(engine, 3, 0)
-    await next_version(engine, 4, 3, EVALUATED)
-    await judge.look(engine)
-    await eventually(evaluator.has_begun)
-    assert evaluator.of == [(1, 0), (2, 0), (4, 3)]
-    assert evaluator.ended == 2
+    async with engine.begin() as connection:
+        await promote(connection, "m", 2)
+    await next_version(engine, 3, 2, EVALUATED)
+    for _ in range(3):
+        await judge.look(engine)
+    await eventually(lambda: evaluator.has_begun_of(2))
+    assert evaluator.of == [(1, 0), (3, 2)]
+    assert evaluator.ended == 1
+    assert await states(engine) == {0: "retired", 1: "retired", 2: "serving", 3: "loaded"}
 
 
 async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_once(
