@@ -12,10 +12,10 @@ import torch
 from store.read.past import past_update
 from store.read.stats import totals
 from store.version_queries import mark_deleted
+from store.version_states import mark_unloaded
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.support.faults.unreadable import unreadable
-from tests.support.ledger.lineage import set_state
 from tests.support.records import tokens
 from tests.support.trainer.bench import Bench
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
@@ -247,7 +247,7 @@ async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()
     async with bench.engine.begin() as connection:
-        await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
+        await mark_unloaded(connection, "m", [1], "for the test", "operator")
         assert await mark_deleted(connection, "m", [1]) == {1}
     # A folder that is still there is not looked at: it may be on its way out.
     await fill(bench, "v", 1)
