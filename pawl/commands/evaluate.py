@@ -216,7 +216,7 @@ def report(evaluation: Evaluation) -> Group:
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
-        Text(f"95 % intervals, valid at every look. {_counts(evaluation)}", style="dim"),
+        Text(f"95 %, valid at every look. {_counts(evaluation)}", style="dim"),
         *_guards(evaluation.figures),
         *_failures(evaluation.failures),
         Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(
