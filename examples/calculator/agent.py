@@ -163,7 +163,8 @@ async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, A
 async def result(task: dict[str, Any]) -> str | None:
     """Return the answer alone, where the environment says whom to ask (`pawl evaluate`)."""
     attempt = await answer(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"])
-    return attempt["answer"]
+    found: str | None = attempt["answer"]
+    return found
 
 
 # --- the run ----------------------------------------------------------------------------------

@@ -114,8 +114,9 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
     folder.mkdir(mode=0o700, exist_ok=True)
     setup = Setup(
         tasks=Path(options.tasks),
-        # The name of a version may have been another's, in a database of before.
-        journal=folder / f"{candidate.version.update_id}-{serving.version.version}.jsonl",
+        # The name of a version may have been another's, in a database of before. One that was
+        # imported has no update.
+        journal=folder / f"{candidate.version.update_id or new}-{serving.version.version}.jsonl",
         url=options.url.rstrip("/").removesuffix("/v1"),
         headers=read_settings(ClientSettings).headers,
         command=options.command,
