@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 import aiohttp
 from rich.console import Console
 from rich.progress import Progress
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.chaos.trainer import Computing, Place
@@ -92,10 +92,14 @@ _IS_TRIED: Final = text(
     "SELECT EXISTS (SELECT FROM policies WHERE name = :policy"
     " AND (state = 'canary' OR state = 'loaded' AND gate->>'mode' = 'evaluated'))"
 )
+_IS_DECIDED: Final = text(
+    "SELECT EXISTS (SELECT FROM policy_events WHERE name = :policy AND actor = 'controller'"
+    " AND to_state IN ('serving', 'rejected', 'rolled_back'))"
+)
 
 
 class NothingTried(Exception):
-    """Report that no version was tried for long; the message ends with the trainer's log."""
+    """Report that no version was tried, or decided about, for long, with the trainer's log."""
 
 
 def canary_kills(
@@ -189,8 +193,9 @@ async def _run(parts: Parts, kills: int, seed: int) -> dict[str, Any]:
                 await asyncio.sleep(dice.uniform(*QUIET_S))
                 if working.done():
                     working.result()
-                await _until_tried(parts, engine)
+                await _until(parts, engine, _IS_TRIED)
                 await parts.kill(dice.choice(VICTIMS), dice.uniform(*AWAY_S), dice.randrange(2))
+        await _until(parts, engine, _IS_DECIDED)
     except NotReady as error:
         stalled.append(str(error))
     is_over.set()
@@ -216,11 +221,11 @@ async def _run(parts: Parts, kills: int, seed: int) -> dict[str, Any]:
     }
 
 
-async def _until_tried(parts: Parts, engine: AsyncEngine) -> None:
-    """Wait until a version is a canary, or evaluated."""
+async def _until(parts: Parts, engine: AsyncEngine, is_so: TextClause) -> None:
+    """Wait until the ledger says so."""
     deadline = time.monotonic() + TRIED_WITHIN_S
     async with engine.connect() as connection:
-        while not await connection.scalar(_IS_TRIED, {"policy": BASE}):
+        while not await connection.scalar(is_so, {"policy": BASE}):
             if time.monotonic() > deadline:
                 log = parts.stand.log.with_name("trainer.log")
                 raise NothingTried(log.read_text(errors="replace")[-3000:])

@@ -15,14 +15,11 @@ KILLS = 8
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("mode", "change"), [("canary", "loaded → canary"), ("evaluated", "loaded → serving")]
-)
+@pytest.mark.parametrize("mode", ["canary", "evaluated"])
 def test_each_change_is_made_once_whoever_is_killed(
-    tmp_path: Path, mode: Literal["canary", "evaluated"], change: str
+    tmp_path: Path, mode: Literal["canary", "evaluated"]
 ) -> None:
     found = canary_kills(tmp_path, KILLS, 5, mode)[mode]
     assert sum(found["killed"].values()) == KILLS
-    assert found["changes"][change] >= 1
     assert found["episodes_scored"] > 0
     assert broken_promises(found) == []
