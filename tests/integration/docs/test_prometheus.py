@@ -1,6 +1,6 @@
 """A real Prometheus with our configuration: every panel has data, every rule works, keys are sent.
 
-A proxy, a trainer with a gate, a controller and a model server that computes are up. A version is
+A proxy, a trainer, a controller and a model server that computes are up. A version is
 promoted, another one is rolled back, and everything else is used once.
 """
 
@@ -146,7 +146,7 @@ def running_prometheus(folder: Path, targets: dict[str, str]) -> Iterator[Promet
 
 
 async def use_everything(stand: Stand, chatting: FakeUpstream) -> None:
-    """Train until the gate has promoted a version and rolled another one back; then the rest."""
+    """Train until the controller promoted a version and rolled another back; then the rest."""
     is_over, engine = asyncio.Event(), make_engine(stand.url)
     working = asyncio.create_task(Clients(stand.port, seed=5).run(is_over))
 
