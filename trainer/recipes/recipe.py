@@ -511,7 +511,7 @@ class EvaluationOptions(RecipeOptions):
     judge: Text | None = Field(
         default=None,
         description="Program that scores a run: task and output as JSON on its standard input, a "
-        "number or an object of metrics on its standard output.",
+        "number or an object of metrics on its standard output, of which `reward` is compared.",
     )
     answer: Text | None = Field(
         default=None,
