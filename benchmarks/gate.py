@@ -40,8 +40,8 @@ RATES: Final = (50, 300, 1_000, 10_000)
 EFFECTS: Final = (-0.10, -0.05, 0.0, 0.05, 0.10)
 # Mean reward of the base model, and between which a version's is.
 BASE_MEAN, LEAST, MOST = 0.5, 0.05, 0.95
-# Tasks of an evaluation, each tried so often by both versions; how far tasks are from the mean.
-TASKS, TRIES, TASKS_DIFFER = 500, 4, 0.4
+# Tasks of an evaluation (2,000 runs), tries of each by each version, and how far tasks differ.
+TASKS, TRIES, TASKS_DIFFER = 250, 4, 0.4
 # The bars: the share of wrong decisions; of those 0.10 better, promoted within so many tasks.
 MISTAKES, SOON, FOUND = 0.05, 200, 0.8
 HARMFUL: Final = -0.05
@@ -370,7 +370,7 @@ def streams(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     ways: tuple[Way | None, ...] = (None, *WAYS)
     for mix, parts in MIXES.items():
         for per_day in RATES:
-            count = max(1, runs // 4) if per_day == RATES[-1] else runs
+            count = max(1, runs // 6) if per_day == RATES[-1] else runs
             lost = []
             for way in ways:
                 ended = every(pool, stream, Stream(way, per_day, mix), count)
@@ -414,7 +414,7 @@ class World(NamedTuple):
 LEAST_HEAVY, HEAVY_MEAN = 0.02, 0.0982
 WORLDS: Final = (
     World("trial: right or wrong, 0.5"),
-    World("watch: 0.5, control 0.05", episodes=2_500, shares=(0.95, 0.05), watches=True),
+    World("watch: 0.5, control 0.05", episodes=2_000, shares=(0.95, 0.05), watches=True),
     World("trial: 0.05", lambda _, __: 0.06),
     World("trial: drift, 0.2 to 0.8", lambda _, place: 0.2 + 0.6 * place),
     World("trial: 8 families, 0.1 to 0.9", lambda family, _: 0.1 + 0.1 * family, families=8),
