@@ -69,11 +69,10 @@ WAYS: Final = (IMMEDIATE, EVALUATED, CANARY, KEEPS)
 # What each day's new version is better by than the one it was trained from, and how likely.
 MIXES: Final[dict[str, dict[float, float]]] = {
     "all +0.05": {0.05: 1},
-    "+0.10 or −0.10, 60 : 40": {0.1: 0.6, -0.1: 0.4},
-    "+0.05 or −0.05, 55 : 45": {0.05: 0.55, -0.05: 0.45},
-    "+0.02; one in ten −0.10": {0.02: 0.9, -0.1: 0.1},
-    "0; one in ten +0.10": {0.0: 0.9, 0.1: 0.1},
-    "+0.05 or −0.05, 30 : 70": {0.05: 0.3, -0.05: 0.7},
+    "±0.10, 60:40": {0.1: 0.6, -0.1: 0.4},
+    "±0.05, 55:45": {0.05: 0.55, -0.05: 0.45},
+    "+0.02, 10 % −0.10": {0.02: 0.9, -0.1: 0.1},
+    "±0.05, 30:70": {0.05: 0.3, -0.05: 0.7},
 }
 
 
@@ -313,7 +312,7 @@ def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
                 count = 5 * runs if effect == HARMFUL else runs
                 fates = every(pool, one_version, One(way, per_day, effect), count)
                 serve = fmean(fate.serves for fate in fates)
-                line.append(f"{serve:.2f} · {_until(way, fates)}")
+                line.append(f"{serve:.2f} ({_until(way, fates)})")
                 if effect == HARMFUL:
                     harmful[way, per_day] = serve
                 if effect == 0.1 and way is EVALUATED:
@@ -321,7 +320,7 @@ def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
                     soon = min(soon, within)
             lines.append(line)
     heads = ["mode", "episodes a day", *(_signed(effect) for effect in EFFECTS)]
-    title = "One version: the share that serves after 30 days · how long until it is decided"
+    title = "One version: share that serves after 30 days (median days, or tasks, to a decision)"
     bars = [Bar(f"0.10 better, promoted within {SOON} tasks", soon, FOUND, at_least=True)]
     for way, rates in ((EVALUATED, RATES), (CANARY, RATES[1:]), (KEEPS, RATES)):
         worst = max(harmful[way, per_day] for per_day in rates)
@@ -333,9 +332,9 @@ def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
 def _until(way: Way, fates: Sequence[Fate]) -> str:
     """Return the median of days, or of tasks, until something is decided about the version."""
     if way is EVALUATED:
-        return f"{percentile([fate.tasks for fate in fates], 0.5)} tasks"
+        return number(percentile([fate.tasks for fate in fates], 0.5))
     middle = percentile([fate.day for fate in fates], 0.5)
-    return NONE if middle > DAYS else f"{middle:.1f} d"
+    return NONE if middle > DAYS else f"{middle:.1f}"
 
 
 def _signed(effect: float) -> str:
@@ -380,7 +379,7 @@ def streams(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
                 mean = sum(effect * share for effect, share in parts.items())
                 if way is not None and mean > 0 and per_day == BAR_RATE:
                     gains.append(reward - BASE_MEAN)
-            own = [f"{one:.3f}" for one in (best - BASE_MEAN, *lost)]
+            own = [f"{max(one, 0.0):.3f}" for one in (best - BASE_MEAN, *lost)]
             lines.append([mix, number(per_day), *own])
     heads = ["each day's version", "episodes a day", "never update", "always update"]
     heads += [way.name for way in WAYS]
@@ -415,7 +414,7 @@ LEAST_HEAVY, HEAVY_MEAN = 0.02, 0.0982
 WORLDS: Final = (
     World("trial: right or wrong, 0.5"),
     World("watch: 0.5, control 0.05", episodes=2_000, shares=(0.95, 0.05), watches=True),
-    World("trial: 0.05", lambda _, __: 0.06),
+    World("trial: 0.06", lambda _, __: 0.06),
     World("trial: drift, 0.2 to 0.8", lambda _, place: 0.2 + 0.6 * place),
     World("trial: 8 families, 0.1 to 0.9", lambda family, _: 0.1 + 0.1 * family, families=8),
     World("trial: heavy tail, most rewards below 0.04", heavy=True),
@@ -506,7 +505,7 @@ def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: 
 
 
 COLOURS: Final = ("#868e96", "#e8590c", "#0b7285", "#5f3dc4")
-DRAWN_MIX: Final = "+0.10 or −0.10, 60 : 40"
+DRAWN_MIX: Final = "±0.10, 60:40"
 
 
 def draw(pool: Executor, runs: int) -> None:
