@@ -65,7 +65,6 @@ FIRST_START_S, RETRY_S, LONGEST_S, STAGE_S, SERVER_UP_S = 2.0, 1.0, 120.0, 300.0
 POLL_S: Final = 0.02
 # Each look is a session of PostgreSQL's: looking ten times a second takes a tenth of a core.
 LOOK_S: Final = 0.5
-KEPT_STATES: Final = 2
 # All of a version but its manifest, which names the update's id.
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "base.json", "trainer/*")
 
@@ -449,13 +448,9 @@ class Run:
         return self._forks.start("trainer", self.place.log, self._settings, dies=boundary)
 
     def _all_spent(self) -> bool:
-        """Return whether the policies have nothing left to train, record, publish or clean."""
+        """Return whether the policies have nothing left to train, record or publish."""
         [row] = self._database.ask(self.place.database_url, _SPENT, list(self.place.names))
-        # Optimiser states stay of the version that serves and of the one before it.
-        folders = (self.place.adapters / name for name in self.place.names)
-        return bool(row[0]) and all(
-            len(list(folder.glob("[0-9]*/trainer"))) <= KEPT_STATES for folder in folders
-        )
+        return bool(row[0])
 
     def _held(self) -> set[UUID]:
         """Return the policies' updates that hold episodes now."""
