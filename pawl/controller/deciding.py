@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.controller.comparison import Comparison, Rule, canary_share
 from pawl.controller.evaluating import Evaluations
-from pawl.controller.evidence import Compared, Evidence
+from pawl.controller.evidence import Compared, Evidence, counted_at
 from pawl.controller.metrics import (
     GATE_BOUND,
     GATE_EPISODES,
@@ -165,7 +165,8 @@ class PolicyGate:
         why = _why(evidence.comparison, rule)
         if verdict.kind == "worse":
             return await self._fall(connection, serving, why)
-        await self._prove(connection, serving.version, rule, why)
+        if serving.since < counted_at(rule, stands.now):
+            await self._prove(connection, serving.version, rule, why)
         return []
 
     async def _prove(
@@ -177,7 +178,8 @@ class PolicyGate:
     ) -> None:
         """Write down once that what serves is no worse than its control, whose share gets smaller.
 
-        It will itself be the control of what serves after it.
+        It will itself be the control of what serves after it. So this is never said of a version of
+        which no episode counts yet.
         """
         reason, evidence = why
         if await is_proven(connection, self._name, serving.version):
@@ -238,17 +240,17 @@ class PolicyGate:
     async def _is_decided(
         self, connection: AsyncConnection, evidence: Evidence, stands: Gated, *, is_over: bool
     ) -> bool:
-        """Return whether there is a verdict; or, with anything known at all, no time is left.
+        """Return whether there is a verdict, or no time is left.
 
-        There is none while episodes are still to be read.
+        It goes on past its time while nothing is known at all, unless a newer version waits. There
+        is nothing to decide while episodes are still to be read.
         """
         if not await evidence.catch_up(connection, stands.now):
             return False
         comparison = evidence.comparison
         self._show("trial", comparison)
-        is_decided = comparison.verdict is not None or (
-            is_over and comparison.difference is not None
-        )
+        may_end = comparison.difference is not None or stands.candidate is not None
+        is_decided = comparison.verdict is not None or (is_over and may_end)
         evidence.confirms &= is_decided
         return is_decided
 
@@ -313,7 +315,7 @@ class PolicyGate:
     # A candidate
 
     async def _begin(self, connection: AsyncConnection, stands: Gated) -> list[Move]:
-        """Let the newest loaded version be tried, or do what its evaluation came to."""
+        """Let a loaded version be tried, or do what its evaluation came to."""
         candidate = stands.candidate
         if candidate is None or stands.canary is not None:
             self._evaluations.forget(self._name)

@@ -106,12 +106,14 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
     Raises:
         msgspec.ValidationError: the candidate's rule has no `evaluation` that can be read.
         RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
-        OSError: the journal cannot be written.
+        OSError: the journal cannot be written, or its folder is another user's.
     """
     options = msgspec.convert((candidate.gate or {}).get("evaluation"), EvaluationOptions)
     new, old = (f"{one.version.name}@{one.version.version}" for one in (candidate, serving))
     folder = Path(tempfile.gettempdir()) / f"pawl-evaluations-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's: remove it, for a controller's journals")
     setup = Setup(
         tasks=Path(options.tasks),
         # The name of a version may have been another's, in a database of before. One that was

@@ -146,12 +146,18 @@ async def test_difference_so_far_decides_at_the_deadline(
         assert not await is_proven(connection, "m", 1)
 
 
-async def test_trial_without_any_episode_goes_on_past_its_deadline(
+async def test_trial_without_any_reward_goes_on_past_its_deadline_until_a_newer_version_waits(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await begin_trial(engine, judge, AT_ONCE)
+    await live(engine, {("serving", 0): GOOD, ("canary", 1): GOOD}, are_late=True)
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
+    await next_version(engine, 2, 1, RULE)
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "retired", 2: "loaded"}
+    await judge.look(engine)
+    assert (await states(engine))[2] == "canary"
 
 
 async def test_proof_gives_the_control_of_a_version_promoted_without_it_the_share_of_the_rule(

@@ -21,6 +21,7 @@ from tests.support.controller.trials import (
     live,
     look,
     next_version,
+    pass_time,
     serves,
     shares,
     states,
@@ -110,6 +111,21 @@ async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     await judge.look(engine)
     assert await states(engine) == {0: "retired", 1: "serving"}
     assert is_watched()
+
+
+async def test_proof_is_of_no_version_that_has_just_begun_to_serve(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): BAD, ("serving", 1): GOOD})
+    await next_version(engine, 2, 1, IMMEDIATE)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 2, reason="it is loaded", actor="trainer")
+    await judge.look(engine)
+    assert await changes(engine) == []
+    await pass_time(engine)
+    await judge.look(engine)
+    assert await changes(engine) == [("m@2", "serving")]
 
 
 async def test_proof_moves_the_control_with_the_next_promotion_only(
