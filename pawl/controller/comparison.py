@@ -32,6 +32,8 @@ Kind = Literal["better", "worse"]
 ROUNDING: Final = 1e-9
 # The share of episodes by which a new version must go wrong more often to be worse for it.
 GUARD_MARGIN: Final = 0.05
+# Evidence of a guard's that, without proof, keeps a version from the traffic at the end of its time.
+SUSPICIOUS: Final = 2.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
 # The median is of the newest TIMES episodes of the old version, and is first taken of FIRST_TIMES.
@@ -353,11 +355,12 @@ class Comparison:
     def points_to_harm(self) -> bool:
         """Return whether what was seen so far, however little, speaks against the new version.
 
-        The expected difference does from half the margin below 0 on, so that in most cases one that
-        is as good gets the traffic.
+        An expected difference below 0 does; of a canary only below half the margin, as it is
+        compared on with as many episodes once it serves. So does a guard with some evidence.
         """
-        lean = self.difference or 0.0
-        return lean < -self._rule.margin / 2 or self._against() is not None
+        least = -self._rule.margin / 2 if self._rule.mode == "canary" else 0.0
+        is_guarded = any(guard.against.value >= SUSPICIOUS for guard in self._guards)
+        return is_guarded or (self.difference or 0.0) < least
 
     def figures(self, renewed: float = 1.0) -> Figures:
         """Return all that the verdict rests on.

@@ -414,8 +414,8 @@ class PublishOptions(RecipeOptions):
     undecided: Literal["promote", "keep"] = Field(
         default="promote",
         description="What becomes of a version without proof after `decide_within_h`, or "
-        '`evaluation.most_runs`. "promote": it gets the traffic unless its mean reward is lower by '
-        'more than half the margin so far. "keep": what serves goes on.',
+        '`evaluation.most_runs`. "promote": it gets the traffic unless its mean reward is lower so '
+        'far (a canary\'s by more than half the margin). "keep": what serves goes on.',
     )
     margin: Positive = Field(
         default=0.05,

@@ -14,6 +14,7 @@ from pawl.controller.comparison import (
     MOST_SHARE,
     Comparison,
     Episode,
+    Mode,
     Rule,
     canary_share,
 )
@@ -148,6 +149,23 @@ def test_promotion_is_put_off_while_a_guard_speaks_against_it() -> None:
         comparison.add(is_new, Episode("one", 1.0 if is_new else 0.0, failed=failed))
     assert comparison.verdict is None
     assert comparison.points_to_harm
+
+
+@pytest.mark.parametrize(
+    ("mode", "new", "harmful"),
+    [
+        ("evaluated", 0.49, True),
+        ("evaluated", 0.5, False),
+        ("canary", 0.48, False),
+        ("canary", 0.47, True),
+    ],
+)
+def test_expected_difference_points_to_harm_of_a_canary_only_from_half_the_margin_on(
+    mode: Mode, new: float, harmful: bool
+) -> None:
+    comparison = Comparison(Rule(mode=mode))
+    comparison.add_pair([Episode("one", new)], [Episode("one", 0.5)])
+    assert comparison.points_to_harm == harmful
 
 
 def test_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
