@@ -32,7 +32,7 @@ Kind = Literal["better", "worse"]
 ROUNDING: Final = 1e-9
 # The share of episodes by which a new version must go wrong more often to be worse for it.
 GUARD_MARGIN: Final = 0.05
-# Evidence of a guard's that, without proof, keeps a version from the traffic at the end of its time.
+# A guard's evidence that keeps a version without proof from the traffic at the end of its time.
 SUSPICIOUS: Final = 2.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0

@@ -73,7 +73,7 @@ def test_used_up_budget_is_undecided_by_what_was_seen_so_far() -> None:
     assert (found.outcome, found.planned, found.tasks) == ("undecided", 10, 10)
     assert found.points_to_harm
     assert "what was seen speaks against m@2" in found.reason
-    seen = evaluated(10, scored(0.48), scored(0.5), tries=1)
+    seen = evaluated(10, scored(0.5), scored(0.5), tries=1)
     assert "what was seen does not speak against m@2" in seen.reason
 
 
