@@ -130,10 +130,11 @@ class Live(Record, frozen=True, kw_only=True):
 def free_slots(live: Live, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
-    A server with fewer than what serves, what it would go back to, and one more could never have
-    any: there the next version waits only until nothing else is left.
+    A server with fewer than what serves, what it would go back to, what is decided about, and one
+    more could never have any: there the next version waits only until nothing else is left.
     """
-    return max(0, max(slots, live.serving + live.ready + live.held + 1) - live.total)
+    never_free = live.serving + live.ready + live.held + live.gated
+    return max(0, max(slots, never_free + 1) - live.total)
 
 
 def needed_slots(live: Live, slots: int, together: int) -> int:

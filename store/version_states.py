@@ -101,17 +101,19 @@ _ROLL_BACK: Final = text(
         WHERE p.name = :name AND p.state NOT IN ('rejected', 'rolled_back')
         ORDER BY version, root = version DESC, root DESC),
     changed AS (
-        UPDATE policies p SET share = NULL, changed_at = clock_timestamp(),
+        UPDATE policies p SET share = NULL,
+            changed_at = CASE WHEN p.unloaded_at IS NULL THEN clock_timestamp()
+                ELSE p.changed_at END,
             state = CASE WHEN before.state IN ('written', 'loaded')
                 THEN 'rejected' ELSE 'rolled_back' END
         FROM before
         WHERE p.name = :name AND p.version = before.version AND p.state = before.state
-        RETURNING p.version, before.state AS was, p.state, root, p.changed_at)
+        RETURNING p.version, before.state AS was, p.state, root)
     {_EVENT}
     SELECT CAST(left(:id, 26) || lpad(to_hex(version), 6, '0') AS uuid), :name, version, was, state,
         CASE WHEN version = :version THEN :reason
             WHEN version = root THEN :served ELSE :descends || root || ', which failed' END,
-        :actor, CASE WHEN version = :version THEN CAST(:evidence AS jsonb) END, changed_at
+        :actor, CASE WHEN version = :version THEN CAST(:evidence AS jsonb) END, clock_timestamp()
     FROM changed
     """
 )
@@ -149,9 +151,10 @@ _TOGETHER: Final = text(
     ORDER BY name, version
     """
 )
-_EVALUATED: Final = text(
-    "SELECT min(version) FROM policies"
-    " WHERE name = :name AND state = 'loaded' AND gate->>'mode' = 'evaluated'"
+_DECIDED_ABOUT: Final = text(
+    "SELECT min(version) FROM policies WHERE name = :name AND state = 'loaded'"
+    " AND (gate->>'mode' = 'evaluated'"
+    " OR gate->>'mode' = 'immediate' AND gate->>'approve' = 'true')"
 )
 # By the clock, as whoever changes rewards has waited for all who store some.
 _JUDGE_BY: Final = text(
@@ -354,7 +357,8 @@ async def make_loaded(
     """Let `version`, which every server has, wait for traffic, to be judged by the rule `rule`.
 
     What was made before it and waits yet never will have any: this one has learnt what that had.
-    The oldest in the mode "evaluated" is left, or no evaluation ended while versions come quickly.
+    The oldest is left while it is evaluated, or a person is to approve it: neither would ever come
+    to an end while versions come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -362,9 +366,9 @@ async def make_loaded(
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
-    evaluated = await connection.scalar(_EVALUATED, {"name": name})
+    decided_about = await connection.scalar(_DECIDED_ABOUT, {"name": name})
     for older in await in_states(connection, name, *WITHOUT_TRAFFIC):
-        if older.version < version and older.version != evaluated:
+        if older.version < version and older.version != decided_about:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
     await _set(connection, name, version, gate=dict(rule))
@@ -480,6 +484,7 @@ async def judge_anew(
 
     `units` replaces parts of their rules.
     """
+    await lock_policies(connection, [name])
     values = {"name": name, "units": json.dumps(dict(units))}
     why = "the reward is another sum: what it is compared by begins anew, with what begins now"
     for row in (await connection.execute(_JUDGE_BY, values)).all():
@@ -578,7 +583,8 @@ async def roll_back(
     because = {"served": served, "descends": f"it was trained on from {name}@"}
     values = {"name": name, "version": number, "serves": serves, **because}
     await connection.execute(_ROLL_BACK, values | _values(why))
-    if not serves:
+    # What serves may have been trained on from a canary that somebody promoted it past.
+    if await in_states(connection, name, "serving"):
         return None
     target = await rollback_target(connection, name)
     again = f"{name}@{number} was rolled back: {why['reason']}"

@@ -32,6 +32,8 @@ Kind = Literal["better", "worse"]
 ROUNDING: Final = 1e-9
 # The share of episodes by which a new version must go wrong more often to be worse for it.
 GUARD_MARGIN: Final = 0.05
+# Blocks of its own that a version needs to be called no worse, where several are one arm.
+FEWEST_OWN: Final = 4
 # A guard's evidence that keeps a version without proof from the traffic at the end of its time.
 SUSPICIOUS: Final = 2.0
 # An episode is slow if it takes this many times the median of the old version's.
@@ -307,6 +309,7 @@ class Comparison:
         self._worse_needed = 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
         self._total = self._weight = 0.0
+        self._marked = (0, 0.0)
         self._bounds = (0, -1.0, 1.0)
         self.verdict: Verdict | None = None
 
@@ -350,6 +353,16 @@ class Comparison:
     def difference(self) -> float | None:
         """Return the estimate of new − old, in units of the reward; None before the first block."""
         return self._rule.width * self._total / self._weight if self._weight else None
+
+    def mark(self) -> None:
+        """Note that another version is the new one from now on, of several that are one arm."""
+        self._marked = (len(self._blocks), self._total)
+
+    @property
+    def is_borne_out(self) -> bool:
+        """Return whether the blocks since the mark, some at least, speak for the new version."""
+        blocks, total = self._marked
+        return len(self._blocks) - blocks >= FEWEST_OWN and self._total >= total
 
     @property
     def points_to_harm(self) -> bool:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.controller.comparison import Comparison, Rule, canary_share
 from pawl.controller.evaluating import Evaluations
-from pawl.controller.evidence import Compared, Evidence, counted_at
+from pawl.controller.evidence import Compared, Evidence
 from pawl.controller.metrics import (
     GATE_BOUND,
     GATE_EPISODES,
@@ -68,6 +68,7 @@ LOOK_S: Final = 60.0
 RENEWED: Final = 1.05
 WAITS: Final = "it waits for approval (`pawl policies promote`): "
 NOTHING_SHOWN: Final = "nothing was shown in time"
+PASSED: Final = "it passed its probe"
 
 
 class LookTooLong(Exception):
@@ -145,7 +146,9 @@ class PolicyGate:
         """Roll back what serves if it has fallen behind its control; or note that it is proven."""
         serving, control = stands.serving, stands.control
         is_watched = control is not None and serving.version.version > 0
-        GATE_WATCHED.labels(self._name).set(is_watched or not serving.version.version)
+        # Where nobody wants a control, nobody misses it.
+        is_wanted = serving.version.version > 0 and _rule_of(serving).control_share > 0
+        GATE_WATCHED.labels(self._name).set(is_watched or not is_wanted)
         if control is None or not is_watched:
             self._hide("watch")
             return []
@@ -165,7 +168,7 @@ class PolicyGate:
         why = _why(evidence.comparison, rule)
         if verdict.kind == "worse":
             return await self._fall(connection, serving, why)
-        if serving.since < counted_at(rule, stands.now):
+        if evidence.newest == serving.version.version and evidence.comparison.is_borne_out:
             await self._prove(connection, serving.version, rule, why)
         return []
 
@@ -178,8 +181,8 @@ class PolicyGate:
     ) -> None:
         """Write down once that what serves is no worse than its control, whose share gets smaller.
 
-        It will itself be the control of what serves after it. So this is never said of a version of
-        which no episode counts yet.
+        It will itself be the control of what serves after it. So its own episodes have to speak for
+        it, and not only those of versions before it.
         """
         reason, evidence = why
         if await is_proven(connection, self._name, serving.version):
@@ -322,6 +325,8 @@ class PolicyGate:
             return []
         rule = _rule_of(candidate)
         if rule.mode == "immediate":
+            if rule.approve:
+                await self._wait(connection, candidate.version, WAITS + PASSED, {})
             return []
         if rule.mode == "evaluated":
             comparison = self._evaluations.outcome(candidate, stands.serving, rule)

@@ -43,6 +43,7 @@ class Evidence:
     Attributes:
         key: what is compared: with another key another evidence begins.
         comparison: what was read so far.
+        newest: the newest of the new versions of which an episode was read.
         confirms: whether it was read from the beginning to confirm a decision that is due.
     """
 
@@ -61,6 +62,7 @@ class Evidence:
         """Begin with the episodes of `since`; `new` and `old` are arms with their versions."""
         self.key = key
         self.comparison = comparison
+        self.newest = 0
         self.confirms = confirms
         self._policy = policy
         self._rule = rule
@@ -93,6 +95,9 @@ class Evidence:
             )
             self._cut = max(cut // 2, 1)
             for episode in part.episodes:
+                if episode.arm == self._new and episode.version > self.newest:
+                    self.newest = episode.version
+                    self.comparison.mark()
                 self.comparison.add(episode.arm == self._new, _episode(episode))
             self._goes_on_from = part.goes_on_from
             if part.goes_on_from is None:

@@ -48,7 +48,7 @@ GATE_EPISODES = Gauge(
 GATE_WATCHED = Gauge(
     "pawl_controller_gate_watched",
     "1 while live rewards may roll back the trained version that serves; 0: it has no control, as"
-    " `publish.control_share` is 0 or an operator moved the traffic.",
+    " an operator moved the traffic. Also 1 where `publish.control_share` is 0.",
     ["policy"],
 )
 GATE_FROZEN = Gauge(

@@ -37,9 +37,12 @@ def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> 
 
 
 @given(SLOTS)
-def test_what_serves_with_its_control_always_has_room_for_the_next(slots: int) -> None:
+def test_what_serves_or_is_decided_about_always_has_room_for_the_next(slots: int) -> None:
+    """Else no version would be made for as long as a trial, or a person, takes."""
     for serving in range(20):
-        alone = Live(serving=serving, held=serving, kept=0, unloading=0, coming=0)
+        alone = Live(
+            serving=serving, held=serving, gated=2 * serving, kept=0, unloading=0, coming=0
+        )
         assert free_slots(alone, slots) >= 1
 
 

@@ -196,6 +196,16 @@ async def test_version_that_is_to_be_approved_waits_and_that_is_said_once(
     assert await states(engine) == {0: "retired", 1: "serving"}
 
 
+async def test_immediate_version_that_is_to_be_approved_waits_and_that_is_said_once(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await loaded(engine, 0, rule={**RULE, "mode": "immediate", "approve": True})
+    for one in (judge, judge, controller(engine)):
+        await one.look(engine)
+    assert await changes(engine) == [("m@1", "loaded")]
+    assert "`pawl policies promote`" in (await last_event(engine)).reason
+
+
 async def test_version_that_is_to_be_approved_is_rolled_back_for_being_worse(
     engine: AsyncEngine, judge: Deciding
 ) -> None:

@@ -11,17 +11,18 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
 from pawl.controller.deciding import Deciding
+from store.version_states import set_control_share
 from tests.support.controller.trials import (
     BAD,
     GOOD,
     IMMEDIATE,
     MANY,
     RULE,
+    TO_S,
     changes,
     live,
     look,
     next_version,
-    pass_time,
     serves,
     shares,
     states,
@@ -113,18 +114,19 @@ async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     assert is_watched()
 
 
-async def test_proof_is_of_no_version_that_has_just_begun_to_serve(
+async def test_proof_is_of_no_version_that_its_own_episodes_do_not_speak_for(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await serves(engine, 1, 0)
     await live(engine, {("control", 0): BAD, ("serving", 1): GOOD})
-    await next_version(engine, 2, 1, IMMEDIATE)
-    async with engine.begin() as connection:
-        await promote(connection, "m", 2, reason="it is loaded", actor="trainer")
+    await serves(engine, 2, 1)
     await judge.look(engine)
     assert await changes(engine) == []
-    await pass_time(engine)
+    await live(engine, {("control", 0): BAD, ("serving", 2): [0.0]}, "b")
     await judge.look(engine)
+    assert await changes(engine) == []
+    await live(engine, {("control", 0): BAD, ("serving", 2): GOOD}, "c", from_s=TO_S, to_s=650.0)
+    await look(engine)
     assert await changes(engine) == [("m@2", "serving")]
 
 
@@ -161,14 +163,17 @@ async def test_version_after_a_roll_back_is_watched_again(
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
 
 
-async def test_version_without_a_control_is_not_watched_and_shown_so(
-    engine: AsyncEngine, judge: Deciding
+@pytest.mark.parametrize("share", [0.0, 0.3])
+async def test_version_without_a_control_is_not_watched_and_shown_so_where_one_is_wanted(
+    engine: AsyncEngine, judge: Deciding, share: float
 ) -> None:
-    await serves(engine, 1, 0, {**IMMEDIATE, "control_share": 0.0})
+    await serves(engine, 1, 0, {**IMMEDIATE, "control_share": share})
+    async with engine.begin() as connection:
+        await set_control_share(connection, "m", 0.0)
     await live(engine, {("serving", 1): BAD})
     await judge.look(engine)
     assert await states(engine) == {0: "retired", 1: "serving"}
-    assert not is_watched()
+    assert is_watched() == (not share)
 
 
 async def test_canary_falls_with_what_it_was_trained_from(

@@ -468,15 +468,27 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
         assert await serving(connection) == {"checker": 1, "writer": 1}
 
 
-async def test_a_newer_version_takes_the_place_of_one_that_waits(written: AsyncEngine) -> None:
+@pytest.mark.parametrize(
+    ("rule", "before"),
+    [
+        (RULE, "retired"),
+        ({"mode": "canary", "approve": True}, "retired"),
+        # Somebody, or an evaluation, is busy with it.
+        ({"mode": "evaluated"}, "loaded"),
+        ({"mode": "immediate", "approve": True}, "loaded"),
+    ],
+)
+async def test_a_newer_version_takes_the_place_of_one_that_waits_to_be_looked_at(
+    written: AsyncEngine, rule: dict[str, Any], before: str
+) -> None:
     async with written.begin() as connection:
-        await make_loaded(connection, "writer", 1, RULE, **BY)
+        await make_loaded(connection, "writer", 1, rule, **BY)
         await connection.exec_driver_sql("UPDATE updates SET state = 'done'")
         update = await begin_update(connection, "writer", 0, {})
         await add_version(connection, "writer", 2, "/writer/2", update)
         await make_loaded(connection, "writer", 2, RULE, **BY)
         found = {v.version: v.state for v in await list_versions(connection, "writer")}
-    assert found == {0: "serving", 1: "retired", 2: "loaded"}
+    assert found == {0: "serving", 1: before, 2: "loaded"}
 
 
 @pytest.mark.parametrize("rule", [{"mode": "canary"}, {"mode": "immediate", "approve": True}])
