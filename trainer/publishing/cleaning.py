@@ -2,7 +2,8 @@
 
 A version that is written or servable has its files, and its optimiser state with them: what serves,
 what may serve, the control, what a roll-back gives the traffic to, and what old episodes keep. So
-training and a roll-back are always possible. The files of the others go once nobody reads them.
+training and a roll-back are always possible. Of what once served, the last and a few older versions
+stay, for a person to go back to. The files of the others go once nobody reads them.
 
 A version is marked in the store before its folder is renamed and removed, so that a reader finds
 either all of its files or the reason why there are none, and a kill leaves what the next run ends.

@@ -35,7 +35,7 @@ PROBED: Final = "it is loaded, and served as it was trained"
 
 
 class Publisher:
-    """Publish and retire the versions of one policy."""
+    """Publish and unload the versions of one policy."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from store import claims
 from store.version_queries import list_versions, rollback_target, unasked_versions
-from store.version_states import ensure_base, mark_unloaded, recall
+from store.version_states import ensure_base, mark_unloaded, recall, roll_back
 from store.versions import PolicyVersion
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, set_state
@@ -162,8 +162,7 @@ async def test_ten_rejections_in_a_row_change_no_byte_of_what_follows(disk: Disk
     assert disk.weights(24) == expected
     await disk.unload()
     await disk.clean()
-    assert disk.there() == [3, 24]
-    assert disk.states() == [3, 24]
+    assert disk.there() == disk.states() == [1, 3, 24]
 
 
 async def trained_alone(disk: Disk, number: int) -> bytes:
@@ -203,8 +202,8 @@ async def test_ten_thousand_versions_take_no_more_than_a_few(disk: Disk) -> None
         serving = first + AT_ONCE - 1
         await many(disk, first, states)
         await disk.clean()
-        kept = sorted({last_good, serving} - {0})
-        assert disk.there() == kept
+        assert {last_good, serving} - {0} <= set(disk.there())
+        assert len(disk.there()) <= 20
     versions = await disk.versions()
     assert len(versions) == VERSIONS + 1
     there = {number for number, one in versions.items() if not one.files_deleted}
@@ -219,56 +218,79 @@ async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(dis
     for _ in range(2):
         await disk.unload()
         await disk.clean()
-    assert disk.there() == disk.states() == [1, 4]
+    assert disk.there() == disk.states() == [1, 2, 4]
     async with disk.engine.connect() as connection:
         assert (await rollback_target(connection, "m")).version == 1
+
+
+async def test_versions_that_once_served_stay_fewer_the_longer_ago(disk: Disk) -> None:
+    """A bad release may be found long after it began: there is something to go back to."""
+    for number in range(1, 41):
+        await disk.write(number - 1, number)
+        await disk.end(number, good=True)
+        await disk.unload()
+        await disk.clean()
+    assert len(disk.there()) < 12
+    assert disk.there() == disk.states()
+    for first in range(2, 41):
+        # No more is lost than has fallen.
+        back = max(number for number in disk.there() if number < first)
+        assert first - back <= 40 - first + 2
+    async with disk.engine.begin() as connection:
+        await roll_back(connection, (await disk.versions())[40], reason="worse", actor="operator")
+        await connection.execute(text("UPDATE policies SET ended_at = now() WHERE version = 1"))
+    await disk.unload()
+    await disk.clean()
+    versions = await disk.versions()
+    assert versions[1].files_deleted
+    assert versions[40].files_deleted
 
 
 async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     async with disk.engine.begin() as connection:
-        await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 1"))
+        await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 2"))
     await disk.unload()
     await disk.clean()
-    assert disk.there() == disk.states() == [1, 4]
+    assert disk.there() == disk.states() == [1, 2, 3, 4]
 
 
 async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:
-    await serve(disk, 1, 2, 3)
+    await serve(disk, 1, 2, 3, 4)
     await disk.unload()
-    disk.server.loaded["m@1"] = "/a/1"
+    disk.server.loaded["m@2"] = "/a/2"
     await disk.clean()
-    assert disk.there() == [1, 2, 3]
+    assert disk.there() == [1, 2, 3, 4]
     disk.server.loaded.clear()
     # A replica that does not say what it has loaded may have it.
     await disk.clean(disk.server.url, f"http://127.0.0.1:{free_port()}/v1")
-    assert disk.there() == [1, 2, 3]
+    assert disk.there() == [1, 2, 3, 4]
     await disk.clean()
-    assert disk.there() == [2, 3]
+    assert disk.there() == [1, 3, 4]
 
 
 async def test_what_was_unloaded_a_moment_ago_stays(disk: Disk) -> None:
-    await serve(disk, 1, 2, 3)
+    await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET changed_at = now()"))
     await disk.clean()
-    assert disk.there() == [1, 2, 3]
+    assert disk.there() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("part", [False, True])
 async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
     disk: Disk, part: bool
 ) -> None:
-    await serve(disk, 1, 2, 3, 4)
+    await serve(disk, 1, 2, 3, 4, 5, 6)
     await disk.unload()
     without = msgspec.structs.replace(tokens([1, 2], [3]), sampled_logprobs=b"")
     records = [
         # The first call of the episode is of a version that is not asked again.
-        call("e", policy_version=1, **ago(DAY_S, 0)),
-        call("e", policy_version=2, tokens=without, **ago(DAY_S, 1)),
+        call("e", policy_version=2, **ago(DAY_S, 0)),
+        call("e", policy_version=4, tokens=without, **ago(DAY_S, 1)),
         # What has its log-probabilities, or is not trainable, asks for nothing.
-        call("f", policy_version=1, **ago(DAY_S, 2)),
+        call("f", policy_version=2, **ago(DAY_S, 2)),
     ]
     async with disk.engine.begin() as connection:
         await ingest(connection, records)
@@ -281,47 +303,47 @@ async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
                 )
             )
     await disk.clean()
-    assert disk.there() == [2, 3, 4]
+    assert disk.there() == [1, 3, 4, 5, 6]
     async with disk.engine.begin() as connection:
         await connection.execute(text("UPDATE episode_policies SET claimable = false"))
     await disk.clean()
-    assert disk.there() == [3, 4]
+    assert disk.there() == [1, 3, 5, 6]
 
 
 async def test_nothing_is_deleted_under_a_running_update(disk: Disk) -> None:
-    await serve(disk, 1, 2, 3)
+    await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
-        update = await claims.begin_update(connection, "m", 3, {})
+        update = await claims.begin_update(connection, "m", 4, {})
     await disk.clean()
-    assert disk.there() == [1, 2, 3]
+    assert disk.there() == [1, 2, 3, 4]
     async with disk.engine.begin() as connection:
         await claims.release(connection, update, "stopped")
     await disk.clean()
-    assert disk.there() == [2, 3]
+    assert disk.there() == [1, 3, 4]
 
 
 async def test_a_kill_between_mark_and_removal_is_made_good(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await serve(disk, 1, 2, 3)
+    await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     with monkeypatch.context() as patched:
         patched.setattr("trainer.publishing.adapters.remove", lambda _: None)
         await disk.clean()
     versions = await disk.versions()
-    assert versions[1].files_deleted
-    assert disk.there() == [1, 2, 3]
+    assert versions[2].files_deleted
+    assert disk.there() == [1, 2, 3, 4]
     await disk.clean()
-    assert disk.there() == [2, 3]
+    assert disk.there() == [1, 3, 4]
 
 
 async def test_a_version_that_was_recalled_meanwhile_keeps_its_files(disk: Disk) -> None:
-    await serve(disk, 1, 2, 3)
+    await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
         found = await unasked_versions(connection, "m", 900.0)
-        assert [one.version for one in found] == [1]
-        await recall(connection, "m", 1, reason="for the test", actor="operator")
+        assert [one.version for one in found] == [2]
+        await recall(connection, "m", 2, reason="for the test", actor="operator")
     await disk.clean()
-    assert disk.there() == [1, 2, 3]
+    assert disk.there() == [1, 2, 3, 4]
