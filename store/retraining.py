@@ -21,12 +21,12 @@ from store.errors import NotGated
 from store.records import Record
 from store.version_queries import list_live
 from store.version_states import (
-    WITHOUT_TRAFFIC,
     add_event,
     change_state,
     lock_policies,
     lock_version,
     promote,
+    watch_anew,
 )
 from store.versions import Actor
 
@@ -114,7 +114,8 @@ async def retrain(
 ) -> Retrained:
     """Start the line of `policy` again at `version`, which every server must have loaded.
 
-    A running update is abandoned: whoever runs it finds that it lost its claim.
+    A running update is abandoned: whoever runs it finds that it lost its claim. The control stays
+    if it does not end; else what a roll-back would give the traffic to is the control.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -139,12 +140,17 @@ async def retrain(
     reasons = dict.fromkeys(await run(_UNCLAIMED), LEFT_OUT)
     await consume_unclaimed(connection, policy, version, recipes[0], reasons)
     live = await list_live(connection, policy)
+    # First, so that nothing that ends becomes the control.
+    for one in live:
+        if one.version > version and one.state not in ("retired", "rolled_back"):
+            await change_state(connection, one, "retired", reason=why, actor=actor)
     retrained = Retrained(
         serves=start.served_name,
         served=next(one.served_name for one in live if one.state == "serving"),
         freed=dict(freed),
         left_out=len(reasons),
         learned=(await run(_LEARNED))[0],
+        ended=len(await run(_END)),
         max_staleness=recipes[0].get("claim", {}).get("max_staleness"),
     )
     moves: dict[str, Any] = {
@@ -156,7 +162,5 @@ async def retrain(
         await add_event(connection, policy, version, "serving", before="serving", **moves)
     else:
         await promote(connection, policy, version, **moves)
-    for one in live:
-        if one.version > version and one.state in (*WITHOUT_TRAFFIC, "canary"):
-            await change_state(connection, one, "retired", reason=why, actor=actor)
-    return msgspec.structs.replace(retrained, ended=len(await run(_END)))
+    await watch_anew(connection, policy)
+    return retrained

@@ -141,6 +141,15 @@ _CONTROL: Final = text(
     FROM policies WHERE name = :name AND version = :version
     """
 )
+_WATCH: Final = text(
+    f"""
+    UPDATE policies c SET changed_at = clock_timestamp(),
+        share = NULLIF(CAST(s.gate->>'control_share' AS double precision), 0)
+    FROM policies s
+    WHERE s.name = :name AND s.state = 'serving' AND c.name = :name AND c.state = 'retired'
+        AND c.version = COALESCE({BACK_TO.format(name=":name")}, 0)
+    """
+)
 _TOGETHER: Final = text(
     f"""
     SELECT {VERSION_COLUMNS}, changed_at < now() - make_interval(secs => :wait_s) AS has_waited
@@ -435,6 +444,14 @@ async def set_control_share(connection: AsyncConnection, name: str, share: float
     """Give the control, if there is one, this share of new episodes; 0: there is none any more."""
     control = (policies.c.name == name, text(CONTROL))
     await connection.execute(update(policies).where(*control).values(share=share or None))
+
+
+async def watch_anew(connection: AsyncConnection, name: str) -> None:
+    """Compare what serves with its control from now on, as its rule says.
+
+    Without a control, what a roll-back would give the traffic to becomes it.
+    """
+    await connection.execute(_WATCH, {"name": name})
 
 
 async def promote_together(

@@ -15,6 +15,7 @@ from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
 from store.deleting import delete_episode
 from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
+from store.read.gates import gated
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
 from store.version_queries import head_of, list_servable, numbered_version, rollback_target
@@ -255,6 +256,40 @@ async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:
             await connection.execute(
                 text("UPDATE policies SET state = 'serving' WHERE version = 3")
             )
+
+
+@pytest.mark.parametrize(
+    ("was", "start", "control"),
+    [
+        # The control is older than the start, and stays.
+        (2, 4, 2),
+        # It ends: what served before the start is the control, or the base model.
+        (3, 2, 1),
+        (3, 1, 0),
+        # It is the start itself.
+        (3, 3, 2),
+    ],
+)
+async def test_what_serves_is_watched_against_a_version_that_did_not_end(
+    engine: AsyncEngine, was: int, start: int, control: int
+) -> None:
+    for number in range(1, 6):
+        await wave(engine, number, number - 1)
+        await consume_all(engine, await claim_from(engine, number - 1), version=number)
+        # The last with proof, and what serves when the line starts again.
+        evidence = {"verdict": "better"} if number in (was, 5) else None
+        async with engine.begin() as connection:
+            rule = {"control_share": 0.05}
+            await promote(connection, "m", number, rule=rule, evidence=evidence)
+    for _ in range(2):
+        await again(engine, start)
+        watched = await rows(engine, "SELECT version, share FROM policies WHERE share IS NOT NULL")
+        assert watched == [(control, 0.05)]
+    async with engine.connect() as connection:
+        stands = await gated(connection, "m")
+    assert stands is not None
+    assert stands.control is not None
+    assert stands.control.since >= stands.serving.since
 
 
 async def test_ended_versions_make_no_episode_older(engine: AsyncEngine) -> None:
