@@ -339,19 +339,6 @@ async def list_events(
     return [PolicyEvent(**row._mapping) for row in rows]
 
 
-async def is_why_it_stays(
-    connection: AsyncConnection, name: str, version: int, reason: str
-) -> bool:
-    """Return whether an event of a version says with this reason why it stayed in its state."""
-    query = select(policy_events.c.id).where(
-        policy_events.c.name == name,
-        policy_events.c.version == version,
-        policy_events.c.from_state == policy_events.c.to_state,
-        policy_events.c.reason == reason,
-    )
-    return (await connection.execute(query.limit(1))).first() is not None
-
-
 async def why_stays(connection: AsyncConnection, name: str, version: int) -> str | None:
     """Return why a version stays in its state, if its newest event is about that; else None."""
     newest = await list_events(connection, name, version, most=1)

@@ -161,7 +161,7 @@ async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, A
 
 
 async def result(task: dict[str, Any]) -> str | None:
-    """Return the answer alone, where the environment says whom to ask (`pawl evaluate`)."""
+    """Return the answer alone, where the environment says whom to ask."""
     attempt = await answer(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"])
     found: str | None = attempt["answer"]
     return found

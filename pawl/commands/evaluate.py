@@ -96,6 +96,9 @@ def evaluate_command(flags: Flags) -> None:
     the tasks or --most-runs were used up. Status 2: the evaluation cannot run like this. Status
     130: Ctrl-C.
     """
+    for option, path in (("--json", flags.json), ("--picture", flags.picture)):
+        if path is not None and not path.absolute().parent.is_dir():
+            fail(f"{option}: there is no folder {path.absolute().parent}; make it, or name another")
     try:
         if flags.picture is not None:
             check_drawing()
@@ -216,7 +219,7 @@ def report(evaluation: Evaluation) -> Group:
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
-        Text(f"95 %, valid at every look. {_counts(evaluation)}", style="dim"),
+        Text(f"95 % at each end, at every look. {_counts(evaluation)}", style="dim"),
         *_guards(evaluation.figures),
         *_failures(evaluation.failures),
         Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(
@@ -350,7 +353,9 @@ def _draw_looks(axes: Any, evaluation: Evaluation) -> None:
         va="top",
     )
     band = [look.lower for look in looks], [look.upper for look in looks]
-    axes.fill_between(tasks, *band, color=NEW, alpha=0.18, linewidth=0, label="95 % at every look")
+    axes.fill_between(
+        tasks, *band, color=NEW, alpha=0.18, linewidth=0, label="95 % at each end, every look"
+    )
     axes.plot(tasks, [look.difference for look in looks], color=NEW, linewidth=2)
     axes.set_xlabel("tasks")
     axes.set_ylabel("difference of the mean reward")

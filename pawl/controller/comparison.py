@@ -296,6 +296,7 @@ class Comparison:
         evidence = ChangeDetector if watches else EProcess
         self._watches = watches
         self._rewards = Blocks(size)
+        self._has_rewards = False
         self._blocks: list[Block] = []
         self._better = EProcess(-rule.margin / rule.width, ABOVE)
         self._worse = evidence(0.0, BELOW)
@@ -314,19 +315,27 @@ class Comparison:
         self.verdict: Verdict | None = None
 
     def add(self, is_new: bool, episode: Episode) -> None:
-        """Take in one live episode, after all those that began before it."""
+        """Take in one live episode, after all those that began before it.
+
+        A block of which every episode failed without a reward, whatever its version, says nothing:
+        so it is in an outage.
+        """
         value = self._rule.scaled(episode)
         self._arms[is_new].add(episode, value)
         for guard in self._guards:
             guard.add(is_new, episode)
         if value is not None:
-            self._settle(self._rewards.add(is_new, episode.family, value))
+            self._has_rewards |= episode.reward is not None
+            block = self._rewards.add(is_new, episode.family, value)
+            self._settle(block if self._has_rewards else None)
+            self._has_rewards &= self._rewards.is_open
         self._judge()
 
     def add_pair(self, new: Sequence[Episode], old: Sequence[Episode]) -> None:
         """Take in what both versions made of one task: a block of its own.
 
-        A task of which one version has no scored episode says nothing about the reward.
+        A task of which one version has no scored episode says nothing about the reward, nor does
+        one in which all of both failed without one.
         """
         values: dict[bool, list[float]] = {True: [], False: []}
         for is_new, episodes in ((True, new), (False, old)):
@@ -335,7 +344,8 @@ class Comparison:
                 self._arms[is_new].add(episode, value)
                 if value is not None:
                     values[is_new].append(value)
-        self._settle(_pair(values[True], values[False]))
+        if any(episode.reward is not None for episode in (*new, *old)):
+            self._settle(_pair(values[True], values[False]))
         for guard in self._guards:
             wrong = [
                 [float(bad) for bad in (guard.read(is_new, one) for one in of) if bad is not None]

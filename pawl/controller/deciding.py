@@ -41,7 +41,7 @@ from store.read.gates import (
 )
 from store.records import Arm
 from store.settings import StoreSettings
-from store.version_queries import is_why_it_stays
+from store.version_queries import why_stays
 from store.version_states import (
     add_event,
     begin_canary,
@@ -163,14 +163,30 @@ class PolicyGate:
         if await evidence.catch_up(connection, stands.now):
             self._show("watch", evidence.comparison)
         verdict = evidence.comparison.verdict
-        if verdict is None or not await self._stands(connection, stands):
+        if verdict is None or (
+            verdict.kind == "better" and not await self._is_news(connection, evidence, serving)
+        ):
+            return []
+        if not await self._stands(connection, stands):
             return []
         why = _why(evidence.comparison, rule)
         if verdict.kind == "worse":
             return await self._fall(connection, serving, why)
-        if evidence.newest == serving.version.version and evidence.comparison.is_borne_out:
-            await self._prove(connection, serving.version, rule, why)
+        await self._prove(connection, serving.version, rule, why)
         return []
+
+    async def _is_news(
+        self, connection: AsyncConnection, evidence: Evidence, serving: Standing
+    ) -> bool:
+        """Return whether what serves is to be noted as proven, which it is not yet.
+
+        Its own episodes have to speak for it, and not only those of versions before it: it will
+        itself be the control of what serves after it.
+        """
+        number = serving.version.version
+        if not (evidence.newest == number and evidence.comparison.is_borne_out):
+            return False
+        return not await is_proven(connection, self._name, number)
 
     async def _prove(
         self,
@@ -179,14 +195,8 @@ class PolicyGate:
         rule: Rule,
         why: tuple[str, Mapping[str, Any]],
     ) -> None:
-        """Write down once that what serves is no worse than its control, whose share gets smaller.
-
-        It will itself be the control of what serves after it. So its own episodes have to speak for
-        it, and not only those of versions before it.
-        """
+        """Write down that what serves is no worse than its control, whose share gets smaller."""
         reason, evidence = why
-        if await is_proven(connection, self._name, serving.version):
-            return
         await add_event(
             connection,
             self._name,
@@ -266,6 +276,8 @@ class PolicyGate:
         verdict = comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return await self._fall(connection, version, why)
+        if await self._waits(connection, version.version):
+            return []
         if verdict is None and (
             rule.undecided == "keep" or comparison.difference is None or comparison.points_to_harm
         ):
@@ -280,7 +292,7 @@ class PolicyGate:
             return [Move(version.version, "retired", reason)]
         if rule.approve:
             shown = NOTHING_SHOWN if verdict is None else verdict.reason
-            await self._wait(connection, version.version, WAITS + shown, evidence)
+            await self._wait(connection, version.version, shown, evidence)
             return []
         # What is not proven is watched, if at all, with as many episodes as it was tried with.
         is_watched_more = verdict is None and rule.control_share > 0
@@ -295,25 +307,29 @@ class PolicyGate:
         )
         return [Move(version.version, "serving", reason)]
 
+    async def _waits(self, connection: AsyncConnection, version: PolicyVersion) -> bool:
+        """Return whether a version waits for a person, who was shown the evidence."""
+        reason = await why_stays(connection, self._name, version.version)
+        return reason is not None and reason.startswith(WAITS)
+
     async def _wait(
         self,
         connection: AsyncConnection,
         version: PolicyVersion,
-        reason: str,
+        shown: str,
         evidence: Mapping[str, Any],
     ) -> None:
-        """Write down once that a version waits for a person, with the evidence."""
-        if not await is_why_it_stays(connection, self._name, version.version, reason):
-            await add_event(
-                connection,
-                self._name,
-                version.version,
-                version.state,
-                before=version.state,
-                reason=reason,
-                actor=CONTROLLER,
-                evidence=evidence,
-            )
+        """Write down that a version waits for a person, with the evidence."""
+        await add_event(
+            connection,
+            self._name,
+            version.version,
+            version.state,
+            before=version.state,
+            reason=WAITS + shown,
+            actor=CONTROLLER,
+            evidence=evidence,
+        )
 
     # A candidate
 
@@ -324,23 +340,35 @@ class PolicyGate:
             self._evaluations.forget(self._name)
             return []
         rule = _rule_of(candidate)
-        if rule.mode == "immediate":
-            if rule.approve:
-                await self._wait(connection, candidate.version, WAITS + PASSED, {})
+        if rule.approve and await self._waits(connection, candidate.version):
             return []
+        comparison: Comparison | None = None
         if rule.mode == "evaluated":
             comparison = self._evaluations.outcome(candidate, stands.serving, rule)
-            if comparison is None or not await self._stands(connection, stands):
-                return []
-            return await self._end(connection, candidate, rule, comparison)
-        if not await self._stands(connection, stands):
+        is_due = {
+            "immediate": rule.approve,
+            "evaluated": comparison is not None,
+            "canary": True,
+        }[rule.mode]
+        if not (is_due and await self._stands(connection, stands)):
             return []
+        if comparison is not None:
+            return await self._end(connection, candidate, rule, comparison)
+        if rule.mode == "immediate":
+            await self._wait(connection, candidate.version, PASSED, {})
+            return []
+        return await self._begin_trial(connection, stands, candidate.version, rule)
+
+    async def _begin_trial(
+        self, connection: AsyncConnection, stands: Gated, version: PolicyVersion, rule: Rule
+    ) -> list[Move]:
+        """Give a version as large a share of the new episodes as decides about it in time."""
         taken = 0.0 if stands.control is None else stands.control.version.share or 0.0
         per_hour = await episodes_per_hour(connection, self._name)
         share = canary_share(per_hour, rule, taken)
         why = f"it gets {share:.0%} of the new episodes ({per_hour:.3g} an hour), to be compared"
-        await begin_canary(connection, candidate.version, share, reason=why, actor=CONTROLLER)
-        return [Move(candidate.version, "canary", why)]
+        await begin_canary(connection, version, share, reason=why, actor=CONTROLLER)
+        return [Move(version, "canary", why)]
 
     # All of them
 
@@ -371,7 +399,8 @@ class PolicyGate:
         if compared == "watch":
             assert control is not None
             new, old = ("serving", self._watched), ("control", {control.version.version})
-            shares, since = (1 - taken, taken), control.since
+            # By the rule, as the control may have had a larger share before what serves was proven.
+            shares, since = (1 - rule.control_share, rule.control_share), control.since
         else:
             assert canary is not None
             new = "canary", {canary.version.version}
@@ -435,7 +464,7 @@ def _why(comparison: Comparison, rule: Rule) -> tuple[str, dict[str, Any]]:
     if verdict is not None:
         reason = verdict.reason
     elif difference is None:
-        reason = f"{NOTHING_SHOWN}: no task has a score of both versions"
+        reason = f"{NOTHING_SHOWN}: nothing was scored"
     else:
         points = "and points to harm" if comparison.points_to_harm else "which is no sign of harm"
         reason = f"{NOTHING_SHOWN}: the difference so far is {difference:+.3g}, {points}"
@@ -502,7 +531,7 @@ class Deciding:
                     raise
                 policy.failed(error)
                 continue
-            policy.failed(None)
+            policy.failed(self._evaluations.errors.get(name))
             for version, to, reason in moves:
                 GATE_MOVES.labels(version.name, to).inc()
                 log.info("gate_moved", version=version.served_name, to=to, reason=reason)

@@ -138,6 +138,11 @@ class Blocks:
             return None
         return self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a block has begun and is not complete."""
+        return bool(self._open)
+
     def close(self) -> Block | None:
         """Complete the block that is open, however many it holds, and return what it says."""
         episodes, self._open = self._open, []

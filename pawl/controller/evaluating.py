@@ -4,7 +4,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +38,8 @@ class Evaluations:
         """Begin without any; `evaluate` compares a candidate with what serves."""
         self._evaluate = evaluate
         self._tasks: dict[str, tuple[object, asyncio.Task[Comparison]]] = {}
+        # Why the last try of a policy's evaluation failed.
+        self.errors: dict[str, Exception] = {}
         # Cancelled, and not ended yet.
         self._ending: set[asyncio.Task[Comparison]] = set()
 
@@ -46,7 +48,8 @@ class Evaluations:
 
         If there is none of these two it begins, in place of that of another candidate.
         """
-        name, key = candidate.version.name, (candidate.version.version, serving.version.version)
+        name = candidate.version.name
+        key = candidate.version.version, serving.version.version, rule
         known, task = self._tasks.get(name, (None, None))
         if task is None or known != key:
             self.forget(name)
@@ -56,6 +59,7 @@ class Evaluations:
 
     def forget(self, name: str) -> None:
         """End a policy's evaluation: it has no candidate any more, or another one."""
+        self.errors.pop(name, None)
         if name in self._tasks:
             _, task = self._tasks.pop(name)
             task.cancel()
@@ -69,17 +73,26 @@ class Evaluations:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _until_done(self, candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
-        """Evaluate, again and again until it does not fail; log a failure once."""
-        logged: str | None = None
+        """Evaluate, again and again until it does not fail; log a failure once.
+
+        What still fails `decide_within_h` after it began has found nothing: no other version waits
+        for it any longer.
+        """
+        clock, version = asyncio.get_running_loop().time, candidate.version
+        began = clock()
         while True:
             try:
-                return await self._evaluate(candidate, serving, rule)
+                comparison = await self._evaluate(candidate, serving, rule)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                if reason != logged:
-                    version = candidate.version.served_name
-                    log.exception("version_not_evaluated", version=version, again_in_s=AGAIN_S)
-                logged = reason
+                if repr(error) != repr(self.errors.get(version.name)):
+                    served = version.served_name
+                    log.exception("version_not_evaluated", version=served, again_in_s=AGAIN_S)
+                self.errors[version.name] = error
+            else:
+                self.errors.pop(version.name, None)
+                return comparison
+            if clock() - began >= 3600 * rule.decide_within_h:
+                return Comparison(rule)
             await asyncio.sleep(AGAIN_S)
 
 
@@ -100,13 +113,13 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
     """Run the tasks of the candidate's recipe with both versions, and return what they came to.
 
-    An evaluation that was killed goes on from its journal, unless the machine lost that. It ends
-    `decide_within_h` after the candidate was loaded, undecided if need be.
+    An evaluation that was killed goes on from its journal, unless the machine lost that, or tasks
+    or rule are others. It ends after `decide_within_h`, undecided if need be.
 
     Raises:
         msgspec.ValidationError: the candidate's rule has no `evaluation` that can be read.
         RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
-        OSError: the journal cannot be written, or its folder is another user's.
+        OSError: the tasks cannot be read, or the journal not written.
     """
     options = msgspec.convert((candidate.gate or {}).get("evaluation"), EvaluationOptions)
     new, old = (f"{one.version.name}@{one.version.version}" for one in (candidate, serving))
@@ -114,11 +127,13 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is another user's: remove it, for a controller's journals")
+    tasks = Path(options.tasks)
+    # The name of a version may have been another's, in a database of before.
+    about = repr((candidate.version.update_id, sorted((candidate.gate or {}).items())))
+    digest = sha256(about.encode() + await asyncio.to_thread(tasks.read_bytes)).hexdigest()
     setup = Setup(
-        tasks=Path(options.tasks),
-        # The name of a version may have been another's, in a database of before. One that was
-        # imported has no update.
-        journal=folder / f"{candidate.version.update_id or new}-{serving.version.version}.jsonl",
+        tasks=tasks,
+        journal=folder / f"{new}-{serving.version.version}-{digest[:16]}.jsonl",
         url=options.url.rstrip("/").removesuffix("/v1"),
         headers=read_settings(ClientSettings).headers,
         command=options.command,
@@ -136,6 +151,4 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
         tries=options.tries,
         most_runs=options.most_runs,
     )
-    until = candidate.since + timedelta(hours=rule.decide_within_h)
-    left_s = (until - datetime.now(UTC)).total_seconds()
-    return (await evaluate(job, within_s=max(left_s, 0.0))).comparison
+    return (await evaluate(job, within_s=3600 * rule.decide_within_h)).comparison

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
@@ -122,6 +123,13 @@ async def test_evaluated_version_that_is_to_be_approved_waits_and_that_is_said_o
     await judge.look(engine)
     assert await changes(engine) == [("m@1", "loaded")]
     assert "pawl policies promote" in (await events_of(engine, "m"))[-1].reason
+    # A controller that has lost what it came to does not decide anew.
+    lost = Evaluator(0.4, 0)
+    lost.may_end.set()
+    for _ in range(3):
+        await controller(engine, lost).look(engine)
+    assert await states(engine) == {0: "serving", 1: "loaded"}
+    assert lost.of == []
 
 
 async def test_evaluation_goes_on_while_newer_versions_come_and_the_newest_is_next(
@@ -176,6 +184,30 @@ async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_onc
     [failed] = [one for one in logs if one["event"] == "version_not_evaluated"]
     assert failed["version"] == "m@1"
     assert len(evaluator.of) == 4
+
+
+async def test_version_that_cannot_be_evaluated_in_time_is_retired_and_that_is_shown(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.0)
+    evaluator = Evaluator(0.4)
+    evaluator.fails = 10**9
+    await loaded(engine, 0, rule={**EVALUATED, "decide_within_h": 1e-4})
+    judge = controller(engine, evaluator)
+
+    async def is_shown() -> bool:
+        await judge.look(engine)
+        return 'gate_failed{policy="m"} 1.0' in generate_latest().decode()
+
+    async def is_retired() -> bool:
+        await judge.look(engine)
+        return (await states(engine))[1] == "retired"
+
+    await eventually(is_shown)
+    await eventually(is_retired)
+    assert "nothing was scored" in (await events_of(engine, "m"))[-1].reason
+    await judge.look(engine)
+    assert not await is_shown()
 
 
 async def test_evaluations_end_with_the_controller(engine: AsyncEngine) -> None:

@@ -187,6 +187,16 @@ def test_failed_episode_without_a_reward_counts_as_the_lowest_and_an_unscored_on
     assert comparison.figures().new.unscored == 1
 
 
+def test_outage_in_which_everything_fails_proves_nothing() -> None:
+    live, pairs, failed = Comparison(RULE), Comparison(RULE), Episode("one", None, failed=True)
+    for episode in range(4_000):
+        live.add(episode % 2 == 0, failed)
+    for _ in range(500):
+        pairs.add_pair([failed] * 4, [failed] * 4)
+    assert [one.verdict for one in (live, pairs)] == [None, None]
+    assert [one.blocks for one in (live, pairs)] == [0, 0]
+
+
 def test_bounds_close_in_on_the_difference() -> None:
     figures = compared(scored(0.8, malformed=False)).figures()
     assert figures.difference is not None
