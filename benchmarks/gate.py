@@ -257,7 +257,9 @@ class Policy:
         self._control_share = share
         if self._control is None or self.serving.proven:
             self._control = self.serving
-            self._watch = Live(self._rule, self._watched(), begins=self._now, watches=True)
+            # Blocks are those of the rule's share, whatever share the control has for now.
+            control = self._rule.control_share
+            self._watch = Live(self._rule, (1 - control, control), begins=self._now, watches=True)
         self.serving = version
 
 
