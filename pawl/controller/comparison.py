@@ -57,7 +57,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         reward_delay_s: seconds after its beginning at which an episode counts as it is then.
         mistakes: the greatest probability of calling one that is as good worse, and of calling one
             that is worse by the margin no worse, over all looks.
-        reward: digest of what rewards are made by, in whose unit the others are.
 
     Raises:
         ValueError: one of them is out of its range.
@@ -72,7 +71,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     reward_range: tuple[float, float] = (0.0, 1.0)
     reward_delay_s: float = 600.0
     mistakes: float = 0.05
-    reward: str | None = None
 
     def __post_init__(self) -> None:
         """Check what the arithmetic rests on."""

@@ -19,7 +19,6 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.link.claimable import reward_rule
 from store.records import Arm, Record
 from store.schema.tables import CLAIMABLE, CONTROL, LIVE
 from store.tenants import bare, task_family
@@ -86,7 +85,7 @@ class Gated(Record, frozen=True, kw_only=True):
 
     `candidate` is the oldest version that is loaded and waits, `control` the one that what served
     since it lost the traffic is compared with. `frozen` says that only operators change which
-    version has traffic. `reward` is the digest of what rewards are made by now.
+    version has traffic.
     """
 
     now: datetime
@@ -95,7 +94,6 @@ class Gated(Record, frozen=True, kw_only=True):
     canary: Standing | None = None
     candidate: Standing | None = None
     control: Standing | None = None
-    reward: str | None = None
 
 
 async def gated_policies(connection: AsyncConnection) -> list[str]:
@@ -104,12 +102,7 @@ async def gated_policies(connection: AsyncConnection) -> list[str]:
 
 
 async def gated(connection: AsyncConnection, name: str) -> Gated | None:
-    """Return where a policy stands, or None if no version of it serves: there is no such policy.
-
-    What its rewards are made by stays so until the transaction ends.
-    """
-    # First, since whoever reads it keeps it from being changed: what comes after is of that time.
-    reward = (await reward_rule(connection, name)).digest
+    """Return where a policy stands, or None if no version of it serves: there is no such policy."""
     rows = (await connection.execute(_STANDING, {"name": name})).all()
     by_state: dict[PolicyState, Standing] = {
         row.state: Standing(version=version_of(row), gate=row.gate, since=row.changed_at)
@@ -120,7 +113,6 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     return Gated(
         now=rows[0].now,
         frozen=rows[0].frozen,
-        reward=reward,
         serving=by_state["serving"],
         canary=by_state.get("canary"),
         candidate=by_state.get("loaded"),
