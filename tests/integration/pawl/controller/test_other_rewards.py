@@ -1,15 +1,14 @@
 """A policy whose reward becomes another sum: rewards in two units are never compared."""
 
-import asyncio
 from collections.abc import Sequence
+from datetime import datetime
 
 import pytest
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.commands.policies import events_of
 from pawl.controller.deciding import Deciding
-from store.read.gates import gated
+from pawl.controller.evidence import Evidence
 from store.records import Arm
 from tests.support.controller.trials import (
     BAD,
@@ -17,13 +16,12 @@ from tests.support.controller.trials import (
     begin_trial,
     controller,
     live,
-    loaded,
+    on_trial,
     pass_time,
     serves,
     states,
 )
 from tests.support.ledger.lineage import trained
-from tests.support.waiting import eventually
 from trainer.recipes.recipe import Recipe
 from trainer.updates.versions import score_by
 
@@ -88,24 +86,18 @@ async def test_watch_begins_anew_with_the_reward_and_rests_on_what_began_since(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_rewards_become_no_other_sum_in_the_middle_of_a_look(engine: AsyncEngine) -> None:
-    await loaded(engine, 0)
-    async with engine.begin() as connection:
-        before = await gated(connection, "m")
-        trainer = asyncio.create_task(earns(engine))
-        await eventually(lambda: somebody_waits(engine))
-        assert await gated(connection, "m") == before
-    await trainer
-    async with engine.connect() as connection:
-        after = await gated(connection, "m")
-    assert before is not None
-    assert after is not None
-    assert after.reward == MORE.reward_rule.digest != before.reward
+async def test_look_in_which_rewards_become_another_sum_decides_nothing(
+    engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await on_trial(engine, judge)
+    catch_up = Evidence.catch_up
 
+    async def earn_first(self: Evidence, connection: AsyncConnection, now: datetime) -> bool:
+        monkeypatch.setattr(Evidence, "catch_up", catch_up)
+        await earns(engine)
+        return await catch_up(self, connection, now)
 
-async def somebody_waits(engine: AsyncEngine) -> bool:
-    query = (
-        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'reward_terms'::regclass"
-    )
-    async with engine.connect() as connection:
-        return bool(await connection.scalar(text(query)))
+    monkeypatch.setattr(Evidence, "catch_up", earn_first)
+    for _ in range(2):
+        await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "canary"}
