@@ -163,7 +163,8 @@ async def test_undecodable_reply_does_not_reach_the_client(
 ) -> None:
     upstream.script = says(sent)
     reply = await answered(proxy, CHAT, APIS[CHAT])
-    assert b"7770" not in reply
+    # Not in the head: the id of a call may have the same digits.
+    assert b"7770" not in reply.partition(b"\r\n\r\n")[2]
     if sent.startswith(CODED[:40]):
         assert b"content coding" in reply
         assert not reply.endswith(LAST)
