@@ -500,7 +500,8 @@ def figures(
             sum(last.get(version, 0.0) > at for version, at in unloads),
             0,
         ),
-        Bar("adapters loaded in the end", len(seen[-1].loaded), 1),
+        # What serves, and what a roll-back would give the traffic to.
+        Bar("adapters loaded in the end", len(seen[-1].loaded), 2),
         Bar("versions that no client saw", sum(load.version not in first for load in loads), 0),
     ]
 
