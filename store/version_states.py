@@ -497,7 +497,7 @@ async def hold_gate(connection: AsyncConnection, name: str) -> bool:
 async def judge_anew(
     connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Let a policy's versions be judged by other rewards; what is compared begins anew.
+    """Judge a policy's versions by other rewards from now on; comparisons begin anew.
 
     `units` replaces parts of their rules.
     """

@@ -89,7 +89,7 @@ class ServerAtFault(LearnerError):
 
 
 class CompanionFailed(LearnerError):
-    """Report that another of the processes that compute together failed; it says why.
+    """Report that another process of the same update failed; the message says why.
 
     `is_memory` says whether all of those that failed ran out of memory.
     """

@@ -325,7 +325,7 @@ def arm_of(version: PolicyVersion) -> Arm | None:
 
 
 def _of_files(version: PolicyVersion) -> dict[str, Any]:
-    """Return whether the version's files, if they are here, are `altered`, or are `unread`."""
+    """Return what is wrong with the version's files here: `altered` or `unread`, if anything."""
     if version.adapter_path is None:
         return {}
     folder = Path(version.adapter_path)

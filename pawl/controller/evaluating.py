@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import structlog
 
 from pawl.controller.comparison import Comparison, Rule
@@ -16,6 +15,7 @@ from pawl.rollout.evaluation import EvaluationJob, evaluate
 from pawl.rollout.setup import Setup
 from pawl.settings import ClientSettings, read_settings
 from store.read.gates import Standing
+from trainer.recipes.recipe import EvaluationOptions
 
 log = structlog.get_logger()
 
@@ -96,20 +96,6 @@ class Evaluations:
             await asyncio.sleep(AGAIN_S)
 
 
-class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a recipe's `[evaluation]`, as it is stored with a version's rule."""
-
-    tasks: str
-    url: str
-    tries: int
-    most_runs: int
-    timeout_s: float
-    command: str | None = None
-    python: str | None = None
-    judge: str | None = None
-    answer: str | None = None
-
-
 async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
     """Run the tasks of the candidate's recipe with both versions, and return what they came to.
 
@@ -117,11 +103,11 @@ async def evaluate_candidate(candidate: Standing, serving: Standing, rule: Rule)
     or rule are others. It ends after `decide_within_h`, undecided if need be.
 
     Raises:
-        msgspec.ValidationError: the candidate's rule has no `evaluation` that can be read.
+        pydantic.ValidationError: the candidate's rule has no `evaluation` that can be read.
         RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
         OSError: the tasks cannot be read, or the journal not written.
     """
-    options = msgspec.convert((candidate.gate or {}).get("evaluation"), EvaluationOptions)
+    options = EvaluationOptions.model_validate((candidate.gate or {}).get("evaluation"))
     new, old = (f"{one.version.name}@{one.version.version}" for one in (candidate, serving))
     folder = Path(tempfile.gettempdir()) / f"pawl-evaluations-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -73,7 +73,7 @@ class Evidence:
         self._at = since + KNOWN
 
     async def catch_up(self, connection: AsyncConnection, now: datetime) -> bool:
-        """Read the episodes that count at `now`, and were not yet read; return whether all are.
+        """Read the episodes that count by `now` and are not read yet; return whether none is left.
 
         It leaves off after READ_S, after a part at least. If it is ended in the middle of a part,
         the next is half as long, and the one after it as long again: what cannot be read in the

@@ -124,7 +124,7 @@ def check_vllm() -> None:
 
 
 def unusable(reason: str) -> str:
-    """Return the message for an import of torch, or of what needs it, that failed."""
+    """Return the message for a failed import of torch, or of a package that needs it."""
     return (
         f"the trainer cannot be imported: {reason}. torch is missing, or its build does not fit "
         f"Python {sys.version_info[0]}.{sys.version_info[1]} and this machine: run `make install "

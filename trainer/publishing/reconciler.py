@@ -87,7 +87,7 @@ def to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVer
 
 
 async def load_version(server: ModelServer, version: PolicyVersion) -> None:
-    """Load a version that the server lacks or has with other files, and check what is served.
+    """Load a version on a server, in place of other files, and check that it serves it right.
 
     Raises:
         FilesAltered: the files are not those that were written; it is not loaded.
@@ -119,7 +119,7 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
 
 
 async def check_served(server: ModelServer, version: PolicyVersion) -> None:
-    """Check that a server that has a version loaded serves it as it was trained; else unload it.
+    """Check that a server serves a loaded version as it was trained; unload it if not.
 
     It is unloaded too if that could not be compared: nobody would know that it was not.
 

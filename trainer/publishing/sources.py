@@ -296,7 +296,7 @@ class FetchedFiles(AdapterFiles):
         return lock
 
     async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
-        """Fetch a version, unless its files are here, and right."""
+        """Fetch a version's files, unless intact ones are here already."""
         key = (folder, manifest_sha256)
         fetch = self._fetches.get(key)
         if fetch is None:

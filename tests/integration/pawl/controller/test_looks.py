@@ -302,3 +302,4 @@ async def test_judging_goes_on_once_the_database_is_back(
         await refused.wait()
         monkeypatch.setattr(deciding, "gated_policies", real)
         await eventually(promoted)
+    assert await states(engine) == {0: "retired", 1: "serving"}
