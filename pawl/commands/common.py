@@ -25,6 +25,7 @@ Result = TypeVar("Result")
 Flags = TypeVar("Flags")
 Line = TypeVar("Line", bound=Record)
 
+PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
 Since = Annotated[
     datetime | None,
     typer.Option(help="Only episodes with a call at or after this time."),

@@ -11,9 +11,17 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.common import AsJson, OfTenant, cell, grid, with_engine, write_lines
+from pawl.by_hand import policy_versions, why_waits
+from pawl.commands.common import (
+    AsJson,
+    OfTenant,
+    PolicyName,
+    cell,
+    grid,
+    with_engine,
+    write_lines,
+)
 from pawl.commands.policy_files import check, export_version, import_version
-from pawl.commands.policy_lookup import PolicyName, policy_versions, why_waits
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
 from pawl.settings import read_settings
 from store.claim_query import waiting_episodes

@@ -9,9 +9,11 @@ import typer
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.by_hand import chosen_version, policy_versions
 from pawl.commands.common import (
     AsJson,
     OfTenant,
+    PolicyName,
     fail,
     grid,
     in_database,
@@ -19,7 +21,6 @@ from pawl.commands.common import (
     with_engine,
     write_lines,
 )
-from pawl.commands.policy_lookup import PolicyName, chosen_version, policy_versions
 from pawl.processes import large_imports
 from pawl.settings import read_settings
 from store.policy_table import open_policies

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from pawl.commands import policy_traffic
-from pawl.commands.policy_traffic import read_query, retrain_by_hand
+from pawl import by_hand
+from pawl.by_hand import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
 from store.version_states import mark_unloaded
@@ -88,7 +88,7 @@ async def test_unloaded_start_is_loaded_first(
         assert await mark_unloaded(connection, "m", [1], "idle", "trainer") == {1}
     bench.fake.loaded.pop("m@1")
     monkeypatch.setenv("PAWL_UPSTREAM_URL", bench.fake.url)
-    monkeypatch.setattr(policy_traffic, "ASKED_EVERY_S", 0.01)
+    monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.01)
     async with bench.working() as loop:
         retraining = asyncio.create_task(again(bench, 1))
         while not retraining.done():
