@@ -1,25 +1,21 @@
 """Define `pawl credit`: what each call of a file, or of an update that ran, is worth."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
-import msgspec
 import typer
-from pydantic import ValidationError
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.common import AsJson, OfTenant, fail, grid, with_engine, write_lines
+from pawl.credit import ExplainedUpdate, explain_update
 from pawl.settings import refuse_unread
-from store.claims import Outcome
-from store.read.past import PastUpdate, past_update
-from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
-from trainer.errors import CreditLineError, RecipeError, TrainerError
+from trainer.credit.lines import CreditLine, credit_lines, read_lines
+from trainer.errors import CreditLineError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
-from trainer.updates.plan import LeftOut, Plan, plan_update
 
 File = Annotated[
     str | None,
@@ -73,15 +69,23 @@ def credit(
     try:
         if update is not None:
             which = _version_or_id(update)
-            explained = with_engine(lambda engine: explain_update(engine, which, policy, tenant))
+            explained = with_engine(lambda engine: _explain(engine, which, policy, tenant))
+            lines, notes = explained.lines, explained.notes
         else:
             refuse_unread()
-            explained = explain_file(str(file), load_recipe(recipe or "default"))
+            lines, notes = explain_file(str(file), load_recipe(recipe or "default")), ()
     except TrainerError as error:
         fail(str(error))
-    for note in explained.notes:
+    for note in notes:
         print(f"pawl: {note}", file=sys.stderr)
-    write_lines(explained.lines, table, as_json=as_json)
+    write_lines(lines, table, as_json=as_json)
+
+
+async def _explain(
+    engine: AsyncEngine, which: int | UUID, policy: str | None, tenant: str | None
+) -> ExplainedUpdate:
+    async with engine.connect() as connection:
+        return await explain_update(connection, which, policy, tenant)
 
 
 def _version_or_id(text: str) -> int | UUID:
@@ -91,14 +95,7 @@ def _version_or_id(text: str) -> int | UUID:
         fail(f"--update is a version's number or an update's id, not {text!r}")
 
 
-class Explained(msgspec.Struct, frozen=True):
-    """Hold the credit of transitions, in the order of episodes and calls, with warnings on it."""
-
-    lines: Sequence[CreditLine]
-    notes: Sequence[str]
-
-
-def explain_file(file: str, recipe: Recipe) -> Explained:
+def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
     """Assign credit to the episodes in a file, or on standard input if `file` is `-`.
 
     Raises:
@@ -115,65 +112,7 @@ def explain_file(file: str, recipe: Recipe) -> Explained:
             raise CreditLineError(
                 f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
             ) from error
-    credited = credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
-    return Explained(credited, [])
-
-
-async def explain_update(
-    engine: AsyncEngine, which: int | UUID, policy: str | None, tenant: str | None = None
-) -> Explained:
-    """Compute the credit of a past update again: its recipe, its claim, its feedback.
-
-    `which` is the number of the version that the update made, or the update's id; `policy` is
-    needed if several have the number.
-
-    Raises:
-        UnknownUpdate: there is no such update, there are several, or it is not finished.
-        RecipeError: the update's recipe has keys that this version of Pawl does not know.
-        Damaged: a call of the update cannot be read back.
-    """
-    async with engine.connect() as connection:
-        past = await past_update(connection, which, policy, tenant)
-    recipe = _recipe(past)
-    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
-    lines = [
-        credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
-        for credit in plan.credited
-    ]
-    return Explained(lines, _differences(past, plan))
-
-
-def _recipe(past: PastUpdate) -> Recipe:
-    try:
-        return Recipe.model_validate(past.recipe)
-    except ValidationError as error:
-        raise RecipeError(
-            "this version of Pawl cannot read the recipe that the update recorded"
-            f" ({error.errors()[0]['msg']}): explain it with the version that trained it"
-        ) from error
-
-
-def _differences(past: PastUpdate, plan: Plan) -> list[str]:
-    """Return a note for each figure that differs now from what the update recorded."""
-    notes = [
-        f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
-        " a statement from before the update reached the ledger after it"
-        for name, value in plan.metrics.items()
-        if name in past.metrics and past.metrics[name] != value
-    ]
-    recorded, present = _by_episode(past.outcomes), _by_episode(plan.outcomes)
-    changes = sorted(
-        {(recorded[episode], present[episode]) for episode in recorded.keys() & present.keys()}
-    )
-    return notes + [
-        f"episodes that were {before} in the update are {after} now"
-        for before, after in changes
-        if before != after
-    ]
-
-
-def _by_episode(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
-    return {outcome.episode_id: outcome.reason or "trained" for outcome in outcomes}
+    return credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
 
 
 def table(lines: Sequence[CreditLine]) -> Table:

@@ -43,16 +43,42 @@ class EpisodeReturns(Record, frozen=True, kw_only=True):
     returns: tuple[CallReturn, ...]
 
 
+class Comparison(Record, frozen=True, kw_only=True):
+    """Hold the steps from a call's return to its advantage, `value`.
+
+    `final` and `air` are the differences of final reward and AIR from their baselines, less the
+    update's mean difference where the normalisation centres them.
+    """
+
+    baseline: float
+    final: float
+    divisor: float
+    air_baseline: float
+    air: float
+    air_divisor: float
+    air_weight: float
+
+    @property
+    def value(self) -> float:
+        """Return the sum of both scaled differences."""
+        return self.final / self.divisor + self.air_weight * self.air / self.air_divisor
+
+
 class Advantage(Record, frozen=True, kw_only=True):
-    """Hold a call's advantage.
+    """Hold a call's advantage, and what came to it.
 
     `value` is None if nobody scored the call, and 0 if the comparison gives no signal; `reason`
-    says why it gives none. `air_weight` is what AIR counted for.
+    says why it gives none. `comparison` is None if the call was compared with nothing.
     """
 
     value: float | None
     reason: NoSignal | None
-    air_weight: float = 1.0
+    comparison: Comparison | None = None
+
+    @property
+    def air_weight(self) -> float:
+        """Return what AIR counted for."""
+        return 1.0 if self.comparison is None else self.comparison.air_weight
 
 
 UNSCORED: Final = Advantage(value=None, reason=None)
@@ -99,15 +125,15 @@ def advantages(
         after = before.updated(finals, airs)
     against = _compared(units, baseline, before, after)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, (final, air, weight), values in zip(
+    for unit, (final, air, weight), compared in zip(
         units, against, _scaled(units, against, rule), strict=True
     ):
         # No signal, unless final rewards or AIR give one.
         air_tells = air.reason is None and weight > 0.0
         reason = None if air_tells and final.reason != "alone" else final.reason
-        for position, value in zip(unit.positions, values, strict=True):
+        for position, one in zip(unit.positions, compared, strict=True):
             result[unit.episode][position] = Advantage(
-                value=value if reason is None else 0.0, reason=reason, air_weight=weight
+                value=one.value if reason is None else 0.0, reason=reason, comparison=one
             )
     return result, after.pruned()
 
@@ -118,8 +144,8 @@ Against = tuple[BaselineValue, BaselineValue, float]
 
 def _scaled(
     units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions
-) -> list[list[float]]:
-    """Return the sum of both scaled differences of each call, in the order of `units`."""
+) -> list[list[Comparison]]:
+    """Return the scaled differences of each call, in the order of `units`."""
     normalisation = NORMALISATIONS[rule.normalisation]
     values = [final for final, _, _ in against]
     pairs = list(zip(units, against, strict=True))
@@ -132,10 +158,18 @@ def _scaled(
     spreads = normalisation.spreads(finals, values)
     return [
         [
-            final / _divisor(spread, SMALLEST_SPREAD) + weight * air / _divisor(spread, AIR_SPREAD)
+            Comparison(
+                baseline=of_finals.value,
+                final=final,
+                divisor=_divisor(spread, SMALLEST_SPREAD),
+                air_baseline=of_airs.value,
+                air=air,
+                air_divisor=_divisor(spread, AIR_SPREAD),
+                air_weight=weight,
+            )
             for final, air in zip(own, own_airs, strict=True)
         ]
-        for own, own_airs, spread, (_, _, weight) in zip(
+        for own, own_airs, spread, (of_finals, of_airs, weight) in zip(
             finals, airs, spreads, against, strict=True
         )
     ]

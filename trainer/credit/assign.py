@@ -13,7 +13,7 @@ import msgspec
 
 from store.records import Episode, Group, Record, TransitionRow
 from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
-from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
+from trainer.credit.advantages import Advantage, Comparison, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import (
     CallReturn,
@@ -36,7 +36,8 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
     `r_final`, `r_total` and `advantage` are None if nobody scored the call. `r_total` is r_final
     plus what AIR counts for. `reason` says why the call is not trained; it is None for calls that
-    are. `parts` are what each metric adds to `r_final`, where that is a sum.
+    are. `parts` are what each metric adds to `r_final`, where that is a sum. `comparison` has the
+    steps from the return to the advantage.
     """
 
     r_final: float | None
@@ -46,6 +47,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
     weight: float
     reason: str | None
     parts: Mapping[str, float] = NO_PARTS
+    comparison: Comparison | None = None
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
@@ -216,6 +218,7 @@ def _call_credit(
         weight=weight,
         reason=reason,
         parts=call.parts,
+        comparison=advantage.comparison,
     )
 
 

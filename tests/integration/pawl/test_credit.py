@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.credit import explain_update
+from pawl.credit import ExplainedUpdate, explain_update
 from pawl.export import Selection, export
 from store.claim_query import ClaimRule
 from store.claims import Claim
@@ -72,6 +72,11 @@ async def fill(engine: AsyncEngine) -> None:
     )
 
 
+async def explained(engine: AsyncEngine, *which: Any) -> ExplainedUpdate:
+    async with engine.connect() as connection:
+        return await explain_update(connection, *which)
+
+
 def lines_of(credited: Any) -> list[CreditLine]:
     def line(one: TransitionCredit) -> CreditLine:
         return credit_line(one.episode, str(one.call.id), one.call.agent, one)
@@ -129,7 +134,7 @@ async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
     later = int((datetime.now(UTC) + timedelta(hours=1) - START).total_seconds())
     await store(engine, reward(-5.0, at=later, episode="a1"))
     for which in (1, claim.update_id):
-        found = await explain_update(engine, which, None)
+        found = await explained(engine, which, None)
         assert sorted(found.lines, key=lambda line: (line.episode, line.call)) == expected
         assert found.notes == []
     # 0.7 less 0.65 · 0.1 (ok and timeout of the same call count once, as a timeout), against 0.
@@ -145,7 +150,7 @@ async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine
         _, plan = await trained(engine, MOVING.model_dump(mode="json"), MOVING, version)
         expected.append(lines_of(plan.credited))
     for version, lines in enumerate(expected, start=1):
-        found = await explain_update(engine, version, "m")
+        found = await explained(engine, version, "m")
         assert (sorted(found.lines, key=lambda line: line.episode), found.notes) == (lines, [])
     assert [[line.advantage for line in lines] for lines in expected] == [[0.5, -0.5], [0.5, 0.0]]
 
@@ -165,24 +170,24 @@ async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine)
     await fill(engine)
     await trained(engine, RECIPE.model_dump(mode="json"))
     await store(engine, reward(-5.0, at=60, episode="a1"))
-    notes = "\n".join((await explain_update(engine, 1, "m")).notes)
+    notes = "\n".join((await explained(engine, 1, "m")).notes)
     assert "reward_mean = 0.425, and the ledger gives -1.0 now" in notes
 
 
 async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
     await fill(engine)
     with pytest.raises(UnknownUpdate, match="no update made version 1"):
-        await explain_update(engine, 1, None)
+        await explained(engine, 1, None)
     with pytest.raises(UnknownUpdate, match="no update"):
-        await explain_update(engine, new_id(), None)
+        await explained(engine, new_id(), None)
     claim = await claimed(engine, RULE)
     assert claim is not None
     with pytest.raises(UnknownUpdate, match="is running"):
-        await explain_update(engine, claim.update_id, None)
+        await explained(engine, claim.update_id, None)
 
 
 async def test_a_recipe_of_another_version(engine: AsyncEngine) -> None:
     await fill(engine)
     await trained(engine, {"sorcery": 1})
     with pytest.raises(RecipeError, match="cannot read the recipe that the update recorded"):
-        await explain_update(engine, 1, None)
+        await explained(engine, 1, None)

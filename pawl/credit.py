@@ -1,0 +1,93 @@
+"""Compute again what an update that ran made of its episodes: for `pawl credit`, and the console.
+
+torch is not needed: credit is arithmetic on what the ledger keeps.
+"""
+
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+import msgspec
+from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.claims import Outcome
+from store.read.past import PastUpdate, past_update
+from trainer.credit.lines import CreditLine, credit_line
+from trainer.errors import RecipeError
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import LeftOut, Plan, plan_update
+
+
+class ExplainedUpdate(msgspec.Struct, frozen=True):
+    """Hold an update that ran, and the plan that its recipe makes of its claim.
+
+    `notes` say what differs from what the update recorded.
+    """
+
+    past: PastUpdate
+    recipe: Recipe
+    plan: Plan
+    notes: Sequence[str]
+
+    @property
+    def lines(self) -> list[CreditLine]:
+        """Return the credit of each call, in the order of episodes and calls."""
+        return [
+            credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
+            for credit in self.plan.credited
+        ]
+
+
+async def explain_update(
+    connection: AsyncConnection,
+    which: int | UUID,
+    policy: str | None = None,
+    tenant: str | None = None,
+) -> ExplainedUpdate:
+    """Compute the credit of a past update again: its recipe, its claim, its feedback.
+
+    `which` is the number of the version that the update made, or the update's id; `policy` is
+    needed if several have the number.
+
+    Raises:
+        UnknownUpdate: there is no such update, there are several, or it is not finished.
+        RecipeError: the update's recipe has keys that this version of Pawl does not know.
+        Damaged: a call of the update cannot be read back.
+    """
+    past = await past_update(connection, which, policy, tenant)
+    recipe = _recipe(past)
+    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    return ExplainedUpdate(past, recipe, plan, _differences(past, plan))
+
+
+def _recipe(past: PastUpdate) -> Recipe:
+    try:
+        return Recipe.model_validate(past.recipe)
+    except ValidationError as error:
+        raise RecipeError(
+            "this version of Pawl cannot read the recipe that the update recorded"
+            f" ({error.errors()[0]['msg']}): explain it with the version that trained it"
+        ) from error
+
+
+def _differences(past: PastUpdate, plan: Plan) -> list[str]:
+    """Return a note for each figure that differs now from what the update recorded."""
+    notes = [
+        f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
+        " a statement from before the update reached the ledger after it"
+        for name, value in plan.metrics.items()
+        if name in past.metrics and past.metrics[name] != value
+    ]
+    recorded, present = _by_episode(past.outcomes), _by_episode(plan.outcomes)
+    changes = sorted(
+        {(recorded[episode], present[episode]) for episode in recorded.keys() & present.keys()}
+    )
+    return notes + [
+        f"episodes that were {before} in the update are {after} now"
+        for before, after in changes
+        if before != after
+    ]
+
+
+def _by_episode(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
+    return {outcome.episode_id: outcome.reason or "trained" for outcome in outcomes}
