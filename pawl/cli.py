@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "trainer": "pawl.commands.processes:trainer",
     "controller": "pawl.commands.processes:controller",
     "adapters": "pawl.commands.processes:adapters",
+    "console": "pawl.commands.processes:console",
     "up": "pawl.commands.local:up",
     "demo": "pawl.commands.local:demo",
     "example": "pawl.commands.local:example",

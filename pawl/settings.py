@@ -1,6 +1,7 @@
 """Define the command line's settings, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -8,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
 from dotenv import dotenv_values
-from pydantic import BeforeValidator, Field, HttpUrl, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode, SettingsError
 
-from proxy.settings import ProxySettings
+from proxy.settings import OpenTo, ProxySettings
 from store.settings import Listen, Settings, StoreSettings, secrets_folder
 from trainer.settings import Cards, ServerSettings, SourceSettings, TrainerSettings
 
@@ -121,6 +122,27 @@ class AdaptersSettings(SourceSettings):
     )
 
 
+def _prefix(value: str) -> str:
+    path = value.rstrip("/")
+    if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        raise ValueError(f"{value!r:.80} is no path: write one such as /pawl, or leave it empty")
+    return path
+
+
+class ConsoleSettings(StoreSettings):
+    """Hold the settings of `pawl console`, which asks for keys as the proxy does."""
+
+    console_listen: Listen = Field(
+        default="127.0.0.1:8105", description="address of the console's pages, and of its /healthz"
+    )
+    console_prefix: Annotated[str, AfterValidator(_prefix)] = Field(
+        default="",
+        description="path that the console's addresses begin with, such as /pawl, where a reverse "
+        "proxy has other services beside it",
+    )
+    access: OpenTo = "loopback"
+
+
 class UnreadSettings(Exception):
     """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
@@ -129,7 +151,7 @@ def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
     kinds = (
         *(ProxySettings, TrainerSettings, StackSettings),
-        *(ControllerSettings, AdaptersSettings, ClientSettings),
+        *(ControllerSettings, AdaptersSettings, ConsoleSettings, ClientSettings),
     )
     names = {name for kind in kinds for name in kind.model_fields} - {"database_url"}
     return {PREFIX + name.upper() for name in names}

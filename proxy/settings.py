@@ -14,6 +14,14 @@ from store.values.sampling import parse_defaults
 
 # Who may call while no key was ever made.
 Access = Literal["loopback", "keys", "anyone"]
+# The setting of that, which the console reads too.
+OpenTo = Annotated[
+    Access,
+    Field(
+        description="who may call the proxy's ports, and see the console, while no API key was "
+        "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`"
+    ),
+]
 
 
 def _readers(value: object) -> object:
@@ -53,11 +61,7 @@ class ProxySettings(StoreSettings):
     admin_listen: Listen = Field(
         default="127.0.0.1:8101", description="address of the admin port: health and metrics"
     )
-    access: Access = Field(
-        default="loopback",
-        description="who may call both ports while no API key was ever made: callers on "
-        "`loopback`, only who has a key (`keys`), or `anyone`",
-    )
+    access: OpenTo = "loopback"
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
     )

@@ -23,7 +23,13 @@ import proxy.metrics
 import store.metrics
 import trainer.metrics
 from pawl.cli import app
-from pawl.settings import AdaptersSettings, ClientSettings, ControllerSettings, StackSettings
+from pawl.settings import (
+    AdaptersSettings,
+    ClientSettings,
+    ConsoleSettings,
+    ControllerSettings,
+    StackSettings,
+)
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
 from trainer.recipes.recipe import Recipe
@@ -37,6 +43,7 @@ SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Trainer": TrainerSettings,
     "Controller": ControllerSettings,
     "Adapters": AdaptersSettings,
+    "Console": ConsoleSettings,
     "Local stack": StackSettings,
     "Clients": ClientSettings,
 }

@@ -28,11 +28,16 @@ def to_json(value: object) -> str:
 
 
 def make_engine(
-    database_url: str, *, pool_size: int = 5, limit_s: float | None = STATEMENT_TIMEOUT_S
+    database_url: str,
+    *,
+    pool_size: int = 5,
+    max_overflow: int = 10,
+    limit_s: float | None = STATEMENT_TIMEOUT_S,
 ) -> AsyncEngine:
     """Make an engine for `database_url`; it connects on first use.
 
-    A statement may take `limit_s` seconds.
+    It keeps `pool_size` connections, and opens up to `max_overflow` more while these are in use. A
+    statement may take `limit_s` seconds.
 
     Raises:
         StoreError: see `read_url`.
@@ -42,6 +47,7 @@ def make_engine(
         read_url(database_url)[0][0].replace("postgresql:", "postgresql+asyncpg:", 1),
         async_creator=connector(database_url, limit_s),
         pool_size=pool_size,
+        max_overflow=max_overflow,
         pool_pre_ping=True,
         json_serializer=to_json,
     )
@@ -98,6 +104,7 @@ _REMEDIES: Final = (
         "from this machine (pg_hba.conf)",
     ),
     (asyncpg.InvalidCatalogNameError, "make it with createdb, or correct DATABASE_URL"),
+    (asyncpg.UndefinedTableError, "make the tables with `pawl migrate`, or start the proxy"),
     (asyncpg.InsufficientPrivilegeError, "grant this to the user that DATABASE_URL names"),
     (OSError, "start PostgreSQL, or correct DATABASE_URL"),
 )
@@ -135,6 +142,11 @@ def explain(error: BaseException) -> str:
         )
     remedy = next((remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), None)
     return reason if remedy is None else f"{reason:.200}: {remedy}"
+
+
+def is_too_slow(error: BaseException) -> bool:
+    """Return whether a statement was ended as it took too long; PostgreSQL itself is there."""
+    return isinstance(_driver_error(error), asyncpg.QueryCanceledError)
 
 
 def is_read_only(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Define `pawl proxy`, `trainer`, `controller`, `adapters` and `migrate`: one part of Pawl each."""
+"""Define the commands that run one part of Pawl each: `pawl proxy`, `trainer` and others."""
 
 import asyncio
 import os
@@ -167,6 +167,23 @@ def adapters() -> None:
     if settings.adapter_source is None:
         fail("PAWL_ADAPTER_SOURCE is not set: `pawl adapters` fetches from there")
     _run(run(settings), "`pawl adapters`", "PAWL_ADAPTERS_LISTEN")
+
+
+def console() -> None:
+    """Serve pages on which people see what their agents do, and whether the policies learn.
+
+    Reads the database that the proxy records to (DATABASE_URL, or the embedded one in
+    PAWL_DATA_DIR) with a few connections of its own, and needs no other process. It answers on
+    PAWL_CONSOLE_LISTEN, and asks for an API key of scope read once a key was made; until then it
+    answers this machine alone (PAWL_ACCESS).
+
+    SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
+    used.
+    """
+    from pawl.console.app import run
+    from pawl.settings import ConsoleSettings
+
+    _run(run(read_settings(ConsoleSettings)), "the console", "PAWL_CONSOLE_LISTEN")
 
 
 def migrate(

@@ -1,0 +1,378 @@
+"""Serve the console: its screens, and who may see them.
+
+One middleware stands before all screens (`Guard`): it finds out who asks, refuses what another site
+sent, and makes a page of whatever goes wrong. The process has a pool of its own, reads in
+transactions that can write nothing, and stays when the database is away.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pawl.console import overview
+from pawl.console.pages import Console, Refusal, Viewer, console_of, form, page
+from pawl.database import kept_postgres
+from pawl.processes import stop_event
+from pawl.settings import ConsoleSettings
+from proxy.errors import NoKey, ProxyError
+from proxy.http.server import is_loopback
+from proxy.keys import Gate, shown_in
+from proxy.settings import Access
+from store.database import explain, is_no_records_fault, is_too_slow, is_unavailable
+from store.grants import MARK, SCOPES
+from store.keys import key_ring, name_of_key
+from store.settings import address
+from store.tenants import DEFAULT
+
+log = structlog.get_logger()
+
+# In the order of the navigation, which shows those that have a title.
+SCREENS: Final = (overview,)
+COOKIE: Final = "pawl_key"
+COOKIE_S: Final = 30 * 24 * 3600
+# What is shown to whoever has no key yet.
+OPEN_TO_ALL: Final = ("/static/", "/healthz")
+LOGIN: Final = "/login"
+STOP_S: Final = 5
+SAFE: Final = ("GET", "HEAD")
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; "
+    "base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    # Not `no-referrer`: with it browsers hide the origin of a form from its own server.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+async def run(settings: ConsoleSettings) -> None:
+    """Serve the console until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: its port cannot be listened on.
+    """
+    stop = stop_event()
+    async with contextlib.AsyncExitStack() as exits:
+        if settings.database_url is not None:
+            url = settings.database_url.get_secret_value()
+        else:
+            url = (await exits.enter_async_context(kept_postgres(settings.data_dir))).url
+        where = await exits.enter_async_context(serving(settings, url))
+        log.info("console_up", address=where)
+        await stop.wait()
+    log.info("console_down")
+
+
+@asynccontextmanager
+async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator[str]:
+    """Serve the console, and yield its address.
+
+    Raises:
+        OSError: its port cannot be listened on.
+    """
+    host, port = address(settings.console_listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    app = app_of(settings, database_url)
+    with socket.create_server((host, port), family=family, backlog=128) as listener:
+        config = uvicorn.Config(
+            app,
+            # It limits how long a request's head may be.
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            # Who asks is decided by the connection (`Gate`).
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_S,
+            limit_concurrency=200,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="console")
+        try:
+            bound = listener.getsockname()[1]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{bound}{settings.console_prefix}/"
+        finally:
+            server.should_exit = True
+            await task
+            await app.state.console.engine.dispose()
+
+
+class _Server(uvicorn.Server):
+    """Leave signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
+    """Return the application: the routes of all screens behind the guard."""
+    routes: list[BaseRoute] = [route for screen in SCREENS for route in screen.ROUTES]
+    routes += [
+        Route("/healthz", _healthz, name="healthz"),
+        Route(LOGIN, _login, name="login", methods=["POST"]),
+        Route("/logout", _logout, name="logout", methods=["POST"]),
+        Mount("/static", _Static(files("pawl.console") / "static"), name="static"),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings)],
+        exception_handlers={HTTPException: _refused},
+    )
+    # A prefix's own end is no page's.
+    app.router.redirect_slashes = False
+    app.state.console = console = Console(app, settings.console_prefix, database_url)
+    console.templates.globals["screens"] = [
+        (screen.ROUTES[0].name, screen.TITLE) for screen in SCREENS if screen.TITLE
+    ]
+    return app
+
+
+class _Static(StaticFiles):
+    """Serve our own files, whose addresses change with their contents."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(directory=str(folder))
+
+    def file_response(self, *given: Any, **named: Any) -> Response:
+        """Return the file, which browsers may keep."""
+        response = super().file_response(*given, **named)
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        return response
+
+
+async def _healthz(_: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+# Who may see it
+
+
+class Guard:
+    """Let in who may see the console, and answer all others, and every failure, with a page."""
+
+    def __init__(self, app: ASGIApp, settings: ConsoleSettings) -> None:
+        """Store the settings, by which a request is let in."""
+        self._app = app
+        self._prefix = settings.console_prefix
+        self._access: Access = settings.access
+        self._host = address(settings.console_listen)[0]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        # A proxy in front may have removed the prefix, or not.
+        path = scope["path"]
+        inner = path.removeprefix(self._prefix)
+        if path != inner and not inner.startswith("/"):
+            inner = "/"
+        scope.update(path=self._prefix + inner, root_path=self._prefix)
+        request = Request(scope, receive)
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                _add_headers(message)
+            await send(message)
+
+        try:
+            if not inner.startswith(OPEN_TO_ALL):
+                refuse_cross_site(request)
+                if inner != LOGIN:
+                    scope.setdefault("state", {})["viewer"] = await self._viewer(request)
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            if started:
+                raise
+            await failure(request, error)(scope, receive, answer)
+
+    async def _viewer(self, request: Request) -> Viewer:
+        """Return who asks.
+
+        Raises:
+            ProxyError: the request shows no key that lets it in, as `Gate.check` says.
+            Refusal: it has no key, and names a host that may be somebody else's.
+        """
+        shown = shown_in(request.headers.raw)
+        key = shown.credential or b""
+        if not key.startswith(MARK) and COOKIE in request.cookies:
+            key = request.cookies[COOKIE].encode()
+        shown = type(shown)(key or None, shown.relayed)
+        async with console_of(request).engine.connect() as connection:
+            gate = Gate(self._access)
+            gate.take(await key_ring(connection))
+            grant = gate.check(shown, "read", local=is_loopback(request.scope.get("client")))
+            if grant is not None:
+                sees_all = grant.tenant == DEFAULT and "admin" in grant.scopes
+                return Viewer(
+                    name=await name_of_key(connection, grant.id),
+                    tenant=None if sees_all else grant.tenant,
+                    scopes=frozenset(grant.scopes),
+                )
+        self._refuse_unknown_host(request)
+        return Viewer(name="local", tenant=None, scopes=frozenset(SCOPES))
+
+    def _refuse_unknown_host(self, request: Request) -> None:
+        """Refuse a name that another site may have pointed at this machine (DNS rebinding).
+
+        No such name is an address, or has no dot.
+        """
+        host = urlsplit("//" + request.headers.get("host", "")).hostname or "."
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)
+            return
+        if "." in host and host != self._host and not host.endswith(".localhost"):
+            raise Refusal(
+                HTTPStatus.FORBIDDEN,
+                "This name is not known to be the console's",
+                "No API key was made yet, so the console answers to addresses and to names without "
+                "a dot alone, such as localhost. Make a key with `pawl keys create NAME --scope "
+                "read`: then any name will do.",
+            )
+
+
+def refuse_cross_site(request: Request) -> None:
+    """Refuse a change that a page of another site asks for.
+
+    Browsers say where a request comes from; what says neither is no browser, and has no cookie.
+
+    Raises:
+        Refusal: the request changes something, and comes from another site.
+    """
+    if request.method in SAFE:
+        return
+    site = request.headers.get("sec-fetch-site")
+    origin = request.headers.get("origin")
+    same = urlsplit(origin or "").netloc == request.headers.get("host")
+    if site not in (None, "same-origin", "none") or (site is None and origin and not same):
+        raise Refusal(
+            HTTPStatus.FORBIDDEN,
+            "This was sent from another site",
+            "Changes are taken from the console's own pages alone. A proxy in front of it has to "
+            "pass the `Host` header on.",
+        )
+
+
+def _add_headers(message: Message) -> None:
+    names = {name.lower() for name, _ in message["headers"]}
+    for name, value in HEADERS.items():
+        message["headers"].append((name.encode(), value.encode()))
+    if b"cache-control" not in names:
+        message["headers"].append((b"Cache-Control", b"no-store"))
+
+
+async def _login(request: Request) -> Response:
+    """Keep a key in a cookie, and go on to the page that was asked for."""
+    fields = await form(request)
+    to = fields.get("next", "")
+    # A path of our own, and no other host: browsers read `//` and `/\` as one.
+    inside = to.startswith("/") and to[1:2] not in ("/", "\\") and to.isprintable()
+    response = RedirectResponse(to if inside else console_of(request).url("overview"), 303)
+    secure = "https" in (
+        request.url.scheme,
+        urlsplit(request.headers.get("origin", "")).scheme,
+        request.headers.get("x-forwarded-proto"),
+    )
+    key = fields.get("key", "").strip()
+    response.set_cookie(
+        COOKIE,
+        # What no key has could not be sent back as it is.
+        key if key.isascii() and key.isprintable() and " " not in key else "",
+        max_age=COOKIE_S,
+        path=console_of(request).prefix or "/",
+        secure=secure,
+        httponly=True,
+        samesite="strict",
+    )
+    return response
+
+
+async def _logout(request: Request) -> Response:
+    response = RedirectResponse(console_of(request).url("overview"), 303)
+    response.delete_cookie(COOKIE, path=console_of(request).prefix or "/")
+    return response
+
+
+# What went wrong
+
+
+def failure(request: Request, error: Exception) -> Response:
+    """Return the page that says what went wrong."""
+    if isinstance(error, NoKey):
+        return _no_key(request, error)
+    if isinstance(error, ProxyError):
+        error = Refusal(error.status, "You may not see this", error.message)
+    elif is_too_slow(error):
+        error = Refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The database took too long",
+            "The query was ended. Choose less with the filter, or a shorter time.",
+        )
+    elif is_no_records_fault(error):
+        error = Refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "The database is away" if is_unavailable(error) else "The database cannot be used",
+            f"The console goes on as soon as it can. PostgreSQL says: {explain(error)}.",
+        )
+    elif not isinstance(error, HTTPException):
+        name = secrets.token_hex(4)
+        log.error("page_failed", id=name, path=request.url.path, exc_info=error)
+        error = Refusal(
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            "This page failed",
+            f"The console's log has the reason, under id {name}.",
+        )
+    return _refused(request, error)
+
+
+def _no_key(request: Request, error: NoKey) -> Response:
+    if request.headers.get("sec-fetch-site") == "cross-site" and request.method in SAFE:
+        # A browser that follows another site's link shows its cookie only the second time.
+        return page(request, "again.html", error.status)
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    wrong = error.code != "missing_api_key"
+    response = page(request, "login.html", error.status, wrong=wrong, next=path)
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """Return a page that says why there is nothing else to see."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    if isinstance(error, Refusal):
+        title, detail = error.title, error.detail
+    elif status == HTTPStatus.NOT_FOUND:
+        title, detail = "There is no such page", "It may have been deleted, or never was."
+    else:
+        title, detail = HTTPStatus(status).phrase, ""
+    response = page(request, "refusal.html", status, title=title, detail=detail)
+    response.headers.update(error.headers or {})
+    return response

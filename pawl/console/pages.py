@@ -1,0 +1,269 @@
+"""Make pages: who looks, a connection to read or write with, and how values are shown.
+
+Screens use what is here and know nothing of keys, prefixes and headers (`pawl.console.app`). What
+agents and models wrote is hostile: it is shown by `visible`, and as text alone.
+"""
+
+import re
+import unicodedata
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from hashlib import sha256
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from store.database import make_engine
+from store.grants import Scope
+from store.read.browsing import begin
+from store.records import Record
+
+# Of everybody who looks together; whoever comes later waits.
+CONNECTIONS: Final = 4
+# Of one statement: no page is worth slowing the database down for longer.
+LIMIT_S: Final = 5.0
+# Of a page, in bytes: what is longer is cut, with the rest a link away.
+LARGEST_PAGE: Final = 2_000_000
+LARGEST_FORM: Final = 64 * 1024
+# Of one text of an agent or a model, unless its screen says otherwise, in characters.
+SHOWN: Final = 4000
+
+
+class Viewer(Record, frozen=True, kw_only=True):
+    """Say who looks: by which key, at whose data, and what the key allows.
+
+    `name` is the key's, `local` where none is asked for. `tenant` is None for who sees the data of
+    all: a key of the default tenant for admin, or nobody's where none is asked for.
+    """
+
+    name: str
+    tenant: str | None
+    scopes: frozenset[Scope]
+
+
+class Refusal(HTTPException):
+    """Report that a page cannot be shown: `title` is what went wrong, `detail` what to do."""
+
+    def __init__(self, status: int, title: str, detail: str = "") -> None:
+        """Store what the page says."""
+        super().__init__(status, detail)
+        self.title = title
+
+
+class Console:
+    """Hold what all pages share: the database, and the templates with their functions."""
+
+    def __init__(self, app: Starlette, prefix: str, database_url: str) -> None:
+        """Make the pool, which connects on first use, and load the templates."""
+        self.app = app
+        self.prefix = prefix
+        self.engine: AsyncEngine = make_engine(
+            database_url, pool_size=CONNECTIONS, max_overflow=0, limit_s=2 * LIMIT_S
+        )
+        self.templates = Environment(
+            loader=PackageLoader("pawl.console"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self.templates.filters.update(when=when, figure=figure, visible=visible)
+        self.templates.globals.update(url=self.url, static=self.static)
+        self._versions: dict[str, str] = {}
+
+    def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
+        """Return the address of a route behind the prefix."""
+        path = self.prefix + str(self.app.url_path_for(name, **parameters))
+        return f"{path}?{urlencode(query)}" if query else path
+
+    def static(self, name: str) -> str:
+        """Return the address of a static file, another one for each content."""
+        if name not in self._versions:
+            content = files("pawl.console").joinpath("static", name).read_bytes()
+            self._versions[name] = sha256(content).hexdigest()[:12]
+        return self.url("static", path=name, query={"v": self._versions[name]})
+
+
+def console_of(request: Request) -> Console:
+    """Return what the application of a request holds."""
+    console: Console = request.app.state.console
+    return console
+
+
+def viewer(request: Request) -> Viewer:
+    """Return who looks."""
+    who: Viewer = request.state.viewer
+    return who
+
+
+# The database
+
+
+@asynccontextmanager
+async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
+    """Open a transaction in which nothing can be written, and no statement takes long."""
+    async with console_of(request).engine.connect() as connection:
+        await connection.execution_options(postgresql_readonly=True)
+        await begin(connection, LIMIT_S)
+        yield connection
+
+
+@asynccontextmanager
+async def writing(request: Request, scope: Scope) -> AsyncIterator[AsyncConnection]:
+    """Open a transaction for a change, which is committed at the end of the block.
+
+    Raises:
+        Refusal: the viewer's key is not for `scope`.
+    """
+    who = viewer(request)
+    if scope not in who.scopes:
+        raise Refusal(
+            HTTPStatus.FORBIDDEN,
+            "This key cannot change anything here",
+            f"The key {who.name} is for {', '.join(sorted(who.scopes))}, and this needs {scope}: "
+            f"log in with a key that was made with --scope read,{scope}",
+        )
+    async with console_of(request).engine.begin() as connection:
+        await begin(connection, LIMIT_S)
+        yield connection
+
+
+# Requests and responses
+
+
+async def form(request: Request) -> dict[str, str]:
+    """Return the fields of a posted form; of a field that comes twice the last counts.
+
+    Raises:
+        Refusal: it is too large, or no UTF-8.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_FORM:
+            raise Refusal(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                "The form is too large",
+                f"Send at most {LARGEST_FORM} bytes.",
+            )
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict"))
+    except ValueError as error:
+        raise Refusal(
+            HTTPStatus.BAD_REQUEST, "The form cannot be read", "Send it as UTF-8."
+        ) from error
+
+
+def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
+    """Return a whole page, of a template that extends `base.html`."""
+    return _rendered(request, template, status, context)
+
+
+def fragment(request: Request, template: str, **context: Any) -> HTMLResponse:
+    """Return a part of a page, which htmx puts in its place."""
+    return _rendered(request, template, 200, context)
+
+
+def _rendered(
+    request: Request, template: str, status: int, context: Mapping[str, Any]
+) -> HTMLResponse:
+    text = (
+        console_of(request)
+        .templates.get_template(template)
+        .render(request=request, viewer=getattr(request.state, "viewer", None), **context)
+    )
+    body = text.encode(errors="replace")
+    if len(body) > LARGEST_PAGE:
+        raise Refusal(
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            "This page is too large to be shown",
+            f"It would have {len(body):,} bytes, and {LARGEST_PAGE:,} is the limit: choose less "
+            "with the filter.",
+        )
+    return HTMLResponse(body, status)
+
+
+# How values are shown: the filters of the templates
+
+
+def when(moment: datetime | None) -> Markup:
+    """Return a time as an element that `console.js` writes in the viewer's zone."""
+    if moment is None:
+        return Markup("–")
+    utc = moment.astimezone(UTC)
+    return Markup('<time datetime="{}">{:%Y-%m-%d %H:%M:%S} UTC</time>').format(
+        utc.isoformat(timespec="milliseconds"), utc
+    )
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """Return a number as people read it: whole ones in groups, others with `digits` significant."""
+    if value is None:
+        return "–"
+    if value != value or abs(value) == float("inf"):  # noqa: PLR0124
+        return str(value)
+    if float(value).is_integer() and (isinstance(value, int) or abs(value) < 1e15):
+        text = f"{int(value):,}"
+    elif 1e-4 <= abs(value) < 1e6:
+        whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+        text = f"{value:,.{max(digits - whole, 0)}f}" if whole else f"{value:.{digits}g}"
+    else:
+        text = f"{value:.{digits}g}"
+    return text.replace(",", "\u202f").replace("-", "\u2212")
+
+
+# What changes how other text is shown without being seen: control characters but for tab and
+# newline, marks of direction, invisible ones, and halves of surrogate pairs.
+_UNSEEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\uffa0\ud800-\udfff\U000e0000-\U000e0fff]+"
+)
+# Of marks that are put on one letter, so that none grows over its neighbours.
+_MARKS: Final = 4
+
+
+def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Markup:
+    """Return text of an agent or a model with all that is unseen made visible.
+
+    It is cut after `limit` characters, and says so; `raw` is the address of the whole.
+    """
+    if text is None:
+        return Markup("–")
+    kept = text[:limit]
+    parts: list[str] = []
+    at = 0
+    for found in _UNSEEN.finditer(kept):
+        parts.append(_without_towers(kept[at : found.start()]))
+        named = " ".join(f"{ord(one):04X}" for one in found[0][:8])
+        more = "" if len(found[0]) <= 8 else f" +{len(found[0]) - 8}"
+        parts.append(f"<i>{named}{more}</i>")
+        at = found.end()
+    parts.append(_without_towers(kept[at:]))
+    cut = len(text) - len(kept)
+    if cut:
+        rest = Markup('<a href="{}">raw</a>').format(raw) if raw else ""
+        parts.append(f' <span class="cut">… {cut:,} more {rest}</span>')
+    return Markup('<bdi class="text">{}</bdi>').format(Markup("".join(parts)))
+
+
+def _without_towers(text: str) -> str:
+    """Escape text, with at most `_MARKS` combining marks on each letter."""
+    if text.isascii():
+        return str(escape(text))
+    kept: list[str] = []
+    run = 0
+    for one in text:
+        run = run + 1 if unicodedata.combining(one) else 0
+        if run <= _MARKS:
+            kept.append(one)
+    return str(escape("".join(kept)))

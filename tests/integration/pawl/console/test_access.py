@@ -1,0 +1,179 @@
+"""Who may see the console: keys, other sites, other names, prefixes; and an absent database."""
+
+import re
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.requests import Request
+
+from pawl.console.app import app_of
+from pawl.console.pages import reading
+from pawl.settings import ConsoleSettings
+from store.embedded import EmbeddedPostgres
+from store.grants import Scope
+from store.keys import create_key, revoke_key
+from tests.integration.pawl.console.conftest import OpenConsole, Pages
+
+
+async def key_of(engine: AsyncEngine, name: str, *scopes: Scope, tenant: str = "default") -> str:
+    async with engine.begin() as connection:
+        return (await create_key(connection, name, scopes, tenant=tenant)).key
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_console_without_keys_is_open_to_this_machine_alone(console: Pages) -> None:
+    assert (await console.get("/")).status == 200
+    relayed = await console.get("/", {"X-Forwarded-For": "203.0.113.9"})
+    assert relayed.status == 403
+    assert "pawl keys create" in relayed.body.decode()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8105", ""])
+async def test_name_of_another_site_sees_nothing_without_keys(console: Pages, host: str) -> None:
+    assert (await console.get("/", {"Host": host})).status == 403
+    for own in ("localhost:8105", "127.0.0.1", "[::1]:80", "pawl-console:8105"):
+        assert (await console.get("/", {"Host": own})).status == 200
+
+
+async def test_console_asks_for_a_key_once_one_was_made(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    key = await key_of(engine, "anna", "read", "train", "admin")
+    without = await console.get("/?a=1")
+    assert without.status == 401
+    assert 'name="next" value="/?a=1"' in without.body.decode()
+    assert "wrong or was revoked" not in without.body.decode()
+    wrong = await console.get("/", bearer(key[:-1] + "_"))
+    assert (wrong.status, "wrong or was revoked" in wrong.body.decode()) == (401, True)
+    assert (await console.get("/", bearer(key))).status == 200
+    unscoped = await console.get("/", bearer(await key_of(engine, "agent", "infer")))
+    assert (unscoped.status, "needs read" in unscoped.body.decode()) == (403, True)
+    async with engine.begin() as connection:
+        await revoke_key(connection, "anna")
+    assert (await console.get("/", bearer(key))).status == 401
+
+
+async def test_browser_logs_in_and_out(console: Pages, engine: AsyncEngine) -> None:
+    key = await key_of(engine, "anna", "read")
+    entered = await console.ask("POST", "/login", key=f" {key} ", next="/?a=1")
+    assert (entered.status, entered.headers["Location"]) == (303, "/?a=1")
+    cookie = entered.headers["Set-Cookie"]
+    assert re.search(r"HttpOnly; Max-Age=\d+; Path=/; SameSite=strict", cookie)
+    assert "Secure" not in cookie
+    shown = (await console.get("/")).body.decode()
+    assert "anna" in shown
+    assert key not in shown
+    # A browser that sends the password of a proxy in front of it keeps its cookie.
+    assert (await console.get("/", {"Authorization": "Basic YTpi"})).status == 200
+    await console.ask("POST", "/logout")
+    assert (await console.get("/")).status == 401
+
+
+async def test_cookie_is_for_https_alone_where_the_page_came_by_it(console: Pages) -> None:
+    origin = "https://" + console.address.split("/")[2]
+    entered = await console.ask("POST", "/login", {"Origin": origin}, key="k")
+    assert "Secure" in entered.headers["Set-Cookie"]
+
+
+@pytest.mark.parametrize("to", ["https://evil.example/", "//evil.example", "/\\evil.example", "x"])
+async def test_login_leads_to_no_other_site(console: Pages, to: str) -> None:
+    entered = await console.ask("POST", "/login", key="k", next=to)
+    assert entered.headers["Location"] == "/"
+
+
+async def test_link_of_another_site_opens_with_the_browsers_cookie(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    await key_of(engine, "anna", "read")
+    first = await console.get("/", {"Sec-Fetch-Site": "cross-site"})
+    assert (first.status, "refresh" in first.body.decode()) == (401, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+async def test_change_that_another_site_asks_for_is_refused(
+    console: Pages, headers: dict[str, str]
+) -> None:
+    refused = await console.ask("POST", "/login", headers, key="k")
+    assert refused.status == 403
+    assert "Set-Cookie" not in refused.headers
+
+
+async def test_every_answer_forbids_scripts_that_are_not_ours(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    for path, status in (("/", 200), ("/none", 404), ("/static/console.css", 200)):
+        reply = await console.get(path)
+        assert reply.status == status
+        assert "script-src 'self';" in reply.headers["Content-Security-Policy"]
+        assert "unsafe" not in reply.headers["Content-Security-Policy"]
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        text = reply.body.decode()
+        assert not re.search(r"<script(?![^>]*\bsrc=)|\bstyle=|\bon\w+=|<style|javascript:", text)
+    assert (await console.ask("DELETE", "/")).status == 405
+
+
+@pytest.mark.parametrize("seen", ["/pawl", ""])
+async def test_console_answers_behind_a_prefix_that_a_proxy_keeps_or_removes(
+    open_console: OpenConsole, seen: str
+) -> None:
+    async with open_console(console_prefix="/pawl/") as console:
+        console.address = console.address.replace("/pawl/", seen + "/")
+        shown = (await console.get("/")).body.decode()
+        assert 'href="/pawl/"' in shown
+        [style] = re.findall(r'href="/pawl(/static/console\.css\?v=\w+)"', shown)
+        assert (await console.get(style)).status == 200
+        entered = await console.ask("POST", "/login", key="k")
+        assert entered.headers["Location"] == "/pawl/"
+        assert "Path=/pawl;" in entered.headers["Set-Cookie"]
+
+
+@pytest.mark.usefixtures("own_cluster")
+async def test_database_that_is_away_is_a_page_until_it_is_back(
+    open_console: OpenConsole, tmp_path: Path
+) -> None:
+    postgres = EmbeddedPostgres(tmp_path)
+    async with open_console(postgres.ensure_running()) as console:
+        try:
+            assert (await console.get("/")).status == 200
+            postgres.stop()
+            for _ in range(2):
+                away = await console.get("/")
+                assert (away.status, "The database is away" in away.body.decode()) == (503, True)
+            assert (await console.get("/healthz")).status == 200
+            assert (await console.get("/static/console.css")).status == 200
+            postgres.ensure_running()
+            assert (await console.get("/")).status == 200
+        finally:
+            postgres.stop()
+
+
+async def test_database_without_tables_says_what_to_do(
+    open_console: OpenConsole, empty_database_url: str
+) -> None:
+    async with open_console(empty_database_url) as console:
+        shown = await console.get("/")
+        assert shown.status == 503
+        assert "pawl migrate" in shown.body.decode()
+
+
+async def test_pages_read_in_transactions_that_cannot_write(database_url: str) -> None:
+    app = app_of(ConsoleSettings(), database_url)
+    request = Request({"type": "http", "app": app, "headers": []})
+    with pytest.raises(DBAPIError, match="read-only transaction"):
+        async with reading(request) as connection:
+            await connection.execute(text("DELETE FROM api_keys"))
+    await app.state.console.engine.dispose()
