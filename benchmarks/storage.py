@@ -117,7 +117,7 @@ def single_call(dice: random.Random) -> bytes:
     return payload
 
 
-def agent_calls(dice: random.Random) -> list[CallRecord]:
+def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
     """Make an agent's run: a system prompt, tools, a tool call each turn, results up to 2 KB."""
     field = {"type": "string", "description": prose(60, dice)}
     schema = {"type": "object", "properties": {"path": field, "why": field}, "required": ["path"]}
@@ -137,7 +137,7 @@ def agent_calls(dice: random.Random) -> list[CallRecord]:
         {"role": "user", "content": prose(400, dice)},
     ]
     ids, episode, calls = some_ids(4500, dice), f"agent-{dice.random()}", []
-    for _ in range(TURNS):
+    for _ in range(turns):
         arguments = {"path": f"src/{dice.randrange(1000)}.py", "why": prose(80, dice)}
         tool_call = ToolCall(
             id=f"call_{dice.randrange(16**24):024x}", name="read", arguments=json.dumps(arguments)

@@ -2,9 +2,9 @@
 
 Their packages conflict with the model server's, so they get an environment of their own, made
 by the uv in `.venv`. It contains Node too, and the frameworks of the examples' agents, which need
-no more than that (`--python`); and Debian's Prometheus, unless there is one. A second run with
-nothing changed returns at once.
-Exit status: 0 also if npm could not install the Node clients, or apt could not download Prometheus;
+no more than that (`--python`); and Debian's Prometheus, unless there is one. Root on Debian gets
+Chromium, too, for the console's tests. A second run with nothing changed returns at once.
+Exit status: 0 also if npm could not install the Node clients, or apt could not get the others;
 1 if the Python clients failed.
 """
 
@@ -87,6 +87,22 @@ def install_prometheus() -> None:
             print(f"pawl: no Prometheus ({error}): its tests are skipped", file=sys.stderr)
 
 
+def install_chromium() -> None:
+    """Install Debian's Chromium on this machine, if this is root's to do; else say who can."""
+    if shutil.which("chromium"):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        print("pawl: no Chromium: the console's tests fail until you install it", file=sys.stderr)
+        return
+    print("pawl: installing the Chromium that the console's tests drive", flush=True)
+    environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+    packages = ["chromium", "fonts-dejavu-core"]
+    for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
+        if status := subprocess.call(["apt-get", "-qq", *command], env=environment):
+            print(f"pawl: no Chromium: apt-get ended with status {status}", file=sys.stderr)
+            return
+
+
 def main() -> None:
     """Install the clients that are missing or outdated; with `--python`, those of Python alone."""
     wanted = fingerprint(INPUTS)
@@ -99,6 +115,7 @@ def main() -> None:
     if not (os.path.isdir(MODULES) and is_current(NODE_STAMP, wanted)) and install_node():
         _write(NODE_STAMP, wanted)
     install_prometheus()
+    install_chromium()
 
 
 def _write(stamp: str, wanted: str) -> None:
