@@ -25,6 +25,7 @@ SLOW: Final = (
     "tests/integration/faults/test_durability.py::test_segment_cut_at_any_byte_loses_only_the_cut_record",
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",
+    "tests/integration/pawl/console/test_browser.py",
     "tests/integration/pawl/rollout/test_evaluate.py",
     "tests/integration/pawl/rollout/test_rollout.py",
     "tests/integration/pawl/serving/test_rolling_upgrade.py",
