@@ -161,3 +161,7 @@ class BadUpstreams(ProxyError):
 
 class BadRedaction(ProxyError):
     """Report that the file that `PAWL_REDACTION` names cannot be used."""
+
+
+class NoSpans(ProxyError):
+    """Report that `PAWL_OTEL` is set, and spans cannot be made or sent as the settings say."""

@@ -200,6 +200,11 @@ TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they end
 WARNINGS = Counter(
     "pawl_warnings_total", "Malformed headers that a call was taken with all the same."
 )
+SPANS = Counter(
+    "pawl_spans_total",
+    "Spans of calls, with PAWL_OTEL: `sent` to the collector, or `dropped`, as it was away, say.",
+    ["outcome"],
+)
 SERVING = Gauge(
     "pawl_serving_version",
     "The version that new episodes get.",
@@ -231,6 +236,7 @@ KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
     OUTDATED: [("episodes", "calls", "statements", "letters", "unspent")],
     FEEDBACK: [("reward", "tool_status", "other"), ("known", "pending")],
     TOOL_STATUS: [get_args(ToolStatus)],
+    SPANS: [("sent", "dropped")],
 }
 
 

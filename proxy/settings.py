@@ -157,6 +157,12 @@ class ProxySettings(StoreSettings):
         "tenant without days keeps them for ever",
     )
 
+    otel: bool = Field(
+        default=False,
+        description="whether each recorded call is sent as a span to an OpenTelemetry collector, "
+        "which the OTEL_EXPORTER_OTLP_* variables name; needs the extra `otel`",
+    )
+
     @property
     def sampling_defaults(self) -> dict[str, int | float]:
         """Return what the upstream samples with if a request names nothing, by setting."""
@@ -181,3 +187,8 @@ class ProxySettings(StoreSettings):
     def last_drain_s(self) -> float:
         """Return the seconds that the ingester may spend draining the spool before it closes."""
         return 0.6 * self.ingester_ends_s
+
+    @property
+    def spans_end_s(self) -> float:
+        """Return the seconds that the ingester may spend on sending the last spans."""
+        return 0.2 * self.ingester_ends_s

@@ -36,7 +36,7 @@ sed -i '/^triton==/d' requirements/trainer-cpu.txt
 # The CUDA build of torch wants a triton of its own.
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"
-lock requirements/proxy.txt "" -c "$shared" --generate-hashes
+lock requirements/proxy.txt "" -c "$shared" --extra otel --generate-hashes
 lock requirements/serving-tests.txt "" -c "$shared" --extra serving-tests
 # litellm is behind the others: openai < 3, huggingface-hub < 2, filelock < 4.
 behind=$(mktemp)

@@ -200,6 +200,8 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
             "or asks for tools, or results of tools are not read."
         ),
     ] = None
+    # The client's trace context, for the call's span. It is not stored.
+    trace: str | None = None
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ replaces the workers one after another, with new code and settings and no failed
 """
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import structlog
 
 from pawl.processes import run_module, stop_event
 from pawl.serving.process import Child, NotReplaced
-from proxy.errors import BadRedaction, BadUpstreams
+from proxy.errors import BadRedaction, BadUpstreams, NoSpans
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import SharedFolder, write_states
@@ -77,6 +78,7 @@ async def serve(settings: ProxySettings) -> None:
     Raises:
         OSError: a port is taken.
         BadUpstreams, BadRedaction: the file of upstreams, or of redaction rules, cannot be used.
+        NoSpans: spans are wanted, and cannot be sent.
         BadPolicies: the file of policies cannot be used.
         DoesNotStart: a process never came up.
     """
@@ -210,11 +212,21 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
 
 
 def _check_files(settings: ProxySettings) -> None:
-    """Check that a worker could use the files of upstreams, policies and redaction.
+    """Check that a worker could use the files of upstreams, policies and redaction; and spans.
 
     Raises:
-        BadUpstreams, BadPolicies, BadRedaction: it could not.
+        BadUpstreams, BadPolicies, BadRedaction, NoSpans: it could not.
     """
     check_upstreams(settings)
     open_policies(settings.policies)
     open_redactor(settings)
+    if not settings.otel:
+        return
+    try:
+        from proxy.ingester.spans import check_environment
+    except ImportError as error:
+        raise NoSpans(
+            "PAWL_OTEL is set, and OpenTelemetry's packages are not installed here: "
+            "pip install 'pawl-rl[otel]', or leave the setting out"
+        ) from error
+    check_environment(os.environ)

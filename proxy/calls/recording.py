@@ -121,6 +121,7 @@ def _captured(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> 
         tool_tag=defaults.tool_tag,
         arm=serving.arm,
         api_key=call.exchange.api_key,
+        trace=identity.trace,
     )
 
 

@@ -33,9 +33,12 @@ from store.tenants import bare, own_digests, same_tenant, tenant_of
 # Platforms must pass on baggage of up to this many bytes (W3C Baggage §3.3.2).
 MAX_BAGGAGE: Final = 8192
 _TRACEPARENT: Final = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?",
+    r"(?P<context>(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})"
+    r"(?:-.*)?\Z",
     re.ASCII,
 )
+# Where its trace id stands.
+_TRACE: Final = slice(3, 35)
 
 
 def parse_baggage(header: str) -> dict[str, str]:
@@ -54,10 +57,13 @@ def parse_baggage(header: str) -> dict[str, str]:
     return members
 
 
-def trace_id(traceparent: str) -> str | None:
-    """Return the trace id of a `traceparent` header, or None if the header is malformed."""
-    match = _TRACEPARENT.fullmatch(traceparent.strip())
-    return match["trace"] if match else None
+def trace_context(headers: Mapping[str, str]) -> str | None:
+    """Return the client's trace context, as version 00 of `traceparent` has it; None: it has none.
+
+    `VERSION-TRACE-SPAN-FLAGS`, all in hexadecimal. A malformed header counts as none.
+    """
+    match = _TRACEPARENT.match(headers.get("traceparent", "").strip())
+    return match["context"] if match else None
 
 
 Table = tuple[tuple[str, str], ...]
@@ -253,8 +259,9 @@ class CallIdentity(msgspec.Struct, frozen=True):
     `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
     costs nothing, for any live version may answer). `conversation` is the request's, if it was
-    read, for `provided_fingerprints`. Episodes and task are names as they are kept
-    (`store.tenants`), but `name`, which is the episode's as its client knows it.
+    read, for `provided_fingerprints`. `trace` is the client's trace context. Episodes and task are
+    names as they are kept (`store.tenants`), but `name`, which is the episode's as its client knows
+    it.
     """
 
     episode: str
@@ -270,6 +277,7 @@ class CallIdentity(msgspec.Struct, frozen=True):
     retry_of: UUID | None = None
     conversation: Conversation | None = None
     split: Split = TRAIN
+    trace: str | None = None
 
 
 class _Episode(msgspec.Struct, frozen=True):
@@ -327,6 +335,7 @@ def identify(
         retry=retry,
         retry_of=episode.retry_of,
         conversation=conversation,
+        trace=trace_context(headers),
     )
 
 
@@ -344,7 +353,8 @@ def identity_alone(
     """
     task = None if route.task is None else same_tenant(own, route.task)
     split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)
-    return CallIdentity(own, name, OWN_EPISODE, DEFAULT_AGENT, task, split=split)
+    trace = None if headers is None else trace_context(headers)
+    return CallIdentity(own, name, OWN_EPISODE, DEFAULT_AGENT, task, split=split, trace=trace)
 
 
 def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
@@ -413,10 +423,9 @@ def _unnamed(
         return _Episode(own, OWN_EPISODE, "doubtful", needs)
     if needs:
         return _Episode(own, OWN_EPISODE, "likely", needs, follows)
-    parent = headers.get("traceparent")
-    trace = None if parent is None else trace_id(parent)
-    if trace is not None:
-        return _Episode(same_tenant(own, f"trace:{trace}"), "trace", "likely")
+    context = trace_context(headers)
+    if context is not None:
+        return _Episode(same_tenant(own, f"trace:{context[_TRACE]}"), "trace", "likely")
     return _Episode(own, OWN_EPISODE)
 
 

@@ -6,7 +6,7 @@ its segment is kept until it is settled.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
@@ -92,15 +92,18 @@ class BatchWriter:
         readers: ResultReaders,
         most_reply: int,
         redactor: Redactor | None = None,
+        send_spans: Callable[[Iterable[SpoolRecord]], None] | None = None,
     ) -> None:
         """Settle records under `root`; replies longer than `most_reply` bytes are not read.
 
         Nothing is stored, or kept as a dead letter, that `redactor` was not applied to.
+        `send_spans` is called with records that were stored.
         """
         self._root = root
         self._readers = readers
         self._most_reply = most_reply
         self._redactor = redactor
+        self._send_spans = send_spans
         self._ingester = Ingester(count_conflicts, count_late, question_of)
         self._turn = 0
         # The turn in which a record of each type was last stored.
@@ -163,7 +166,7 @@ class BatchWriter:
             return
         await self._write_letters(segment, [entry for entry in entries if entry.record is None])
         # In one step with moving on: whoever cancels the drain meanwhile finds both, or neither.
-        _count_stored(stored)
+        self._count(stored)
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
         segment.advance(entries[-1].piece, sum(settled))
 
@@ -178,6 +181,15 @@ class BatchWriter:
         if left_out:
             records = [record for record in records if record.id not in left_out]
         return Stored(records, len(left_out))
+
+    def _count(self, stored: Stored) -> None:
+        STORED.inc(len(stored.records))
+        if stored.left_out:
+            DELETED.inc(stored.left_out)
+            log.info("records_of_deleted_episodes", records=stored.left_out)
+        count_calls(stored.records)
+        if self._send_spans is not None:
+            self._send_spans(stored.records)
 
     async def _fail(
         self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
@@ -267,7 +279,7 @@ class BatchWriter:
         if held.why != "letter":
             [entry] = self.read([piece])
             try:
-                _count_stored(await self._store(engine, [entry]))
+                self._count(await self._store(engine, [entry]))
             except Exception as error:
                 if is_no_records_fault(error):
                     if held.why == "suspect" or not await answers(engine):
@@ -279,14 +291,6 @@ class BatchWriter:
             return False
         segment.release(held)
         return True
-
-
-def _count_stored(stored: Stored) -> None:
-    STORED.inc(len(stored.records))
-    if stored.left_out:
-        DELETED.inc(stored.left_out)
-        log.info("records_of_deleted_episodes", records=stored.left_out)
-    count_calls(stored.records)
 
 
 def _reason(error: Exception) -> str:

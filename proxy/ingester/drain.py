@@ -53,7 +53,7 @@ from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
 from store.database import answers, is_no_records_fault
-from store.records import OutageRecord
+from store.records import OutageRecord, SpoolRecord
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
@@ -251,6 +251,7 @@ class Drainer:
         counted_before: int = 0,
         most_reply: int = MOST_INFLATED,
         redactor: Redactor | None = None,
+        send_spans: Callable[[Iterable[SpoolRecord]], None] | None = None,
     ) -> None:
         """Store where records come from, one folder of `root` for each worker, and go to.
 
@@ -261,7 +262,7 @@ class Drainer:
         self._root = root
         self._connect = connect
         self._batch = batch
-        self._writer = BatchWriter(root, readers, most_reply, redactor)
+        self._writer = BatchWriter(root, readers, most_reply, redactor, send_spans)
         self.outages = RecordingOutages(root)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}

@@ -96,6 +96,12 @@ async def _working(
 ) -> AsyncIterator[None]:
     """Do an ingester's work in a spool directory that it holds."""
     database = Database(settings)
+    spans = None
+    if settings.otel:
+        # Only here: the packages are an extra. The supervisor has seen that they are there.
+        from proxy.ingester.spans import Spans
+
+        spans = Spans()
     drainer = Drainer(
         settings.spool_dir,
         database.engine,
@@ -103,6 +109,7 @@ async def _working(
         counted_before=unsettled(),
         most_reply=settings.max_reply_mb * 2**20,
         redactor=redactor,
+        send_spans=None if spans is None else spans.send,
     )
     gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
     gate.take(key_file.read())
@@ -122,6 +129,8 @@ async def _working(
         for task in aside:
             task.cancel()
         await _drain_rest(drainer, draining, settings.last_drain_s)
+        if spans is not None:
+            await spans.close(settings.spans_end_s)
         await asyncio.wait(aside)
         database.stop()
         await asyncio.wait([watching])

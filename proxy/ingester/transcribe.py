@@ -256,6 +256,7 @@ def _record(
         arm=captured.arm,
         api_key=captured.api_key,
         text_digest=quotable,
+        trace=captured.trace,
     )
 
 

@@ -98,6 +98,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     arm: Arm | None = None
     # The id of the API key that let it in.
     api_key: str | None = None
+    # The client's trace context (`proxy.identity.identify.trace_context`).
+    trace: str | None = None
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

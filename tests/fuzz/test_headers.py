@@ -8,7 +8,7 @@ from proxy.errors import NotAllowed
 from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
-from proxy.identity.identify import SESSION_HEADERS, identify, parse_baggage, trace_id
+from proxy.identity.identify import SESSION_HEADERS, identify, parse_baggage, trace_context
 from proxy.routing import Route, find_route
 from proxy.tool_events import HEADER, ToolStatusError, parse_tool_status
 from store.tenants import DEFAULT
@@ -90,7 +90,7 @@ def test_any_headers_identify_a_call_or_are_ignored(
 def test_any_value_of_a_structured_header_is_read_or_refused(value: bytes) -> None:
     text = value.decode("utf-8", "surrogateescape")
     parse_baggage(text)
-    trace_id(text)
+    trace_context({"traceparent": text})
     try:
         events = parse_tool_status(text)
     except ToolStatusError as refusal:

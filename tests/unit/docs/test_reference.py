@@ -36,6 +36,7 @@ NEVER_ANSWERED: Final = (
     errors.DoesNotStart,
     errors.BadUpstreams,
     errors.BadRedaction,
+    errors.NoSpans,
 )
 
 

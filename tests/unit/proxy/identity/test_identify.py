@@ -24,7 +24,7 @@ from proxy.identity.identify import (
     read_hints,
     retry_count,
     split_outside,
-    trace_id,
+    trace_context,
 )
 from proxy.routing import Route, find_route
 from store.records import EVAL_TASKS, ToolCall
@@ -338,7 +338,9 @@ def test_baggage_beyond_what_is_passed_on_says_nothing() -> None:
     ],
 )
 def test_a_traceparent_names_its_trace(header: str, trace: str | None) -> None:
-    assert trace_id(header) == trace
+    context = trace_context({"traceparent": header})
+    assert context == (trace and header.strip()[:55])
+    assert (context and context[3:35]) == trace
 
 
 def split_of(

@@ -187,16 +187,16 @@ def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_aft
 
 
 def test_a_spool_from_before_the_last_fields_is_read() -> None:
-    """Its tools' syntax, the arm of its episode and its key are then unknown, as before."""
-    last = ["hermes", "canary", "0123456789abcdef"]
-    call = captured(tool_tag=last[0], arm="canary", api_key=last[2])
+    """Its tools' syntax, its episode's arm, its key and its trace are then unknown, as before."""
+    last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01"]
+    call = captured(tool_tag=last[0], arm="canary", api_key=last[2], trace=last[3])
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
-    assert fields[-3:] == last
-    for missing in (1, 2, 3):
+    assert fields[-4:] == last
+    for missing in (1, 2, 3, 4):
         old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
         assert isinstance(old, CapturedCall)
-        there = last[: 3 - missing] + [None] * missing
-        assert [old.tool_tag, old.arm, old.api_key] == there
+        there = last[: 4 - missing] + [None] * missing
+        assert [old.tool_tag, old.arm, old.api_key, old.trace] == there
 
 
 @pytest.fixture
