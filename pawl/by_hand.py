@@ -419,3 +419,24 @@ async def _episodes(
     for selection in (one for one in without if isinstance(one, Selection)):
         ids |= set(await selected(connection, msgspec.structs.replace(selection, tenant=tenant)))
     return ids
+
+
+def as_text(retrained: Retrained) -> str:
+    """Return in words what a retraining did, or would do."""
+    instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
+    freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))
+    text = (
+        f"{retrained.serves} serves{instead}; versions ended: {retrained.ended}; episodes freed:"
+        f" {freed or 'none'}; episodes left out: {retrained.left_out}"
+    )
+    if retrained.learned:
+        text += (
+            f"\n{retrained.serves} learned from {retrained.learned} of the episodes to leave out:"
+            " start at an earlier version"
+        )
+    if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
+        text += (
+            f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"
+            " versions, freed episodes that still wait expire; raise it until they are trained"
+        )
+    return text

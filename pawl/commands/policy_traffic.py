@@ -8,6 +8,7 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.by_hand import (
+    as_text,
     find_to_promote,
     freeze_by_hand,
     promote_by_hand,
@@ -16,7 +17,6 @@ from pawl.by_hand import (
     roll_back_by_hand,
 )
 from pawl.commands.common import OfTenant, PolicyName, in_database, with_engine
-from store.retraining import Retrained
 from store.versions import PolicyVersion
 
 VersionName = Annotated[
@@ -134,24 +134,3 @@ def freeze(
     """
     in_database(lambda connection: freeze_by_hand(connection, name, reason, tenant, frozen=not off))
     print(f"{name} is {'no longer ' if off else ''}frozen")
-
-
-def as_text(retrained: Retrained) -> str:
-    """Return in words what a retraining did, or would do."""
-    instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
-    freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))
-    text = (
-        f"{retrained.serves} serves{instead}; versions ended: {retrained.ended}; episodes freed:"
-        f" {freed or 'none'}; episodes left out: {retrained.left_out}"
-    )
-    if retrained.learned:
-        text += (
-            f"\n{retrained.serves} learned from {retrained.learned} of the episodes to leave out:"
-            " start at an earlier version"
-        )
-    if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
-        text += (
-            f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"
-            " versions, freed episodes that still wait expire; raise it until they are trained"
-        )
-    return text

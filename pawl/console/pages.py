@@ -13,7 +13,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -83,7 +83,7 @@ class Console:
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
         """Return the address of a route behind the prefix."""
-        path = self.prefix + str(self.app.url_path_for(name, **parameters))
+        path = self.prefix + quote(str(self.app.url_path_for(name, **parameters)), safe="/@:~+")
         return f"{path}?{urlencode(query)}" if query else path
 
     def static(self, name: str) -> str:

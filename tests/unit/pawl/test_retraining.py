@@ -7,9 +7,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.by_hand import FIELDS, BadQuery, read_query
+from pawl.by_hand import FIELDS, BadQuery, as_text, read_query
 from pawl.commands.policies import app
-from pawl.commands.policy_traffic import as_text
 from store.retraining import Retrained
 from store.selecting import Selection
 

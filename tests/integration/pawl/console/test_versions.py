@@ -1,0 +1,249 @@
+"""The screens of versions and updates: what they show, and how the traffic is moved from them."""
+
+import html
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl import by_hand
+from store.grants import Scope
+from store.keys import create_key
+from store.version_queries import list_events, list_versions
+from store.version_states import add_event, make_loaded
+from tests.integration.conftest import Reply
+from tests.integration.pawl.console.conftest import Pages
+from tests.support.ledger.lineage import promote, trained, unload
+from tests.support.servers.fake_server import fake_model_server
+
+EVIDENCE = {"verdict": "better", "episodes": 120}
+RULE = {"control_share": 0.05}
+
+
+@pytest.fixture
+async def line(engine: AsyncEngine) -> AsyncEngine:
+    """`m` has the versions 1 to 3, each trained from the one before; 1 serves, 2 waits."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 2)
+        await promote(connection, "m", 1, rule=RULE)
+        await make_loaded(connection, "m", 2, RULE, reason="probed", actor="trainer")
+    return engine
+
+
+async def wait(engine: AsyncEngine, number: int) -> None:
+    async with engine.begin() as connection:
+        await add_event(
+            connection,
+            "m",
+            number,
+            "loaded",
+            before="loaded",
+            reason="it waits for approval: it is better",
+            actor="controller",
+            evidence=EVIDENCE,
+        )
+
+
+async def states(engine: AsyncEngine) -> dict[int, str]:
+    async with engine.connect() as connection:
+        return {one.version: one.state for one in await list_versions(connection, "m")}
+
+
+async def events(engine: AsyncEngine) -> list[Any]:
+    async with engine.connect() as connection:
+        return await list_events(connection, "m")
+
+
+def text_of(reply: Reply) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", reply.body.decode()))
+
+
+def seen_in(reply: Reply) -> str:
+    found = re.search(r'name="saw" value="(\w+)"', reply.body.decode())
+    assert found
+    return found[1]
+
+
+async def confirmed(
+    console: Pages, path: str, headers: Mapping[str, str] | None = None, **form: str
+) -> Reply:
+    """Ask for a change, and confirm what the page says of it."""
+    asked = await console.get(path, headers)
+    assert asked.status == 200, asked.body
+    return await console.ask("POST", path.partition("?")[0], headers, saw=seen_in(asked), **form)
+
+
+async def key_of(
+    engine: AsyncEngine, name: str, *scopes: Scope, tenant: str = "default"
+) -> dict[str, str]:
+    async with engine.begin() as connection:
+        key = (await create_key(connection, name, scopes, tenant=tenant)).key
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_versions_have_state_figures_parent_and_reason(
+    console: Pages, line: AsyncEngine
+) -> None:
+    await wait(line, 2)
+    shown = await console.get("/versions")
+    assert shown.status == 200
+    said = " ".join(text_of(shown).split())
+    assert "Version 1 serves" in said
+    assert "Version 0 is its control, with 5 % of the new episodes" in said
+    assert "Version 2 waits for a person" in said
+    assert shown.body.count(b'class="edge') == 3
+    one = " ".join(text_of(await console.get("/versions/m/2")).split())
+    assert "it waits for approval: it is better" in one
+    assert '"verdict": "better"' in one or "Verdict: better" in one
+    assert (await console.get("/versions/m/7")).status == 404
+    assert (await console.get("/versions?policy=n")).status == 404
+
+
+async def test_database_without_policies_says_how_one_begins(console: Pages) -> None:
+    for path in ("/versions", "/updates"):
+        assert "yet" in text_of(await console.get(path))
+
+
+async def test_approval_promotes_with_the_evidence_and_the_name_of_who_did_it(
+    console: Pages, line: AsyncEngine
+) -> None:
+    await wait(line, 2)
+    anna = await key_of(line, "anna", "read", "train")
+    asked = await console.get("/versions/m/2/promote", anna)
+    assert await states(line) == {0: "retired", 1: "serving", 2: "loaded", 3: "written"}
+    said = text_of(asked)
+    assert "Approve m@2?" in said
+    assert "m@2 serves: new episodes begin with it." in said
+    assert "m@1 is retired" in said
+    done = await confirmed(console, "/versions/m/2/promote", anna, reason="seen by eye")
+    assert (done.status, done.headers["Location"]) == (303, "/versions/m/2")
+    assert await states(line) == {0: "retired", 1: "retired", 2: "serving", 3: "written"}
+    last = (await events(line))[0]
+    assert (last.reason, last.actor) == ("seen by eye (by anna, in the console)", "operator")
+    assert last.evidence == EVIDENCE
+    again = await console.get("/versions/m/2/promote", anna)
+    assert (again.status, "serves already" in text_of(again)) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "after"),
+    [
+        (
+            "/versions/m/1/rollback",
+            ["m@2 is rejected", "m@1 is rolled back for good", "m@0 serves"],
+            {0: "serving", 1: "rolled_back", 2: "rejected", 3: "rejected"},
+        ),
+        (
+            "/versions/m/0/promote",
+            ["m@1 is retired", "m@0 serves"],
+            {0: "serving", 1: "retired", 2: "loaded", 3: "written"},
+        ),
+        (
+            "/versions/m/0/retrain?without=agent%3Da",
+            ["m@2 ends", "m@1 ends", "m@0 serves", "episodes left out: 0"],
+            {0: "serving", 1: "retired", 2: "retired", 3: "retired"},
+        ),
+        (
+            "/versions/m/0/freeze",
+            ["Only people move the traffic of m"],
+            {0: "retired", 1: "serving", 2: "loaded", 3: "written"},
+        ),
+    ],
+)
+async def test_change_does_what_its_page_said(
+    console: Pages, line: AsyncEngine, path: str, said: list[str], after: dict[int, str]
+) -> None:
+    before = await states(line)
+    asked = text_of(await console.get(path))
+    assert [one for one in said if one not in asked] == []
+    assert await states(line) == before
+    without = "agent=a" if "retrain" in path else ""
+    assert (await confirmed(console, path, without=without)).status == 303
+    assert await states(line) == after
+    assert (await events(line))[0].actor == "operator"
+
+
+async def test_frozen_policy_is_shown_and_thawed(console: Pages, line: AsyncEngine) -> None:
+    assert (await confirmed(console, "/versions/m/0/freeze")).status == 303
+    assert "Frozen since" in text_of(await console.get("/versions"))
+    twice = await console.get("/versions/m/0/freeze")
+    assert (twice.status, "so already" in text_of(twice)) == (409, True)
+    assert (await confirmed(console, "/versions/m/0/unfreeze")).status == 303
+    assert "Frozen since" not in text_of(await console.get("/versions"))
+
+
+async def test_change_is_refused_once_it_comes_to_something_else(
+    console: Pages, line: AsyncEngine
+) -> None:
+    seen = seen_in(await console.get("/versions/m/2/promote"))
+    async with line.begin() as connection:
+        await promote(connection, "m", 0)
+    before = await states(line)
+    stale = await console.ask("POST", "/versions/m/2/promote", saw=seen)
+    assert (stale.status, "Nothing was done" in text_of(stale)) == (409, True)
+    assert await states(line) == before
+    assert (await console.ask("POST", "/versions/m/2/promote", saw=seen_in(stale))).status == 303
+
+
+async def test_change_needs_scope_confirmation_and_our_own_page(
+    console: Pages, line: AsyncEngine
+) -> None:
+    reader = await key_of(line, "reader", "read")
+    owner = await key_of(line, "owner", "read", "train")
+    path, before = "/versions/m/2/promote", await states(line)
+    seen = seen_in(await console.get(path, owner))
+    assert (await console.get(path, reader)).status == 403
+    assert (await console.ask("POST", path, reader, saw=seen)).status == 403
+    assert (await console.ask("POST", path, owner)).status == 409
+    other = owner | {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
+    assert (await console.ask("POST", path, other, saw=seen)).status == 403
+    assert (await console.ask("POST", path, saw=seen)).status == 401
+    assert await states(line) == before
+    assert "Roll back" not in text_of(await console.get("/versions", reader))
+
+
+async def test_tenant_sees_and_moves_its_own_policies_alone(
+    console: Pages, line: AsyncEngine
+) -> None:
+    async with line.begin() as connection:
+        updates = [one.update_id for one in await list_versions(connection, "m")]
+    theirs = await key_of(line, "theirs", "read", "train", tenant="acme")
+    assert "yet" in text_of(await console.get("/versions", theirs))
+    hidden = ["/versions/m/1", "/versions?policy=m", "/versions/m/2/promote", "/updates?policy=m"]
+    for path in [*hidden, f"/updates/{updates[1]}"]:
+        assert (await console.get(path, theirs)).status == 404, path
+    owner = await key_of(line, "owner", "read", "train")
+    seen = seen_in(await console.get("/versions/m/2/promote", owner))
+    assert (await console.ask("POST", "/versions/m/2/promote", theirs, saw=seen)).status == 404
+
+
+async def test_unloaded_version_is_loaded_before_it_serves(
+    console: Pages, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with line.begin() as connection:
+        await promote(connection, "m", 2)
+        await unload(connection, "m", 1)
+    async with fake_model_server() as server:
+        monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
+        monkeypatch.setattr(by_hand, "LOADED_WITHIN_S", 0.2)
+        monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.05)
+        assert "is loaded first" in text_of(await console.get("/versions/m/1/promote"))
+        late = await confirmed(console, "/versions/m/1/promote")
+        assert (late.status, "was not loaded within" in text_of(late)) == (409, True)
+        assert (await states(line))[2] == "serving"
+        server.loaded["m@1"] = "/m/1"
+        assert (await confirmed(console, "/versions/m/1/promote")).status == 303
+    assert (await states(line))[1] == "serving"
+
+
+async def test_updates_have_their_figures_and_each_its_episodes(
+    console: Pages, line: AsyncEngine
+) -> None:
+    async with line.connect() as connection:
+        made = (await list_versions(connection, "m"))[1].update_id
+    assert "One by one" in text_of(await console.get("/updates"))
+    one = text_of(await console.get(f"/updates/{made}"))
+    assert "Its episodes, by task" in one
+    assert (await console.get("/updates/01900000-0000-7000-8000-000000000000")).status == 404
