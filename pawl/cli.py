@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "up": "pawl.commands.local:up",
     "demo": "pawl.commands.local:demo",
     "example": "pawl.commands.local:example",
+    "doctor": "pawl.commands.doctor:doctor",
     "plan": "pawl.commands.plan:plan",
     "rollout": "pawl.commands.rollout:rollout",
     "evaluate": "pawl.commands.evaluate:evaluate_command",

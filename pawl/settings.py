@@ -143,6 +143,15 @@ class ConsoleSettings(StoreSettings):
     access: OpenTo = "loopback"
 
 
+class DoctorSettings(
+    ClientSettings, ControllerSettings, TrainerSettings, ProxySettings, StackSettings
+):
+    """Hold the settings of all processes, whose ports `pawl doctor` asks.
+
+    Where another machine's process is asked, its address here is the one that it has for others.
+    """
+
+
 class UnreadSettings(Exception):
     """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 

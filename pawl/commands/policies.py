@@ -321,7 +321,7 @@ async def _warnings(connection: AsyncConnection, policy: str, recipe: str) -> tu
         rule = claim_rule(load_recipe(recipe), policy)
     except RecipeError as error:
         return (f"whether episodes fit the recipe is not known: {error}",)
-    return tuple((await training_warnings(connection, rule)).values())
+    return tuple(map(str, (await training_warnings(connection, rule)).values()))
 
 
 def arm_of(version: PolicyVersion) -> Arm | None:

@@ -175,6 +175,6 @@ class Claiming:
         for kind in get_args(TrainingWarning):
             WARNING.labels(policy, kind).set(kind in warnings)
             if kind in warnings and kind not in self._warned:
-                log.warning("training_warning", policy=policy, kind=kind, why=warnings[kind])
+                log.warning("training_warning", policy=policy, kind=kind, why=str(warnings[kind]))
         self._warned = set(warnings)
         self._last_look = parent, perf_counter()

@@ -5,7 +5,7 @@ The trainer logs and counts these warnings, and `pawl policies show` prints them
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -26,6 +26,8 @@ NO_SIGNAL: Final = frozenset({LOW_REWARD, "no_spread"})
 EXPECTED: Final = NO_SIGNAL | {NOT_BEST, "rolled_back", "left_out"}
 REMEDIES: Final[Mapping[str, str]] = {
     "alone": "name tasks that come again, or use the recipe `single`",
+    "no_signal": "if nearly all episodes fail, begin with the recipe `sft`, or easier tasks; if"
+    " nearly all succeed, give harder ones",
     "off_policy": "lower optimizer.learning_rate, or off_policy.min_effective_sample",
     "stale": "raise claim.max_staleness, or send rewards sooner",
     "too_long": "lower the model server's context; `pawl plan` says what fits",
@@ -35,24 +37,38 @@ REMEDIES: Final[Mapping[str, str]] = {
 }
 
 
+class TrainingProblem(NamedTuple):
+    """Say in words why episodes are not trained, and which recipe or setting to change."""
+
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return both in a line."""
+        return f"{self.why}: {self.remedy}"
+
+
 async def training_warnings(
     connection: AsyncConnection, rule: ClaimRule
-) -> dict[TrainingWarning, str]:
-    """Return what is wrong by kind, each with the recipe or setting to change."""
+) -> dict[TrainingWarning, TrainingProblem]:
+    """Return what is wrong by kind."""
     found = _of_updates(await last_updates(connection, rule.policy, LATEST))
     waiting, alone = await waiting_alone(connection, rule)
     # As many as an update takes: those of a slow wave may wait for the others of their group.
     if alone >= rule.groups * rule.group_size and 2 * alone > waiting:
-        found["alone"] = (
+        found["alone"] = TrainingProblem(
             f"{alone} of {waiting} episodes with a reward wait in vain for"
-            f" {rule.smallest_group} of their task: {REMEDIES['alone']}"
+            f" {rule.smallest_group} of their task",
+            REMEDIES["alone"],
         )
     return found
 
 
-def _of_updates(latest: Sequence[tuple[bool, Mapping[str, Any]]]) -> dict[TrainingWarning, str]:
+def _of_updates(
+    latest: Sequence[tuple[bool, Mapping[str, Any]]],
+) -> dict[TrainingWarning, TrainingProblem]:
     """Return what the latest updates say, newest first: of each if it only expired, and metrics."""
-    found: dict[TrainingWarning, str] = {}
+    found: dict[TrainingWarning, TrainingProblem] = {}
     spent, dropped = 0, Counter[str]()
     for _, metrics in latest:
         spent += metrics.get("episodes", 0)
@@ -61,15 +77,15 @@ def _of_updates(latest: Sequence[tuple[bool, Mapping[str, Any]]]) -> dict[Traini
     if unexpected.total() > MOST_UNTRAINED * spent:
         [(reason, count)] = unexpected.most_common(1)
         remedy = REMEDIES.get(reason, "`pawl credit --update` explains each call's reason")
-        found["untrained"] = (
+        found["untrained"] = TrainingProblem(
             f"{unexpected.total()} of the last {spent} episodes were spent untrained, {count} as"
-            f" `{reason}`: {remedy}"
+            f" `{reason}`",
+            remedy,
         )
     ends = [metrics for is_expiry, metrics in latest if not is_expiry][:WITHOUT_SIGNAL]
     if len(ends) == WITHOUT_SIGNAL and all(map(_had_no_signal, ends)):
-        found["no_signal"] = (
-            f"the last {WITHOUT_SIGNAL} updates had no signal: if nearly all episodes fail, begin"
-            " with the recipe `sft`, or easier tasks; if nearly all succeed, give harder ones"
+        found["no_signal"] = TrainingProblem(
+            f"the last {WITHOUT_SIGNAL} updates had no signal", REMEDIES["no_signal"]
         )
     return found
 

@@ -42,7 +42,8 @@ async def update(engine: AsyncEngine, recipe: Recipe, version: int | None) -> No
 
 async def warnings(engine: AsyncEngine, recipe: Recipe) -> dict[Any, str]:
     async with engine.connect() as connection:
-        return await training_warnings(connection, claim_rule(recipe, "m"))
+        found = await training_warnings(connection, claim_rule(recipe, "m"))
+    return {kind: str(problem) for kind, problem in found.items()}
 
 
 async def test_tasks_that_come_once_are_warned_of_under_a_recipe_of_groups(

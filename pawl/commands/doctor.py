@@ -1,0 +1,52 @@
+"""Define `pawl doctor`: why nothing is learned, and what to do."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from pawl.commands.common import AsJson, OfTenant, grid, write_lines
+from pawl.doctor.checks import Finding
+from pawl.doctor.examine import examine
+from pawl.settings import DoctorSettings, UnreadSettings, read_settings
+
+
+def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
+    """Say why nothing is learned, and what to do; the cause most upstream comes first.
+
+    Asks the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR, if it runs), the proxy,
+    the trainer, the controller, the model servers and the disks, all at once, and changes nothing.
+    What does not answer is a finding like others. Processes of other machines are asked where
+    PAWL_ADMIN_LISTEN, PAWL_TRAINER_LISTEN and PAWL_CONTROLLER_LISTEN say; a proxy with keys shows
+    all only to PAWL_API_KEY with the scope read. Figures are of the newest calls and episodes.
+
+    Status 1: something needs a person. What is marked with `·` passes by itself.
+    """
+    try:
+        found = asyncio.run(examine(read_settings(DoctorSettings), tenant=tenant))
+    except UnreadSettings as error:
+        found = [
+            Finding(
+                title="A setting cannot be used",
+                figures={"error": str(error)},
+                remedy="correct what the error names",
+                area="traffic",
+            )
+        ]
+    if found:
+        write_lines(found, findings_table, as_json=as_json)
+    if any(one.needs_person for one in found):
+        raise SystemExit(1)
+    print("nothing to do", file=sys.stderr)
+
+
+def findings_table(found: Sequence[Finding]) -> Table:
+    """Return the findings as a table for a terminal."""
+    rows = []
+    for one in found:
+        since = f" (since {one.since.astimezone():%Y-%m-%d %H:%M})" if one.since else ""
+        figures = ", ".join(f"{name}: {value}" for name, value in one.figures.items())
+        lines = [one.title + since, figures, f"→ {one.remedy}"]
+        rows.append(("!" if one.needs_person else "·", "\n".join(filter(None, lines))))
+    return grid(("", "what is wrong, and what to do"), rows)

@@ -1,0 +1,757 @@
+"""Check facts for what keeps a policy from learning, the cause most upstream first (pure)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Final, Literal, get_args
+
+from pawl.doctor.facts import Facts, PolicyFacts
+from pawl.stack.preflight import DISK_GIB
+from store.adapter_slots import free_slots
+from store.records import Record
+from trainer.settings import USUAL_SLOTS
+from trainer.updates.circuit_breaker import PauseReason
+from trainer.updates.training_warnings import MOST_UNTRAINED
+
+Area = Literal["traffic", "capture", "learning", "stability", "publishing", "storage"]
+Figure = int | float | str
+NO_FIGURES: Final[Mapping[str, Figure]] = {}
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """Say what keeps a policy from learning, or when it will learn next.
+
+    `since` is when that began, as far as it is known. `remedy` is one command or setting.
+    `needs_person` is False where it passes by itself.
+    """
+
+    title: str
+    since: datetime | None = None
+    figures: Mapping[str, Figure] = NO_FIGURES
+    remedy: str
+    needs_person: bool = True
+    area: Area
+
+
+Check = Callable[[Facts], Iterable[Finding]]
+# Beyond this without a call nothing arrives; and a proxy with younger ones works, wherever it is.
+SILENT: Final = timedelta(days=1)
+RECENT: Final = timedelta(minutes=5)
+# Records that wait on disk, as the alert PawlSpoolGrows has it.
+MOST_SPOOLED: Final = 1000
+# What is served of a version, and drift, are said to be near the recipe's limits past these shares
+# of them, as the alerts have it.
+NEAR_TOLERANCE: Final = 2 / 3
+NEAR_DRIFT: Final = 0.5
+# So many names a text lists.
+MOST_NAMED: Final = 3
+LONGEST: Final = 80
+# The fewest episodes of which equal rewards mean something.
+FEWEST_EQUAL: Final = 8
+
+GREEDY: Final = "greedy"
+# A learner that imitates successes trains these all the same (docs/explanation/trainer.md).
+IMITATED: Final = frozenset({GREEDY, "constrained_sampling"})
+# Of every `proxy.trainable.Reason`.
+REASONS: Final[Mapping[str, str]] = {
+    "incomplete": "raise the client's timeout: calls broke off before their reply had ended",
+    "error_reply": "ask once with curl, and read the model server's log: it answers with errors",
+    "not_text": "send text alone: calls with images, sounds or files are not trained",
+    "no_token_ids": "serve the policy with vLLM: the server gives no token ids (return_token_ids)",
+    "length_mismatch": "start vLLM with --logprobs-mode processed_logprobs, and nothing that"
+    " changes its replies before the proxy",
+    "impossible_logprobs": "start vLLM with --logprobs-mode processed_logprobs",
+    "usage_mismatch": "let nothing change the server's replies before the proxy",
+    "empty": "raise the client's max_tokens: replies have no token",
+    "several_choices": "ask for one choice: n = 1",
+    "unreadable_sampling": "leave out fields that are not the API's own; `sampling` in `pawl"
+    " export` names them (docs/explanation/trainer.md)",
+    "greedy": "ask with temperature = 1 (ChatOpenAI(temperature=1), ModelSettings(temperature=1)),"
+    " or set explore = { share = 0.1, temperature = 0.7 } in PAWL_POLICIES",
+    "reshaped_distribution": "leave out logits_processors, vllm_xargs, best_of, beam search and"
+    " thinking budgets",
+    "constrained_sampling": "set PAWL_TOOL_PARSER to the server's --tool-call-parser; else make"
+    " tools not strict (Agents SDK: @function_tool(strict_mode=False))",
+    "unknown_policy": "ask for the policy by its name, or for one of its versions",
+    "fixed_policy": "set trained = true in PAWL_POLICIES",
+    "nested_too_deep": "send less deeply nested JSON",
+    "redacted": "narrow the rules of PAWL_REDACTION: redacted calls are not trained",
+}
+PAUSES: Final[Mapping[PauseReason, str]] = {
+    "failed": "read why in the trainer's log (training_paused)",
+    "out_of_memory": "give the trainer more memory: `pawl plan` says what the model takes",
+    "drift": "set PAWL_DEFAULT_TEMPERATURE, PAWL_DEFAULT_SAMPLING and PAWL_TOOL_PARSER to what the"
+    " model server uses",
+    "rejected": "read in the trainer's log how the model server serves what is trained"
+    " (probe_failed)",
+    "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
+    " does wrong (self_test)",
+    "server_away": "start the model server",
+    "no_slot": "raise the model server's --max-loras, and PAWL_ADAPTER_SLOTS with it",
+}
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return all findings, the cause most upstream first."""
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def _of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Check:
+    """Return a check of all policies for one of a policy."""
+
+    def checked(facts: Facts) -> Iterator[Finding]:
+        for policy in facts.policies:
+            finding = check(facts, policy)
+            if finding is not None:
+                yield finding
+
+    return checked
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return some of the names, and how many more there are."""
+    # Clients choose many names, and write anything.
+    every = [
+        name if name.isprintable() and len(name) <= LONGEST else f"{name!r:.80}" for name in names
+    ]
+    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    return ", ".join(every[:MOST_NAMED]) + more
+
+
+# Settings, and what all processes need
+
+
+def unusable_files(facts: Facts) -> Iterator[Finding]:
+    """Find settings' files that cannot be used, or lack a key; not so where a process has them."""
+    for setting, why in facts.unusable.items():
+        process = facts.proxy if setting == "PAWL_UPSTREAMS" else facts.trainer
+        yield Finding(
+            title=f"{setting} cannot be used",
+            figures={"error": why},
+            remedy="correct what the error names, here or where the process runs",
+            needs_person=not process.answers,
+            area="traffic" if process is facts.proxy else "learning",
+        )
+
+
+def missing_key(facts: Facts) -> Iterator[Finding]:
+    """Find that the proxy asks for a key where there is none: evaluations and judges need it."""
+    if facts.proxy.asks_key:
+        evaluates = any(
+            policy.recipe is not None and policy.recipe.publish.mode == "evaluated"
+            for policy in facts.policies
+        )
+        yield Finding(
+            title="PAWL_API_KEY is not one that the proxy takes: its metrics are not read",
+            figures={"address": facts.proxy.address},
+            remedy="set PAWL_API_KEY to a key with the scope read (`pawl keys create doctor"
+            " --scope read`), or make a file of that name in PAWL_SECRETS_DIR",
+            needs_person=evaluates,
+            area="traffic",
+        )
+
+
+def database_away(facts: Facts) -> Iterator[Finding]:
+    """Find a database that does not answer: nothing is trained, and records wait on disk."""
+    if facts.database is not None:
+        yield Finding(
+            title="The database cannot be used: records wait on disk, and nothing is trained",
+            figures={"error": facts.database},
+            remedy="start PostgreSQL, or correct DATABASE_URL; without tables run `pawl migrate`",
+            area="storage",
+        )
+
+
+def disk_full(facts: Facts) -> Iterator[Finding]:
+    """Find disks that are nearly full."""
+    for disk in facts.disks:
+        if disk.free_gib < DISK_GIB:
+            yield Finding(
+                title=f"The disk of {disk.folder} is nearly full",
+                figures={"free_gib": round(disk.free_gib, 2)},
+                remedy=f"free space there, or set {disk.setting} to a folder on another disk",
+                area="storage",
+            )
+
+
+def records_wait(facts: Facts) -> Iterator[Finding]:
+    """Find records that are lost, refused, or wait on disk in growing numbers."""
+    proxy, drain = facts.proxy, facts.proxy.ready.get("drain") or {}
+    outage_s = proxy.ready.get("recording_outage_s") or 0
+    if outage_s > 0:
+        yield Finding(
+            title="Records are being lost: the spool's disk takes no more",
+            since=facts.now - timedelta(seconds=outage_s),
+            figures={"lost": int(proxy.value("pawl_records_dropped_total") or 0)},
+            remedy="free space on the disk of PAWL_SPOOL_DIR",
+            area="capture",
+        )
+    spooled = int(proxy.value("pawl_records_spooled") or drain.get("held") or 0)
+    if facts.database is None and (drain.get("state") == "stuck" or spooled > MOST_SPOOLED):
+        yield Finding(
+            title="Records wait on disk and are not stored",
+            since=facts.now - timedelta(seconds=float(drain.get("for_s") or 0)),
+            figures={"waiting": spooled, "reason": str(drain.get("reason") or "unknown")},
+            remedy="read the reason with `pawl spool`; many records need a faster database",
+            area="capture",
+        )
+    if facts.letters:
+        yield Finding(
+            title="The database refused records, which are kept as dead letters",
+            figures={"dead_letters": facts.letters},
+            remedy="read why with `pawl spool`, then `pawl spool --replay`",
+            area="capture",
+        )
+
+
+# Traffic
+
+
+def proxy_away(facts: Facts) -> Iterator[Finding]:
+    """Find a proxy that does not answer, unless calls have just been recorded."""
+    last = facts.last_call_at
+    if not facts.proxy.answers and (last is None or facts.now - last > RECENT):
+        yield Finding(
+            title="The proxy does not answer",
+            since=last,
+            figures={"address": facts.proxy.address, "error": facts.proxy.why_not or ""},
+            remedy="start `pawl proxy` (or `pawl up`); PAWL_ADMIN_LISTEN is where it is asked",
+            area="traffic",
+        )
+    elif facts.proxy.ready.get("workers") and "no worker" in str(facts.proxy.ready.get("status")):
+        yield Finding(
+            title="No worker of the proxy takes calls",
+            remedy="read why they end in the proxy's log",
+            area="traffic",
+        )
+
+
+def server_away(facts: Facts) -> Iterator[Finding]:
+    """Find model servers that do not answer, and base models that none of them serves."""
+    for server in facts.servers:
+        if server.why_not is not None:
+            yield Finding(
+                title=f"The model server at {server.url} does not answer",
+                figures={"error": server.why_not},
+                remedy="start vLLM, or correct PAWL_UPSTREAM_URL",
+                area="traffic",
+            )
+    listed = {name for server in facts.servers for name in server.models}
+    for policy in facts.policies if listed else ():
+        if policy.about.base not in listed:
+            yield Finding(
+                title=f"The model server does not have {policy.about.base},"
+                f" the base model of {policy.name}",
+                figures={"models": _named(sorted(listed))},
+                remedy=f"start vLLM with --served-model-name {policy.about.base}",
+                area="traffic",
+            )
+
+
+def trainer_away(facts: Facts) -> Iterator[Finding]:
+    """Find a trainer that does not run: by its port, and by the policies that it holds."""
+    if any(policy.about.is_held for policy in facts.policies) or facts.trainer.answers:
+        if facts.unbegun:
+            yield Finding(
+                title=f"No trainer ever began {_named(facts.unbegun)}",
+                remedy="start `pawl trainer` with the same PAWL_POLICIES, and PAWL_POLICY unset",
+                area="learning",
+            )
+        return
+    why = facts.trainer.why_not or ""
+    loads = "being loaded" in why
+    yield Finding(
+        title="The trainer loads its model" if loads else "No trainer runs",
+        since=max((p.about.trained_at for p in facts.policies if p.about.trained_at), default=None),
+        figures={"address": facts.trainer.address, "error": why},
+        remedy="wait until it is loaded" if loads else "start `pawl trainer` (or `pawl up`)",
+        needs_person=not loads,
+        area="learning",
+    )
+
+
+def no_calls(facts: Facts) -> Iterator[Finding]:
+    """Find that no call was recorded for a day, and whether callers are refused."""
+    last = facts.last_call_at
+    if facts.database is not None or (last is not None and facts.now - last < SILENT):
+        return
+    refused = facts.proxy.value("pawl_refused_total", reason="NoKey") or 0
+    remedy = f"set OPENAI_BASE_URL={facts.data_url}/v1 where the agent runs"
+    if refused:
+        remedy = "give the agent a key as OPENAI_API_KEY (`pawl keys create agent`)"
+    yield Finding(
+        title="No calls arrive" if last is None else "No calls arrived for a day",
+        since=last,
+        figures={"calls": 0, "refused_without_key": int(refused)},
+        remedy=remedy,
+        area="traffic",
+    )
+
+
+def unanswered(facts: Facts) -> Iterator[Finding]:
+    """Find calls for models that no policy answers."""
+    kinds = facts.calls_of(None)
+    calls, every = sum(one.calls for one in kinds), sum(one.calls for one in facts.calls)
+    if not calls or calls <= MOST_UNTRAINED * every:
+        return
+    models = Counter[str]()
+    for one in kinds:
+        models[one.model or "(none named)"] += one.calls
+    known = _named([*(policy.name for policy in facts.policies), *facts.unbegun])
+    asked = _named(name for name, _ in models.most_common())
+    yield Finding(
+        title=f"Calls ask for {asked}, and no policy answers that",
+        since=min(one.first_at for one in kinds),
+        figures={"unanswered": calls, "calls": every, "policies": known or "none"},
+        remedy=f'let the agent ask for model = "{facts.policies[0].name}", or add'
+        " models = [...] to the policy in PAWL_POLICIES"
+        if facts.policies
+        else "start `pawl trainer`, which begins the policy",
+        needs_person=calls == every,
+        area="traffic",
+    )
+
+
+# Calls and episodes that cannot be trained
+
+
+def untrainable(facts: Facts) -> Iterator[Finding]:
+    """Find policies of which more than a fifth of the newest calls cannot be trained."""
+    trained = {policy.name: policy for policy in facts.policies}
+    answered = {one.policy for one in facts.calls if one.policy is not None}
+    # A policy that is not to be trained is no trouble beside one that is.
+    for name in sorted(answered & trained.keys() or answered):
+        kinds = facts.calls_of(name)
+        recipe = trained[name].recipe if name in trained else None
+        expected = IMITATED if recipe is not None and recipe.kept is not None else frozenset()
+        every, reasons, statuses = 0, Counter[str](), Counter[int]()
+        for one in kinds:
+            every += one.calls
+            if one.reason is not None and one.reason not in expected:
+                reasons[one.reason] += one.calls
+                statuses[one.http_status or 0] += one.calls
+        if reasons.total() <= MOST_UNTRAINED * every:
+            continue
+        [(reason, _)] = reasons.most_common(1)
+        what = "cannot be trained"
+        if reason == GREEDY:
+            what = "are asked at temperature 0, and sample nothing"
+        [(status, _)] = statuses.most_common(1)
+        yield Finding(
+            title=f"{name}: {reasons.total()} of the newest {every} calls {what}",
+            since=min(one.first_at for one in kinds if one.reason == reason),
+            figures=dict(reasons.most_common())
+            | ({"status": status} if reason == "error_reply" else {}),
+            # A reason that another version of Pawl wrote may be unknown here.
+            remedy=REASONS.get(reason, "docs/explanation/trainer.md says what each reason means"),
+            needs_person=2 * reasons.total() > every,
+            area="capture",
+        )
+
+
+@_of_each_policy
+def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that more than a fifth of the newest episodes are quarantined."""
+    counts = policy.counts
+    every = counts.episodes + counts.quarantined
+    if not counts.quarantined or counts.quarantined <= MOST_UNTRAINED * every:
+        return None
+    return Finding(
+        title=f"{policy.name}: {counts.quarantined} of the newest {every} episodes are quarantined:"
+        " it is doubtful which calls they have",
+        since=counts.quarantined_since,
+        figures={"quarantined": counts.quarantined, "mostly": counts.quarantined_as or ""},
+        remedy="name each run with the header x-pawl-episode (docs/howto/rewards.md)",
+        needs_person=2 * counts.quarantined > every,
+        area="capture",
+    )
+
+
+# Rewards
+
+
+@_of_each_policy
+def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find episodes without rewards: all of them, or many of those that are over."""
+    counts = policy.counts
+    lacks = sum(policy.lacks.values())
+    if not counts.episodes:
+        return None
+    if lacks and lacks > MOST_UNTRAINED * (lacks + counts.scored):
+        lack = max(policy.lacks, key=lambda one: policy.lacks[one])
+        wanted = _named(policy.recipe.reward) if policy.recipe is not None else ""
+        return Finding(
+            title=f"{policy.name}: {lacks} episodes were spoken of and have no reward ({lack})",
+            since=counts.unscored_since,
+            figures={**policy.lacks, "scored": counts.scored},
+            remedy="send a value for each of these, or give the metric a default in the recipe's"
+            f" [reward]: {wanted}"
+            if lack == "missing_metric"
+            else "give the text a value in the recipe's [reward.METRIC] values",
+            area="learning",
+        )
+    if not counts.scored:
+        return Finding(
+            title=f"{policy.name}: no rewards",
+            since=counts.first_at,
+            figures={"episodes": counts.episodes, "with_reward": 0},
+            remedy=f"POST a reward for each run to {facts.data_url}/feedback, or run `pawl judge`",
+            needs_person=counts.ended > 0,
+            area="learning",
+        )
+    unscored = counts.ended - counts.ended_scored
+    if unscored > MOST_UNTRAINED * counts.ended:
+        return Finding(
+            title=f"{policy.name}: {unscored} of {counts.ended} episodes that are over have no"
+            " reward",
+            since=counts.unscored_since,
+            figures={"ended": counts.ended, "with_reward": counts.ended_scored},
+            remedy="POST the missing rewards to /feedback, or run `pawl judge`",
+            needs_person=False,
+            area="learning",
+        )
+    return None
+
+
+@_of_each_policy
+def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find rewards that are all equal, or equal within each group, so that nothing is learned."""
+    counts, rule = policy.counts, policy.rule
+    if rule is None or counts.most is None or counts.least is None:
+        return None
+    figures: dict[str, Figure] = {
+        "with_reward": counts.scored,
+        "lowest": counts.least,
+        "highest": counts.most,
+    }
+    if rule.least_reward is not None:
+        if counts.most >= rule.least_reward or counts.scored < rule.groups:
+            return None
+        return Finding(
+            title=f"{policy.name}: no episode reached the reward that is imitated",
+            since=counts.scored_since,
+            figures=figures | {"least_reward": rule.least_reward},
+            remedy="give easier tasks, or lower sft.min_reward in the recipe",
+            area="learning",
+        )
+    of_one = rule.group_size == 1
+    is_flat = (
+        counts.least == counts.most and counts.scored >= FEWEST_EQUAL
+        if of_one
+        else not counts.groups_that_differ
+        and counts.scored >= FEWEST_EQUAL
+        and (counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size)
+    )
+    if not is_flat:
+        return None
+    all_equal = counts.least == counts.most
+    return Finding(
+        title=f"{policy.name}: all rewards are {counts.most:g}, which teaches nothing"
+        if all_equal
+        else f"{policy.name}: rewards are equal within each task, which teaches nothing",
+        since=counts.scored_since,
+        figures=figures | {"groups": counts.groups, "groups_that_differ": 0},
+        remedy="give tasks that succeed sometimes, or rewards between all and nothing;"
+        " if nearly all fail, begin with the recipe `sft`",
+        area="learning",
+    )
+
+
+@_of_each_policy
+def alone(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that no two episodes are of one task, under a recipe that compares groups."""
+    counts, rule = policy.counts, policy.rule
+    if rule is None or rule.group_size == 1 or not counts.scored:
+        return None
+    problem = policy.problems.get("alone")
+    if problem is None and (counts.groups or counts.scored < rule.smallest_group):
+        return None
+    waited = counts.scored_since is not None and (
+        facts.now - counts.scored_since > timedelta(seconds=rule.max_age_s)
+    )
+    return Finding(
+        title=f"{policy.name}: episodes are alone: tasks do not come again, and its recipe compares"
+        f" {rule.smallest_group} to {rule.group_size} of one task",
+        since=counts.scored_since,
+        figures={
+            "with_reward": counts.scored,
+            "tasks": counts.tasks,
+            "largest_group": counts.largest_group or 0,
+        },
+        remedy="use the recipe `single` (PAWL_RECIPE=single), or name tasks that come again with"
+        " the header x-pawl-task",
+        needs_person=waited or counts.scored >= rule.group_size,
+        area="learning",
+    )
+
+
+# The trainer
+
+
+def paused(facts: Facts) -> Iterator[Finding]:
+    """Find policies that a running trainer left, or whose training is paused."""
+    for name, value in facts.trainer.values("pawl_policy_left").items():
+        if value and _is_shown(facts, name):
+            yield Finding(
+                title=f"{name}: the trainer left it after a failure",
+                remedy="read why in the trainer's log (policy_left)",
+                area="stability",
+            )
+    for reason in get_args(PauseReason):
+        for name, value in facts.trainer.values("pawl_trainer_paused", reason=reason).items():
+            if value and _is_shown(facts, name):
+                yield Finding(
+                    title=f"{name}: training is paused ({reason})",
+                    since=_of(facts, name, lambda policy: policy.about.trained_at),
+                    figures={"reason": reason},
+                    remedy=PAUSES[reason],
+                    # A trainer tests by itself whether it can go on.
+                    needs_person=reason not in ("server_away", "no_slot"),
+                    area="stability",
+                )
+
+
+def _is_shown(facts: Facts, name: str) -> bool:
+    """Return whether a policy is one of those that were asked for, as far as that is known."""
+    return facts.database is not None or any(policy.name == name for policy in facts.policies)
+
+
+def _of(
+    facts: Facts, name: str, value: Callable[[PolicyFacts], datetime | None]
+) -> datetime | None:
+    return next((value(policy) for policy in facts.policies if policy.name == name), None)
+
+
+@_of_each_policy
+def no_slot(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that all adapter slots of the model server are taken, so that no update begins."""
+    if policy.live is None:
+        return None
+    slots = min((one.slots for one in facts.servers if one.slots is not None), default=USUAL_SLOTS)
+    live = policy.live
+    if free_slots(live, slots) > 0:
+        return None
+    for_good = live.serving + live.held >= slots
+    return Finding(
+        title=f"{policy.name}: all {slots} adapter slots of the model server are taken",
+        since=policy.about.trained_at,
+        figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
+        remedy="start vLLM with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to it",
+        needs_person=for_good,
+        area="publishing",
+    )
+
+
+@_of_each_policy
+def spent_untrained(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that the last updates spent episodes untrained (stale, too long), or had no signal."""
+    for kind in ("untrained", "no_signal"):
+        problem = policy.problems.get(kind)
+        if problem is not None:
+            return Finding(
+                title=f"{policy.name}: {problem.why}",
+                since=policy.about.trained_at,
+                remedy=problem.remedy,
+                area="stability",
+            )
+    return None
+
+
+def too_long(facts: Facts) -> Iterator[Finding]:
+    """Find that the model server takes longer calls than fit into the trainer's memory."""
+    longest = facts.trainer.value("pawl_longest_call_tokens")
+    served = [
+        int(model["max_model_len"])
+        for server in facts.servers
+        for model in server.models.values()
+        if isinstance(model.get("max_model_len"), int)
+    ]
+    if longest is not None and served and max(served) > longest:
+        yield Finding(
+            title=f"Calls longer than {longest:.0f} tokens do not fit into the trainer's memory",
+            figures={"longest_trained": int(longest), "longest_served": max(served)},
+            remedy=f"set PAWL_MAX_MODEL_LEN={longest:.0f}, or give the trainer more memory;"
+            " `pawl plan` says how much",
+            needs_person=False,
+            area="learning",
+        )
+
+
+@_of_each_policy
+def drifted(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that model server and trainer disagree about a version."""
+    if policy.recipe is None:
+        return None
+    limits = {
+        "drift_kl": NEAR_DRIFT * policy.recipe.off_policy.max_drift,
+        "probe_difference": NEAR_TOLERANCE * policy.recipe.publish.tolerance,
+    }
+    values = {
+        name: facts.trainer.value(f"pawl_update_{name}", policy=policy.name) for name in limits
+    }
+    past = {
+        name: round(value, 4)
+        for name, value in values.items()
+        if value is not None and value > limits[name]
+    }
+    if not past:
+        return None
+    return Finding(
+        title=f"{policy.name}: model server and trainer disagree about one version",
+        since=policy.about.trained_at,
+        figures=past,
+        remedy="set PAWL_DEFAULT_TEMPERATURE, PAWL_DEFAULT_SAMPLING and PAWL_TOOL_PARSER to what"
+        " the model server uses",
+        area="stability",
+    )
+
+
+# Versions
+
+
+@_of_each_policy
+def frozen(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that a person froze the policy: no new version gets the traffic."""
+    if policy.about.frozen_at is None:
+        return None
+    return Finding(
+        title=f"{policy.name} is frozen: no new version gets the traffic",
+        since=policy.about.frozen_at,
+        remedy=f"run `pawl policies freeze {policy.name} --off`",
+        area="publishing",
+    )
+
+
+@_of_each_policy
+def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find versions that a server lacks or has with other files, or whose files were altered."""
+    said = facts.controller.ready
+    troubles: dict[str, Figure] = dict(policy.altered)
+    for server in facts.servers if policy.servable else ():
+        for version in policy.servable if server.models else ():
+            listed = server.models.get(version.served_name)
+            if listed is None:
+                troubles.setdefault(version.served_name, f"{server.url} does not have it")
+            elif version.adapter_path is not None and listed.get("root") != version.adapter_path:
+                troubles.setdefault(
+                    version.served_name,
+                    f"{server.url} serves {listed.get('root')}, not {version.adapter_path}",
+                )
+    names = {version.served_name for version in policy.servable}
+    told = [said.get("altered"), said.get("unread"), *(said.get("misserved") or {}).values()]
+    for reasons in told:
+        troubles |= {name: why for name, why in (reasons or {}).items() if name in names}
+    if not troubles:
+        return None
+    return Finding(
+        title=f"{policy.name}: {_named(sorted(troubles))} is not served as it was trained",
+        since=policy.standing.serving.since if policy.standing is not None else None,
+        figures=troubles,
+        remedy="start `pawl controller`, which loads it; `pawl policies check` says what is wrong"
+        " with files",
+        area="publishing",
+    )
+
+
+def controller_away(facts: Facts) -> Iterator[Finding]:
+    """Find a controller that does not answer; it matters where something is to be decided."""
+    if facts.controller.answers:
+        return
+    is_needed = any(
+        policy.waits is None
+        and policy.standing is not None
+        and (policy.standing.canary or policy.standing.candidate)
+        for policy in facts.policies
+    )
+    yield Finding(
+        title="The controller does not answer",
+        figures={"address": facts.controller.address, "error": facts.controller.why_not or ""},
+        remedy="start `pawl controller` (or `pawl up`): it loads adapters again and decides about"
+        " versions",
+        needs_person=is_needed,
+        area="publishing",
+    )
+
+
+@_of_each_policy
+def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find a version that waits for a person, or is still compared, with the evidence so far."""
+    standing = policy.standing
+    if standing is None:
+        return None
+    if policy.waits is not None:
+        return Finding(
+            title=f"{policy.name}@{policy.waits.version} waits for approval",
+            since=policy.waits.at,
+            figures={"evidence": policy.waits.reason},
+            remedy=f"run `pawl policies promote {policy.name}@{policy.waits.version}`",
+            area="publishing",
+        )
+    tried = standing.canary or standing.candidate
+    if tried is None or standing.frozen:
+        return None
+    said = facts.controller
+    figures: dict[str, Figure] = {}
+    about = {"policy": policy.name, "compared": "trial"}
+    for version, count in said.values("pawl_controller_gate_episodes", **about).items():
+        figures[f"episodes_{version}"] = int(count)
+    for bound, value in said.values("pawl_controller_gate_bound", **about).items():
+        figures[bound] = round(value, 4)
+    if tried.version.share is not None:
+        figures["share"] = round(tried.version.share, 4)
+    return Finding(
+        title=f"{tried.version.served_name} is being tried: the decision is pending",
+        since=tried.since,
+        figures=figures,
+        remedy="wait: the controller decides (publish.decide_within_h in the recipe)",
+        needs_person=False,
+        area="publishing",
+    )
+
+
+# How soon it learns
+
+
+@_of_each_policy
+def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Say how many episodes the next update lacks, and when they come at today's rate."""
+    counts, rule = policy.counts, policy.rule
+    is_ready = policy.updates >= 1 or policy.about.running_since is not None
+    if rule is None or is_ready or not counts.scored or counts.most is None:
+        return None
+    missing = (1 - policy.updates) * rule.groups * rule.group_size
+    # Of groups that do not differ as many again are needed.
+    if rule.group_size > 1 and rule.needs_spread and counts.groups:
+        missing *= counts.groups / max(1, counts.groups_that_differ)
+    began = min(counts.first_at or facts.now, facts.now - timedelta(hours=1))
+    hours = min(24.0, (facts.now - began) / timedelta(hours=1))
+    rate = counts.scored_today / hours
+    figures: dict[str, Figure] = {
+        "with_reward": policy.ready,
+        "episodes_more": round(missing),
+        "an_hour": round(rate, 2),
+    }
+    when = "at today's rate never"
+    if rate:
+        figures["hours"] = round(missing / rate, 1)
+        when = f"at today's rate in {missing / rate:.2g} hours"
+    return Finding(
+        title=f"{policy.name}: the next update needs about {missing:.0f} more episodes with"
+        f" rewards, {when}",
+        since=policy.about.trained_at,
+        figures=figures,
+        remedy="wait, or lower claim.groups in the recipe",
+        needs_person=False,
+        area="learning",
+    )
+
+
+# In order of importance: what is upstream comes first.
+CHECKS: Final[tuple[Check, ...]] = (
+    *(unusable_files, database_away, disk_full, records_wait),
+    *(proxy_away, server_away, trainer_away, no_calls, unanswered),
+    *(untrainable, quarantined, unrewarded, equal_rewards, alone),
+    *(paused, no_slot, spent_untrained, drifted),
+    *(frozen, not_as_trained, controller_away, undecided),
+    *(missing_key, too_long, waits_for_signal),
+)

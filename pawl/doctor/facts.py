@@ -1,0 +1,134 @@
+"""Define what the doctor knows of a system, as frozen values; what is away is empty."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from store.adapter_slots import Live
+from store.claim_query import ClaimRule
+from store.read.gates import Gated
+from store.read.health import CallKind, EpisodeCounts, Tended
+from store.records import TRAIN, Record
+from store.versions import PolicyEvent, PolicyVersion
+from trainer.recipes.recipe import Recipe
+from trainer.updates.training_warnings import TrainingProblem, TrainingWarning
+
+NOTHING: Final[Mapping[str, Any]] = {}
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """Hold one value of a process's `/metrics`."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Process(Record, frozen=True, kw_only=True):
+    """Describe what a process said on its admin port, or `why_not` it said nothing there.
+
+    `ready` is the body of its `/readyz`. `samples` are empty where its `/metrics` asks for a key
+    that is not ours (`asks_key`).
+    """
+
+    address: str
+    why_not: str | None = None
+    asks_key: bool = False
+    ready: Mapping[str, Any] = NOTHING
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the process answered."""
+        return self.why_not is None
+
+    def values(self, name: str, **labels: str) -> dict[str, float]:
+        """Return the values of a metric with these labels, by what its other labels say."""
+        return {
+            " ".join(value for key, value in one.labels.items() if key not in labels): one.value
+            for one in self.samples
+            if one.name == name and labels.items() <= one.labels.items()
+        }
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the value of a metric with exactly these labels; None: it has none."""
+        return self.values(name, **labels).get("")
+
+
+class Server(Record, frozen=True, kw_only=True):
+    """Describe a replica of the model server: the models that it lists, or `why_not`."""
+
+    url: str
+    why_not: str | None = None
+    models: Mapping[str, Mapping[str, Any]] = NOTHING
+    slots: int | None = None
+
+
+class Disk(Record, frozen=True, kw_only=True):
+    """Say how much is free on the disk of a folder; `setting` names the folder."""
+
+    setting: str
+    folder: str
+    free_gib: float
+
+
+class PolicyFacts(Record, frozen=True, kw_only=True):
+    """Hold what is stored of a policy that is to be trained.
+
+    `recipe` and `rule` are None where the recipe cannot be read. `ready` are the episodes with a
+    reward that may be claimed, and `updates` how many updates their signal suffices for. `servable`
+    are the versions that servers should have, without those that changed a moment ago. `waits` is
+    the event by which a version waits for a person. `altered` says by version why its files on this
+    machine are not those that were written.
+    """
+
+    about: Tended
+    recipe: Recipe | None = None
+    rule: ClaimRule | None = None
+    counts: EpisodeCounts = EpisodeCounts()
+    ready: int = 0
+    updates: float = 0.0
+    lacks: Mapping[str, int] = NOTHING
+    problems: Mapping[TrainingWarning, TrainingProblem] = {}
+    standing: Gated | None = None
+    waits: PolicyEvent | None = None
+    servable: tuple[PolicyVersion, ...] = ()
+    altered: Mapping[str, str] = NOTHING
+    live: Live | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return self.about.name
+
+
+class Facts(Record, frozen=True, kw_only=True):
+    """Hold all that the doctor knows at the time `now`.
+
+    `data_url` is where agents call. `unusable` are settings with a file that cannot be used, each
+    with the reason. `database` is why it does not answer. `unbegun` are policies of the file that
+    no trainer ever began. `letters` are dead letters in the spool of this machine.
+    """
+
+    now: datetime
+    data_url: str
+    proxy: Process
+    trainer: Process
+    controller: Process
+    unusable: Mapping[str, str] = NOTHING
+    database: str | None = None
+    servers: tuple[Server, ...] = ()
+    disks: tuple[Disk, ...] = ()
+    letters: int = 0
+    calls: tuple[CallKind, ...] = ()
+    policies: tuple[PolicyFacts, ...] = ()
+    unbegun: tuple[str, ...] = ()
+
+    def calls_of(self, policy: str | None) -> list[CallKind]:
+        """Return the newest calls that a policy answered (None: none did), evaluation aside."""
+        return [one for one in self.calls if one.policy == policy and one.split == TRAIN]
+
+    @property
+    def last_call_at(self) -> datetime | None:
+        """Return when the newest call began; None: there is none lately."""
+        return max((one.last_at for one in self.calls), default=None)

@@ -1,0 +1,208 @@
+"""Read what tells why a policy learns, or why it does not: the newest calls and episodes.
+
+Counts are of the newest records alone, so that a read takes as long with a million calls as with a
+thousand.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at
+from store.records import EVAL, OWN_EPISODE, Record, Split
+from store.schema.tables import SPLIT
+from store.tenants import DEFAULT, SEPARATOR
+
+# How far back, and how many calls, and episodes of a policy, are looked at.
+WINDOW: Final = timedelta(days=7)
+MOST_CALLS: Final = 2000
+MOST_EPISODES: Final = 1000
+# Kinds of calls: models that nobody answers may have any name.
+MOST_KINDS: Final = 50
+# An episode is over for as long without a call, and a reward would have come.
+OVER: Final = timedelta(minutes=10)
+
+_TENANT: Final = f"""
+    CASE WHEN strpos(e.key, '{SEPARATOR}') > 1 THEN split_part(e.key, '{SEPARATOR}', 1)
+        ELSE '{DEFAULT}' END
+"""
+_CALLS: Final = text(
+    f"""
+    WITH newest AS MATERIALIZED (
+        SELECT episode_id, policy, served_model, reason, http_status, split, started_at
+        FROM transitions WHERE id >= :first ORDER BY id DESC LIMIT {MOST_CALLS})
+    SELECT n.policy, CASE WHEN n.policy IS NULL THEN n.served_model END AS model, n.reason,
+        n.http_status, n.split, count(*) AS calls, min(n.started_at) AS first_at,
+        max(n.started_at) AS last_at
+    FROM newest n JOIN episodes e ON e.id = n.episode_id
+    WHERE CAST(:tenant AS text) IS NULL OR {_TENANT} = :tenant
+    GROUP BY 1, 2, 3, 4, 5 ORDER BY calls DESC, 1, 2, 3, 4, 5 LIMIT {MOST_KINDS}
+    """
+)
+# The lock is the one of `store.claims.hold_policy`; its two halves are those of a bigint.
+_POLICIES: Final = text(
+    """
+    SELECT b.name, b.served_name AS base, b.tenant, b.frozen_at, b.created_at,
+        (SELECT claimed_at FROM updates WHERE policy = b.name AND state = 'running')
+            AS running_since,
+        (SELECT claimed_at FROM updates WHERE policy = b.name AND version IS NOT NULL
+            ORDER BY claimed_at DESC LIMIT 1) AS trained_at,
+        EXISTS (SELECT FROM pg_locks l
+            WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+                AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+                AND l.classid::bigint << 32 | l.objid::bigint
+                    = hashtext('pawl-trainer:' || b.name)) AS is_held
+    FROM policies b
+    WHERE b.version = 0 AND (CAST(:tenant AS text) IS NULL OR b.tenant = :tenant)
+    ORDER BY b.name
+    """
+)
+_EPISODES: Final = text(
+    f"""
+    WITH newest AS MATERIALIZED (
+        SELECT episode_id, task, scored_at, call_scored_at, reward, failed, last_call_at
+        FROM episode_policies WHERE policy = :policy AND episode_id >= :first
+        ORDER BY episode_id DESC LIMIT {MOST_EPISODES}),
+    wholes AS (
+        SELECT n.*, e.quarantined_reason, e.method,
+            COALESCE(n.scored_at, CASE WHEN CAST(:calls_are_paid AS boolean)
+                THEN n.call_scored_at END) AS paid_at,
+            n.last_call_at < now() - CAST(:over AS interval) AS is_over
+        FROM newest n JOIN episodes e ON e.id = n.episode_id
+        WHERE e.root IS NULL AND e.deleted_at IS NULL AND {SPLIT} <> '{EVAL}'),
+    counted AS (SELECT * FROM wholes WHERE quarantined_reason IS NULL),
+    tasks AS (
+        SELECT count(*) AS members, count(DISTINCT reward) > 1 AS differs,
+            count(*) >= CAST(:smallest AS integer) AS is_group
+        FROM counted WHERE paid_at IS NOT NULL AND task IS NOT NULL GROUP BY task)
+    SELECT count(*) AS episodes, min(last_call_at) AS first_at,
+        count(*) FILTER (WHERE paid_at IS NOT NULL) AS scored,
+        count(*) FILTER (WHERE is_over) AS ended,
+        count(*) FILTER (WHERE is_over AND paid_at IS NOT NULL) AS ended_scored,
+        min(last_call_at) FILTER (WHERE paid_at IS NULL) AS unscored_since,
+        min(paid_at) AS scored_since,
+        count(*) FILTER (WHERE paid_at > now() - interval '1 day') AS scored_today,
+        min(reward) FILTER (WHERE paid_at IS NOT NULL) AS least,
+        max(reward) FILTER (WHERE paid_at IS NOT NULL) AS most,
+        count(*) FILTER (WHERE method = '{OWN_EPISODE}') AS unnamed,
+        (SELECT count(*) FROM tasks) AS tasks,
+        (SELECT max(members) FROM tasks) AS largest_group,
+        (SELECT count(*) FROM tasks WHERE is_group) AS groups,
+        (SELECT count(*) FROM tasks WHERE is_group AND differs) AS groups_that_differ,
+        (SELECT count(*) FROM wholes WHERE quarantined_reason IS NOT NULL) AS quarantined,
+        (SELECT min(last_call_at) FROM wholes WHERE quarantined_reason IS NOT NULL)
+            AS quarantined_since,
+        (SELECT mode() WITHIN GROUP (ORDER BY quarantined_reason) FROM wholes) AS quarantined_as
+    FROM counted
+    """
+)
+_CHANGED: Final = text(
+    "SELECT served_name FROM policies"
+    " WHERE name = :name AND changed_at > now() - CAST(:settled AS interval)"
+)
+
+
+class CallKind(Record, frozen=True, kw_only=True):
+    """Count the newest calls that had the same end: `reason` is None for those that can be trained.
+
+    `model` is what was asked for where no policy answered.
+    """
+
+    policy: str | None
+    model: str | None
+    reason: str | None
+    http_status: int | None
+    split: Split
+    calls: int
+    first_at: datetime
+    last_at: datetime
+
+
+class Tended(Record, frozen=True, kw_only=True):
+    """Describe a policy, and who works on it.
+
+    `is_held` says that a trainer works on it now. `trained_at` is when the update of its newest
+    version was claimed.
+    """
+
+    name: str
+    base: str
+    tenant: str
+    created_at: datetime
+    is_held: bool
+    frozen_at: datetime | None = None
+    running_since: datetime | None = None
+    trained_at: datetime | None = None
+
+
+class EpisodeCounts(Record, frozen=True, kw_only=True):
+    """Count the newest episodes of a policy; all but the three last fields without quarantined.
+
+    `ended` are those that were silent for `OVER`; `unnamed` those of which a client named nothing.
+    `groups` are tasks with as many scored episodes as a group needs, and `groups_that_differ` those
+    of them with more than one reward.
+    """
+
+    episodes: int = 0
+    first_at: datetime | None = None
+    scored: int = 0
+    ended: int = 0
+    ended_scored: int = 0
+    unscored_since: datetime | None = None
+    scored_since: datetime | None = None
+    scored_today: int = 0
+    least: float | None = None
+    most: float | None = None
+    unnamed: int = 0
+    tasks: int = 0
+    largest_group: int | None = None
+    groups: int = 0
+    groups_that_differ: int = 0
+    quarantined: int = 0
+    quarantined_since: datetime | None = None
+    quarantined_as: str | None = None
+
+
+async def newest_calls(
+    connection: AsyncConnection, now: datetime, tenant: str | None = None
+) -> list[CallKind]:
+    """Return the newest calls of the last `WINDOW` by how they ended, the most frequent first.
+
+    With `tenant` they are this tenant's among the newest of all.
+    """
+    values = {"first": lowest_id_at(now - WINDOW), "tenant": tenant}
+    return [CallKind(**row._mapping) for row in await connection.execute(_CALLS, values)]
+
+
+async def tended_policies(connection: AsyncConnection, tenant: str | None = None) -> list[Tended]:
+    """Return the policies that a trainer ever began, by name; with `tenant`, this tenant's."""
+    rows = await connection.execute(_POLICIES, {"tenant": tenant})
+    return [Tended(**row._mapping) for row in rows]
+
+
+async def episode_counts(
+    connection: AsyncConnection,
+    policy: str,
+    now: datetime,
+    *,
+    smallest_group: int,
+    calls_are_paid: bool,
+) -> EpisodeCounts:
+    """Return what the newest episodes of a policy came to, of the last `WINDOW`."""
+    values: Mapping[str, Any] = {
+        "policy": policy,
+        "first": lowest_id_at(now - WINDOW),
+        "over": OVER,
+        "smallest": smallest_group,
+        "calls_are_paid": calls_are_paid,
+    }
+    return EpisodeCounts(**(await connection.execute(_EPISODES, values)).one()._mapping)
+
+
+async def changed_lately(connection: AsyncConnection, policy: str, settled: timedelta) -> set[str]:
+    """Return the names of the policy's versions whose state changed less than `settled` ago."""
+    values = {"name": policy, "settled": settled}
+    return set((await connection.execute(_CHANGED, values)).scalars())

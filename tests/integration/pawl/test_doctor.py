@@ -1,0 +1,293 @@
+"""`pawl doctor` names the reason why nothing is learned: each is made on a working system."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from aiohttp import web
+from pydantic import SecretStr
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from benchmarks.stack import free_port
+from pawl.controller.run import app_of
+from pawl.doctor.checks import Finding
+from pawl.doctor.examine import examine
+from pawl.settings import DoctorSettings
+from store import claims, version_states
+from store.admin_port import listen_on
+from store.version_states import add_event, make_loaded
+from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.support.controller.replicas import assert_has, controlling, publish
+from tests.support.ledger.episodes import ingest
+from tests.support.records import call
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.servers.fake_upstream import whole_reply
+from trainer.metrics import LEFT, UPDATE, show_pause
+from trainer.run import port_app
+
+RECIPE = "[claim]\ngroup_size = 4\ngroups = 2\nmax_age_s = 60"
+LIMIT_S = 5.0
+
+
+@dataclass
+class Stack:
+    """A system that works: proxy, model server, controller, and a trainer's hold and port."""
+
+    settings: DoctorSettings
+    engine: AsyncEngine
+    proxy: Proxy
+    server: FakeModelServer
+    parts: dict[str, AsyncExitStack] = field(default_factory=dict)
+
+    async def stop(self, part: str) -> None:
+        """End a part of it."""
+        await self.parts[part].aclose()
+
+    async def work(self, *rewards: tuple[str, float | None], **asked: Any) -> None:
+        """Let an agent do an episode for each task, and post its reward, if there is one."""
+        for number, (task, value) in enumerate(rewards):
+            name = f"{task}-{number}"
+            headers = {"x-pawl-episode": name, "x-pawl-task": task}
+            await self.proxy.chat(headers=headers, **asked)
+            if value is not None:
+                await self.proxy.feedback({"metric": "reward", "value": value, "episode": name})
+        await self.proxy.episodes(len(rewards), lambda found: all(map(is_scored(rewards), found)))
+
+    async def findings(self) -> list[Finding]:
+        """Examine it, within the time that a person is promised."""
+        began = perf_counter()
+        found = await examine(self.settings)
+        assert perf_counter() - began < LIMIT_S
+        return found
+
+
+def is_scored(rewards: tuple[tuple[str, float | None], ...]) -> Callable[[Any], bool]:
+    wanted = {f"{task}-{n}" for n, (task, value) in enumerate(rewards) if value is not None}
+    return lambda episode: bool(episode.feedback) or episode.key not in wanted
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answer for the base model and its versions, as vLLM does."""
+    asked = await request.json()
+    if asked["model"].partition("@")[0] != "m":
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+    return web.json_response(whole_reply(asked, 1))
+
+
+@pytest.fixture
+async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> AsyncIterator[Stack]:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    parts = {name: AsyncExitStack() for name in ("server", "trainer", "controller", "proxy")}
+    async with AsyncExitStack() as exits:
+        for part in parts.values():
+            exits.push_async_callback(part.aclose)
+        server = await parts["server"].enter_async_context(fake_model_server())
+        server.chats, server.adapter_slots = chat, 8
+        await publish(engine, tmp_path / "adapters", 1)
+        settings = DoctorSettings.model_validate(
+            settings_for(database_url, server.url, tmp_path).model_dump(exclude_unset=True)
+            | {
+                "DATABASE_URL": database_url,
+                "recipe": str(tmp_path / "recipe.toml"),
+                "adapter_dir": tmp_path / "adapters",
+                "trainer_listen": f"127.0.0.1:{free_port()}",
+                "controller_listen": f"127.0.0.1:{free_port()}",
+            }
+        )
+        running = await parts["controller"].enter_async_context(controlling(engine, server.url))
+        port = await listen_on(
+            app_of(running.servable, running.controllers), settings.controller_listen
+        )
+        parts["controller"].push_async_callback(port.cleanup)
+        await run_trainer(parts["trainer"], engine, settings)
+        proxy = await parts["proxy"].enter_async_context(proxy_with(settings, engine))
+        await assert_has(server, "m@1")
+        async with engine.begin() as connection:
+            await connection.execute(
+                text("UPDATE policies SET changed_at = now() - interval '1 h'")
+            )
+        yield Stack(settings, engine, proxy, server, parts)
+
+
+async def run_trainer(exits: AsyncExitStack, engine: AsyncEngine, settings: DoctorSettings) -> None:
+    """Hold the policy, and serve metrics, as a trainer does that waits for episodes."""
+    show_pause("m", None)
+    LEFT.labels("m").set(0)
+    for gauge in UPDATE.values():
+        gauge.labels("m").set(0)
+    guard = await exits.enter_async_context(engine.connect())
+    assert await claims.hold_policy(guard, "m")
+    exits.push_async_callback(claims.leave_policy, guard, "m")
+    is_up = asyncio.Event()
+    is_up.set()
+    port = await listen_on(port_app(settings, is_up), settings.trainer_listen)
+    exits.push_async_callback(port.cleanup)
+
+
+# Each breaks a system that works, or uses it in a way from which nothing can be learned.
+
+
+async def no_database(stack: Stack) -> None:
+    gone = f"postgresql://pawl:p@127.0.0.1:{free_port()}/pawl"
+    stack.settings = stack.settings.model_copy(update={"database_url": SecretStr(gone)})
+
+
+async def no_proxy(stack: Stack) -> None:
+    await stack.stop("proxy")
+
+
+async def no_model_server(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    await stack.stop("server")
+
+
+async def no_trainer(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    await stack.stop("trainer")
+
+
+async def no_calls(_: Stack) -> None:
+    pass
+
+
+async def another_model(stack: Stack) -> None:
+    await stack.work(("t", None), ("t", None), model="gpt-4o")
+
+
+async def temperature_0(stack: Stack) -> None:
+    await stack.work(*GOOD, temperature=0)
+
+
+async def no_token_ids(stack: Stack) -> None:
+    async def strips(request: web.Request) -> web.StreamResponse:
+        return web.json_response(whole_reply({"model": (await request.json())["model"]}, 1))
+
+    stack.server.chats = strips
+    await stack.work(*GOOD)
+
+
+async def strict_tools(stack: Stack) -> None:
+    tool = {"name": "calc", "parameters": {"type": "object"}, "strict": True}
+    await stack.work(*GOOD, tools=[{"type": "function", "function": tool}])
+
+
+async def doubtful_episodes(stack: Stack) -> None:
+    async with stack.engine.begin() as connection:
+        await ingest(connection, [call(f"e{n}", confidence="doubtful") for n in range(4)])
+
+
+async def no_rewards(stack: Stack) -> None:
+    await stack.work(*((task, None) for task, _ in GOOD))
+    async with stack.engine.begin() as connection:
+        # They have been over for an hour.
+        for table in ("episodes", "episode_policies"):
+            hour = f"UPDATE {table} SET last_call_at = last_call_at - interval '1 h'"
+            await connection.execute(text(hour))
+
+
+async def equal_rewards(stack: Stack) -> None:
+    await stack.work(*((task, 1.0) for task, _ in GOOD))
+
+
+async def tasks_that_come_once(stack: Stack) -> None:
+    await stack.work(*((f"t{n}", float(n % 2)) for n in range(8)))
+
+
+async def paused_training(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    show_pause("m", "out_of_memory")
+
+
+async def stale_episodes(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    async with stack.engine.begin() as connection:
+        update = await claims.begin_update(connection, "m", 1, {})
+        expired = {"episodes": 8, "dropped": {"stale": 8}}
+        values = {"id": update, "metrics": json.dumps(expired)}
+        done = "UPDATE updates SET state = 'expired', metrics = CAST(:metrics AS jsonb)"
+        await connection.execute(text(f"{done} WHERE id = :id"), values)
+
+
+async def frozen_policy(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    async with stack.engine.begin() as connection:
+        why: Any = {"reason": "a test", "actor": "operator"}
+        await version_states.freeze(connection, "m", frozen=True, **why)
+
+
+async def another_adapter(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    await stack.stop("controller")
+    stack.server.loaded["m@1"] = "/another/folder"
+
+
+async def unapproved_version(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    await publish(stack.engine, stack.settings.adapter_dir, 2)
+    async with stack.engine.begin() as connection:
+        why: Any = {"reason": "a test", "actor": "trainer"}
+        rule = {"mode": "immediate", "approve": True}
+        state = "UPDATE policies SET state = 'written' WHERE version = 2"
+        await connection.execute(text(state))
+        serves = "UPDATE policies SET state = 'serving' WHERE version = 1"
+        await connection.execute(text(serves))
+        await make_loaded(connection, "m", 2, rule, **why)
+        waits = {"before": "loaded", "evidence": {}, "actor": "controller"}
+        await add_event(connection, "m", 2, "loaded", reason="it waits for approval", **waits)
+
+
+# Two groups of four whose rewards differ: from these an update is made.
+GOOD = tuple((task, float(n % 2)) for task in ("a", "b") for n in range(4))
+REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
+    no_database: ("The database cannot be used", "start PostgreSQL"),
+    no_proxy: ("The proxy does not answer", "start `pawl proxy`"),
+    no_model_server: ("The model server at", "start vLLM"),
+    no_trainer: ("No trainer runs", "start `pawl trainer`"),
+    no_calls: ("No calls arrive", "set OPENAI_BASE_URL="),
+    another_model: ("Calls ask for gpt-4o", 'ask for model = "m"'),
+    temperature_0: ("m: 8 of the newest 8 calls are asked at temperature 0", "temperature = 1"),
+    no_token_ids: ("m: 8 of the newest 8 calls cannot be trained", "with vLLM"),
+    strict_tools: ("m: 8 of the newest 8 calls cannot be trained", "PAWL_TOOL_PARSER"),
+    doubtful_episodes: ("m: 4 of the newest 4 episodes are quarantined", "x-pawl-episode"),
+    no_rewards: ("m: no rewards", "/feedback"),
+    equal_rewards: ("m: all rewards are 1", "tasks that succeed sometimes"),
+    tasks_that_come_once: ("m: episodes are alone", "`single`"),
+    paused_training: ("m: training is paused (out_of_memory)", "`pawl plan`"),
+    stale_episodes: ("m: 8 of the last 8 episodes were spent untrained", "claim.max_staleness"),
+    frozen_policy: ("m is frozen", "`pawl policies freeze m --off`"),
+    another_adapter: ("m: m@1 is not served as it was trained", "pawl controller"),
+    unapproved_version: ("m@2 waits for approval", "`pawl policies promote m@2`"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.__name__)
+async def test_first_finding_names_the_reason_and_its_remedy(
+    reason: Callable[[Stack], Awaitable[None]], stack: Stack
+) -> None:
+    await reason(stack)
+    first = (await stack.findings())[0]
+    title, remedy = REASONS[reason]
+    assert first.title.startswith(title), first
+    assert remedy in first.remedy
+    assert first.needs_person
+
+
+async def test_nothing_needs_a_person_in_a_system_that_works(stack: Stack) -> None:
+    await stack.work(*GOOD)
+    assert [one.title for one in await stack.findings() if one.needs_person] == []
+
+
+async def test_system_that_is_wholly_away_is_told_of_in_time(stack: Stack) -> None:
+    await no_database(stack)
+    for part in stack.parts:
+        await stack.stop(part)
+    titles = [one.title for one in await stack.findings() if one.needs_person]
+    for away in ("The database", "The proxy", "The model server", "No trainer"):
+        assert any(title.startswith(away) for title in titles), titles
