@@ -274,12 +274,20 @@ class Call:
                 )
         if model is not None and identity.follows != self.own:
             await self._learn_pin(model)
+        return await self._fit()
+
+    async def _fit(self) -> ModelServer:
+        """Choose the version, fit the request to it and its upstream, and return the upstream.
+
+        Raises:
+            NoUpstream: no upstream serves the model.
+        """
         serving = self._choose_version()
         self.routed = Routed(serving, self.request)
-        upstream = parts.upstreams.for_model(self._upstreams_model())
+        upstream = self.parts.upstreams.for_model(self._upstreams_model())
         want_ids = await upstream.gives_ids(serving.served_name)
         if self.takes_long:
-            self.routed = await parts.intake.beside(rewritten, self, want_ids)
+            self.routed = await self.parts.intake.beside(rewritten, self, want_ids)
         else:
             self.routed = rewritten(self, want_ids)
         return upstream
@@ -392,8 +400,9 @@ class Call:
     async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
         """Return the reply, or that of a replica that has the call's version if this one lacks it.
 
-        What a server that lists the version replies is final, whatever it is. A version that is
-        unloaded meanwhile is not waited for.
+        What a server that lists the version replies is final, whatever it is. A version that was
+        unloaded meanwhile is not waited for: the episode goes on with what serves, as it would have
+        if the call had come later, unless the request names the version.
 
         Raises:
             NotServed: the request names a version that was unloaded meanwhile.
@@ -401,40 +410,37 @@ class Call:
             ProxyError: the call was sent, and no reply came.
         """
         versions, serving = self.parts.versions, self.routed.serving
-        if reply.status != UNKNOWN_MODEL or not versions.is_servable(serving):
+        if reply.status != UNKNOWN_MODEL or not serving.version or self.why_not_served():
             return reply
         reply.discard()
-        name = serving.served_name or ""
+        name, served = serving.served_name or "", None
         clock = asyncio.get_running_loop().time
         begun = clock()
-        while True:
+        while versions.is_servable(serving):
             served = await upstream.ask_where_served(name, "POST", *self.outgoing())
-            waited_s = clock() - begun
-            is_awaited = versions.is_servable(serving)
-            if served is not None or waited_s >= WAIT_S or not is_awaited:
+            if served is not None or clock() - begun >= WAIT_S:
                 break
             await asyncio.sleep(LOOK_AGAIN_S)
         log.info(
             "adapter_waited_for",
             call=self.name,
             version=name,
-            s=round(waited_s, 2),
+            s=round(clock() - begun, 2),
             served=served is not None,
         )
         if served is not None:
             return served
+        if versions.is_servable(serving):
+            raise NotLoaded(
+                f"The model server does not have {name} now, and was not given it within "
+                f"{WAIT_S:.0f} s. It is being loaded again: repeat the request",
+                code="version_not_loaded",
+            )
         why = self.why_not_served()
         if why is not None:
             raise NotServed(why, param="model", code="model_not_found")
-        after = (
-            f"was not given it within {WAIT_S:.0f} s. It is being loaded again"
-            if is_awaited
-            else "it was unloaded meanwhile; another version serves"
-        )
-        raise NotLoaded(
-            f"The model server does not have {name} now, and {after}: repeat the request",
-            code="version_not_loaded",
-        )
+        upstream = await self._fit()
+        return await self._once_loaded(upstream, await self.send(upstream))
 
     def why_not_served(self) -> str | None:
         """Return what is known of a version that the request names, unless it is servable.

@@ -4,7 +4,8 @@ A proxy, a trainer, a controller and a model server that computes are up; client
 episodes and score them as a judge would; in the mode `evaluated` the controller runs tasks beside
 them. A process is killed (`kill -9`) at a random moment while a
 version is tried, and started again after another one. In the end each change of a version's state
-must have been made once, with its reason; no call is missing, unscored, or without an arm.
+must have been made once, with its reason; no call is missing, unscored, or without an arm, and none
+failed but where the proxy or the model server was down.
 """
 
 import asyncio
@@ -47,6 +48,8 @@ DRAIN_S: Final = 120.0
 AT_ONCE: Final = 6
 # Longer than a call waits for a version that is not loaded.
 PATIENCE_S: Final = 30.0
+# Without a model server a call ends so.
+EXCUSED: Final = (200, 202, 502)
 BROKEN: Final = (aiohttp.ClientError, OSError, TimeoutError)
 # Rewards of the base model, of good versions, and of bad ones; each has some noise. Of every five
 # versions one is bad, and one turns bad after so many episodes: it serves by then.
@@ -211,6 +214,7 @@ async def _run(parts: Parts, kills: int, seed: int) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began),
         "killed": dict(parts.killed),
         "statuses": dict(clients.statuses),
+        "failed_otherwise": clients.failed_otherwise,
         "drain_s": drain_s,
         "calls_answered": calls.answered,
         "missing": calls.missing,
@@ -292,12 +296,14 @@ class Clients:
         answered: the ids of calls whose reply came whole.
         scored: the episodes whose reward was taken.
         statuses: calls and statements by their status; 0: there was no answer.
+        failed_otherwise: answers that no kill excuses, with how they begin.
     """
 
     def __init__(self, port: int, seed: int) -> None:
         self.answered: list[str] = []
         self.scored: list[str] = []
         self.statuses: Counter[int] = Counter()
+        self.failed_otherwise: list[str] = []
         self._url = f"http://127.0.0.1:{port}"
         self._dice, self._numbers = random.Random(seed), count()
         self._episodes: Counter[int] = Counter()
@@ -356,7 +362,9 @@ class Clients:
         status, told = 0, dict[str, str]()
         with suppress(*BROKEN):
             async with session.post(f"{self._url}{path}", json=body, headers=headers) as reply:
-                await reply.read()
+                content = await reply.read()
                 status, told = reply.status, dict(reply.headers)
+                if status not in EXCUSED:
+                    self.failed_otherwise.append(f"{status}: {content[:200].decode()}")
         self.statuses[status] += 1
         return status, {name.lower(): value for name, value in told.items()}

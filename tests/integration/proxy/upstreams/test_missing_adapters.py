@@ -104,31 +104,49 @@ async def test_call_that_waited_too_long_may_be_repeated(
     assert (await proxy.chat()).status == 200
 
 
-@pytest.mark.parametrize(
-    ("asked", "status", "said"),
-    [(VERSION, 404, "is retired, and was unloaded"), ("m", 503, "was unloaded meanwhile")],
-)
-async def test_version_that_is_unloaded_meanwhile_is_not_waited_for(
+@pytest.mark.parametrize("is_waited_for", [True, False])
+@pytest.mark.parametrize(("asked", "status"), [(VERSION, 404), ("m", 200)])
+async def test_call_goes_on_with_what_serves_if_its_version_is_unloaded_meanwhile(
     proxy: Proxy,
     upstream: FakeUpstream,
     engine: AsyncEngine,
     monkeypatch: pytest.MonkeyPatch,
     asked: str,
     status: int,
-    said: str,
+    is_waited_for: bool,
 ) -> None:
     # Longer than the test waits, however slow the machine is.
     monkeypatch.setattr(steps, "WAIT_S", 10 * PATIENCE_S)
+    go_on, behave = asyncio.Event(), upstream.behave
+    assert behave is not None
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        """Refuse the first call once the proxy knows of it, or before that."""
+        if len(upstream.requests) == 1 and not is_waited_for:
+            await go_on.wait()
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        return await behave(request)
+
+    upstream.behave = slow
     waiting = asyncio.create_task(proxy.chat("/episode/e", model=asked))
     await until(lambda: bool(upstream.requests))
     async with engine.begin() as connection:
         await promote(connection, "m", 0, reason="for the test", actor="operator")
         await unload(connection, "m", 1)
+
+    async def is_known() -> bool:
+        return (await proxy.chat()).headers["x-pawl-policy"] == "m@0"
+
+    if not is_waited_for:
+        await eventually(is_known)
+    go_on.set()
     reply = await asyncio.wait_for(waiting, PATIENCE_S)
-    assert (reply.status, said in reply.json["error"]["message"]) == (status, True)
-    # Whoever does not insist on that version gets the one that serves now.
-    upstream.models.append("m")
-    assert (await proxy.chat("/episode/e")).status == 200
+    assert reply.status == status
+    # Whoever insists on that version is told why it is not there.
+    told = "m@0" if status == 200 else "is retired, and was unloaded"
+    assert told in (
+        reply.headers["x-pawl-policy"] if status == 200 else reply.json["error"]["message"]
+    )
 
 
 async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: FakeUpstream) -> None:
