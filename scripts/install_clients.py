@@ -60,13 +60,13 @@ def install_node() -> bool:
 
 
 def install_prometheus() -> None:
-    """Unpack Debian's Prometheus, and the tool that reads Alertmanager's configuration.
+    """Unpack Debian's Prometheus with its tool, and the one that reads Alertmanager's settings.
 
     Nothing outside of `.venv-clients` changes, and nobody needs to be root. It fails where there is
     no apt, or Debian cannot be reached; the tests with Prometheus are then skipped.
     """
     binaries = os.path.join(CLIENTS, "bin")
-    wanted = ("prometheus", "amtool")
+    wanted = ("prometheus", "promtool", "amtool")
     path = binaries + os.pathsep + os.environ["PATH"]
     if all(shutil.which(name, path=path) for name in wanted):
         return

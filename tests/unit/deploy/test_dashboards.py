@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,10 +17,13 @@ import pawl.controller.metrics
 import proxy.metrics
 import store.metrics
 import trainer.metrics
+from tests.support.docs.guides import CLIENTS
 
 ROOT: Final = Path(__file__).parents[3] / "dashboards"
 DASHBOARD: Final = ROOT / "grafana" / "dashboards" / "pawl.json"
 RULES: Final = ROOT / "rules" / "pawl.yml"
+RULE_TESTS: Final = Path(__file__).parent / "rules.yml"
+PROMTOOL: Final = shutil.which("promtool") or shutil.which("promtool", path=CLIENTS)
 DATASOURCES: Final = ROOT / "grafana" / "provisioning" / "datasources" / "prometheus.yml"
 PROVIDERS: Final = ROOT / "grafana" / "provisioning" / "dashboards" / "pawl.yml"
 # Prometheus gives every series these.
@@ -221,6 +226,35 @@ def test_policy_is_chosen_by_a_label_that_exists() -> None:
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
     assert match is not None
     assert match[2] in registered()[match[1]]
+
+
+def test_each_alert_has_its_section_in_the_runbook() -> None:
+    page = (ROOT.parent / "docs/howto/operate.md").read_text()
+    alerts = page.split("\n## Alerts\n")[1].split("\n## ")[0]
+    names = [rule["alert"] for rule in rules()]
+    assert re.findall(r"^### (.*)$", alerts, re.MULTILINE) == names
+    links = [rule["annotations"]["runbook_url"] for rule in rules()]
+    assert links == [f"docs/howto/operate.md#{name.lower()}" for name in names]
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="promtool is not installed (scripts/install_clients.py)")
+def test_each_rule_fires_in_its_test_and_nowhere_else() -> None:
+    command = [str(PROMTOOL), "test", "rules", str(RULE_TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_rule_has_a_test_and_the_healthy_one_has_all_series() -> None:
+    healthy, *others = yaml.safe_load(RULE_TESTS.read_text())["tests"]
+    assert [one["name"] for one in others] == [rule["alert"] for rule in rules()]
+    for one in others:
+        expected = [
+            sample for look in one["promql_expr_test"] for sample in look.get("exp_samples", [])
+        ]
+        assert [one["labels"] for one in expected] == [f'{{alertname="{one["name"]}"}}']
+    assert not any("exp_samples" in look for look in healthy["promql_expr_test"])
+    given = {re.split("[{ ]", one["series"])[0] for one in healthy["input_series"]}
+    assert given == {one.series for query in rule_queries() for one in selectors(query.expression)}
 
 
 def test_unwatched_version_raises_an_alert() -> None:
