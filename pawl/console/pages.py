@@ -14,6 +14,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
+from uuid import UUID
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -139,6 +140,14 @@ async def writing(request: Request, scope: Scope) -> AsyncIterator[AsyncConnecti
 
 
 # Requests and responses
+
+
+def uuid_in(text: str | None) -> UUID | None:
+    """Return the id that a parameter holds, or None if it holds none."""
+    try:
+        return UUID(text) if text else None
+    except ValueError:
+        return None
 
 
 async def form(request: Request) -> dict[str, str]:

@@ -217,6 +217,36 @@ def _events_by_call(
     return _grouped(_newest_events(events, quoted), owner)
 
 
+class Told(NamedTuple):
+    """Hold tool calls and events by call, and which attempt of a repeated call counts.
+
+    Of `events`, None has those that are about no call.
+    """
+
+    tool_calls: Mapping[UUID, tuple[ToolCall, ...]]
+    events: Mapping[UUID | None, tuple[ToolEvent, ...]]
+    repeated_by: Mapping[UUID, UUID]
+
+
+def tools_of(rows: Sequence[Any], events: Iterable[Any]) -> Told:
+    """Return whose tool events are, as `assemble` does; no texts of calls are needed.
+
+    Raises:
+        Damaged: tool calls cannot be read, or a call is recorded as a retry of itself.
+    """
+    repeated_by = _repeated_by(rows)
+    calls = [row for row in rows if row.id not in repeated_by]
+    readable = {
+        row.id: Readable(None, b"", {}, _parsed(row, "tool_calls", _ToolCalls)) for row in calls
+    }
+    of_calls = _events_by_call(list(events), calls, readable, repeated_by)
+    return Told(
+        tool_calls={call: read.tool_calls for call, read in readable.items()},
+        events={call: tuple(map(_event, own)) for call, own in of_calls.items()},
+        repeated_by=repeated_by,
+    )
+
+
 def _by_call(
     feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
 ) -> dict[UUID | None, list[Any]]:

@@ -1,0 +1,540 @@
+"""Read one episode, and the attempts at one task, as the console shows them: in bounded parts.
+
+An episode may have hundreds of calls of megabytes. Its calls are read without their texts first;
+those of a few calls are read afterwards. A request is stored as what it adds to another one, so
+the whole ones are made one after the other, and no more are kept than are still needed.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
+from store.read.assembly import tools_of
+from store.records import OWN_EPISODE, Record, ToolCall, ToolEvent
+from store.schema.tables import FREE
+from store.tenants import tenant_of
+from store.values.packing import ITEM_BYTES, rebuild, unpack_ids, unpack_logprobs
+
+# Of one episode, in one look. A later call, and older statements, are looked at from themselves on.
+MOST_CALLS: Final = 1000
+MOST_STATEMENTS: Final = 1000
+# Of one request or reply that is taken apart to be shown; a larger one is shown as bytes.
+LARGEST_SHOWN: Final = 1024 * 1024
+ANY_SIZE: Final = 2**31 - 1
+# Of the requests of an update whose credit is computed again while somebody waits.
+LARGEST_EXPLAINED: Final = 256 * 1024 * 1024
+
+
+class CallHead(Record, frozen=True, kw_only=True):
+    """Describe a call without its texts; sizes are in bytes, of bodies that are JSON or not."""
+
+    id: UUID
+    parent_id: UUID | None
+    retry_of: UUID | None
+    agent: str
+    dialect: str
+    policy: str | None
+    policy_version: int | None
+    served_model: str | None
+    status: str
+    http_status: int | None
+    finish: str | None
+    stream: bool
+    confidence: str
+    trainable: bool
+    reason: str | None
+    started_at: datetime
+    first_chunk_ms: float | None
+    total_ms: float
+    request_bytes: int
+    reply_bytes: int
+    prompt_tokens: int
+    sampled_tokens: int
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_events: tuple[ToolEvent, ...] = ()
+    # The later attempt that counts in its place.
+    repeated_by: UUID | None = None
+
+
+class Stated(Record, frozen=True, kw_only=True):
+    """Describe a statement of feedback; `call` is None where it is about the whole episode.
+
+    `who` is the name of the API key that it came with, None if it was let in without one. `counts`
+    says that no later statement of the metric replaced it.
+    """
+
+    metric: str
+    value: float | str | None
+    at: datetime
+    who: str | None
+    call: UUID | None
+    counts: bool
+    late: bool
+
+
+class Fate(Record, frozen=True, kw_only=True):
+    """State what became of an episode for one policy, or what it waits for.
+
+    `update_id` is the update that consumed or holds it. `ready` counts the scored attempts at its
+    task that wait with it, of the `group_size` that the policy's last update took.
+    """
+
+    policy: str
+    version: int
+    latest: int
+    reward: float | None
+    lacks: str | None
+    scored: bool
+    update_id: UUID | None
+    update_state: str | None
+    made: int | None
+    made_state: str | None
+    trained: bool | None
+    reason: str | None
+    at: datetime | None
+    effective_sample: float | None
+    group_size: int | None
+    rolled_back: bool = False
+    set_aside: bool = False
+    ready: int = 0
+
+
+class EpisodeDetail(Record, frozen=True, kw_only=True):
+    """Hold an episode without the texts of its calls; `goes_on_from` is the first call left out."""
+
+    id: UUID
+    key: str
+    aliases: tuple[str, ...]
+    task: str | None
+    split: str
+    quarantined_reason: str | None
+    deleted_at: datetime | None
+    calls: tuple[CallHead, ...]
+    goes_on_from: UUID | None
+    earlier_calls: int
+    statements: tuple[Stated, ...]
+    stray_events: tuple[ToolEvent, ...]
+    fates: tuple[Fate, ...]
+
+
+_PARTS: Final = text(
+    """
+    SELECT id, key, root, method, task, joined_task, split, joined_split, quarantined_reason,
+        deleted_at, first_call_id, last_call_id
+    FROM episodes WHERE id = :whole OR root = :whole ORDER BY first_call_id
+    """
+)
+_WHOLE: Final = text("SELECT COALESCE(root, id) FROM episodes WHERE id = :id")
+_BODY: Final = """
+    t.id, t.parent_id, t.retry_of, t.agent, t.dialect, t.policy, t.policy_version, t.served_model,
+    t.status, t.http_status, t.finish, t.stream, t.confidence, t.trainable, t.reason, t.started_at,
+    t.first_chunk_ms, t.total_ms, t.text_digest, CAST(t.tool_calls AS text) AS tool_calls,
+    COALESCE(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0),
+        octet_length(t.request_raw), 0) AS request_bytes,
+    COALESCE(octet_length(t.reply), octet_length(t.reply_raw), 0) AS reply_bytes,
+    octet_length(t.prompt_ids) + COALESCE(t.prompt_prefix, 0) AS prompt_bytes,
+    octet_length(t.sampled_ids) AS sampled_bytes"""
+_HEADS: Final = text(
+    f"""
+    SELECT {_BODY} FROM transitions t
+    WHERE t.episode_id = ANY(:parts) AND t.id BETWEEN :since AND :last
+    ORDER BY t.id LIMIT {MOST_CALLS + 1}
+    """
+)
+_BEFORE: Final = text(
+    "SELECT count(*) FROM transitions WHERE episode_id = ANY(:parts) AND id >= :first"
+    " AND id < :since"
+)
+_EVENTS: Final = text(
+    f"""
+    SELECT id, asked_by, tool_id, name, status, detail, ms, source, quotes, at
+    FROM tool_events WHERE episode_id = ANY(:parts) ORDER BY at, id LIMIT {4 * MOST_CALLS}
+    """
+)
+# The newest ones; in the order in which they were made.
+_STATEMENTS: Final = text(
+    f"""
+    SELECT * FROM (
+        SELECT f.id, f.metric, f.value, f.label, f.at, f.call_id, f.episode_id,
+            COALESCE(k.name, r.api_key) AS who
+        FROM feedback f JOIN feedback_requests r ON r.id = f.request_id
+            LEFT JOIN api_keys k ON k.id = r.api_key
+        WHERE f.episode_id = ANY(:parts) ORDER BY f.at DESC, f.id DESC LIMIT {MOST_STATEMENTS}) s
+    ORDER BY at, id
+    """
+)
+_FATES: Final = text(
+    """
+    SELECT p.policy, p.version, p.latest, p.reward, p.lacks, p.task,
+        p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
+        u.id AS update_id, u.state AS update_state, u.version AS made, v.state AS made_state,
+        c.trained, c.reason, COALESCE(c.at, u.claimed_at) AS at, u.claimed_at,
+        CAST(u.metrics #>> ARRAY['off_policy_episodes', CAST(p.episode_id AS text)]
+            AS double precision) AS effective_sample,
+        (SELECT l.group_size FROM updates l WHERE l.policy = p.policy
+            ORDER BY l.claimed_at DESC LIMIT 1) AS group_size
+    FROM episode_policies p
+        LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
+        LEFT JOIN updates u ON u.id = COALESCE(c.update_id, p.claimed_by)
+        LEFT JOIN policies v ON (v.name, v.version) = (u.policy, u.version)
+    WHERE p.episode_id = :whole ORDER BY p.policy
+    """
+)
+_WAITS: Final = text(
+    f"""
+    SELECT {HAS_ROLLED_BACK} AS rolled_back, NOT ({NOT_ASIDE}) AS set_aside,
+        (SELECT count(*) FROM episode_policies
+            WHERE policy = :policy AND task = :task AND scored_at IS NOT NULL AND {FREE}) AS ready
+    FROM episode_policies WHERE episode_id = :whole AND policy = :policy
+    """
+)
+
+
+async def episode_detail(
+    connection: AsyncConnection, episode: UUID, since: UUID | None = None
+) -> EpisodeDetail | None:
+    """Return an episode, or the whole one that it is a part of; None if there is none.
+
+    Its calls are those from `since` on (None: from the first), `MOST_CALLS` at most.
+
+    Raises:
+        Damaged: the tool calls of a call cannot be read.
+    """
+    whole = await connection.scalar(_WHOLE, {"id": episode})
+    if whole is None:
+        return None
+    parts = (await connection.execute(_PARTS, {"whole": whole})).all()
+    head = next((part for part in parts if part.root is None), parts[0])
+    ids = [part.id for part in parts]
+    first, last = (
+        min(part.first_call_id for part in parts),
+        max(part.last_call_id for part in parts),
+    )
+    spans = {"parts": ids, "first": first, "since": since or first, "last": last}
+    rows = (await connection.execute(_HEADS, spans)).all()
+    events = (await connection.execute(_EVENTS, {"parts": ids})).all()
+    told = tools_of(rows[:MOST_CALLS], events)
+    calls = tuple(
+        _head(
+            row,
+            tool_calls=told.tool_calls.get(row.id, ()),
+            tool_events=told.events.get(row.id, ()),
+            repeated_by=told.repeated_by.get(row.id),
+        )
+        for row in rows[:MOST_CALLS]
+    )
+    fates = (await connection.execute(_FATES, {"whole": whole})).all()
+    trained_at = min((row.claimed_at for row in fates if row.trained), default=None)
+    own = {part.id for part in parts if part.method == OWN_EPISODE}
+    statements = (await connection.execute(_STATEMENTS, {"parts": ids})).all()
+    return EpisodeDetail(
+        id=whole,
+        key=head.key,
+        aliases=tuple(part.key for part in parts if part is not head),
+        task=head.joined_task or head.task,
+        split=head.joined_split or head.split,
+        quarantined_reason=head.quarantined_reason,
+        deleted_at=head.deleted_at,
+        calls=calls,
+        goes_on_from=rows[MOST_CALLS].id if len(rows) > MOST_CALLS else None,
+        earlier_calls=await connection.scalar(_BEFORE, spans) or 0 if since else 0,
+        statements=_stated(statements, own, trained_at),
+        # Of a part of the calls it is not known which are nobody's.
+        stray_events=told.events.get(None, ()) if since is None and len(calls) == len(rows) else (),
+        fates=tuple([await _fate(connection, whole, row) for row in fates]),
+    )
+
+
+def _head(row: Row[Any], **tools: Any) -> CallHead:
+    columns = {
+        name: value for name, value in row._mapping.items() if name in CallHead.__struct_fields__
+    }
+    counts = {
+        "prompt_tokens": row.prompt_bytes // ITEM_BYTES,
+        "sampled_tokens": row.sampled_bytes // ITEM_BYTES,
+    }
+    return CallHead(**{**columns, **counts, **tools})
+
+
+def _stated(
+    rows: Sequence[Row[Any]], own: Collection[UUID], trained_at: datetime | None
+) -> tuple[Stated, ...]:
+    """Return statements in the order of their times; `own` are the episodes of a single call."""
+    about = [None if row.episode_id in own else row.call_id for row in rows]
+    newest = {(call, row.metric): row.at for call, row in zip(about, rows, strict=True)}
+    return tuple(
+        Stated(
+            metric=row.metric,
+            value=row.label if row.value is None else row.value,
+            at=row.at,
+            who=row.who,
+            call=call,
+            counts=newest[call, row.metric] == row.at,
+            late=trained_at is not None and row.at > trained_at,
+        )
+        for call, row in zip(about, rows, strict=True)
+    )
+
+
+async def _fate(connection: AsyncConnection, whole: UUID, row: Row[Any]) -> Fate:
+    facts = {name: value for name, value in row._mapping.items() if name in Fate.__struct_fields__}
+    if row.update_id is None:
+        asked = {"whole": whole, "policy": row.policy, "task": row.task}
+        facts |= (await connection.execute(_WAITS, asked)).one()._mapping
+    return Fate(**facts)
+
+
+# The texts of a few calls
+
+
+class CallTexts(NamedTuple):
+    """Hold a call's bodies; None: it has none, or one that is larger than `LARGEST_SHOWN`."""
+
+    request: bytes | None
+    reply: bytes | None
+
+
+# Each id once: the comparison of bodies that `UNION` would make is left out.
+_CHAIN: Final = text(
+    """
+    WITH RECURSIVE chain AS (
+        SELECT id, parent_id FROM transitions WHERE id = ANY(:ids)
+            AND octet_length(request) + COALESCE(request_prefix + request_suffix, 0) <= :most
+        UNION SELECT t.id, t.parent_id FROM chain c JOIN transitions t ON t.id = c.parent_id)
+    SELECT t.id, t.parent_id, t.request, t.request_prefix, t.request_suffix
+    FROM chain c JOIN transitions t ON t.id = c.id
+    """
+)
+_REPLIES: Final = text(
+    f"""
+    SELECT id, CASE WHEN octet_length(reply) <= {LARGEST_SHOWN} THEN reply END AS reply
+    FROM transitions WHERE id = ANY(:ids)
+    """
+)
+
+
+async def call_texts(connection: AsyncConnection, calls: Collection[UUID]) -> dict[UUID, CallTexts]:
+    """Return the bodies of these calls."""
+    requests = await _requests(connection, calls, LARGEST_SHOWN)
+    rows = await connection.execute(_REPLIES, {"ids": list(calls)})
+    return {row.id: CallTexts(requests.get(row.id), row.reply) for row in rows}
+
+
+async def _requests(
+    connection: AsyncConnection, wanted: Collection[UUID], most: int
+) -> dict[UUID, bytes]:
+    """Return the whole requests of these calls: those that can be made, and are not larger."""
+    rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
+    return dict(whole_requests({row.id: row for row in rows}, wanted))
+
+
+def whole_requests(
+    rows: Mapping[UUID, Any], wanted: Collection[UUID]
+) -> Iterator[tuple[UUID, bytes]]:
+    """Yield the whole request of each wanted call that can be made (pure).
+
+    `rows` are those calls, and all that they add to. A request is dropped after its last use.
+    """
+    order: dict[UUID, None] = {}
+    for call in wanted:
+        chain: dict[UUID, None] = {}
+        at: UUID | None = call
+        while at is not None and at in rows and at not in chain and at not in order:
+            chain[at] = None
+            at = rows[at].parent_id
+        order |= dict.fromkeys(reversed(chain))
+    uses = Counter(rows[call].parent_id for call in order)
+    whole: dict[UUID, bytes] = {}
+    for call in order:
+        row = rows[call]
+        body = row.request
+        if row.parent_id is not None:
+            base = whole.get(row.parent_id)
+            uses[row.parent_id] -= 1
+            if not uses[row.parent_id]:
+                whole.pop(row.parent_id, None)
+            body = _rebuilt(row, base)
+        if body is None:
+            continue
+        if uses[call]:
+            whole[call] = body
+        if call in wanted:
+            yield call, body
+
+
+def _rebuilt(row: Any, base: bytes | None) -> bytes | None:
+    """Return a request that is stored as an addition; None if it cannot be read back."""
+    if None in (base, row.request, row.request_prefix, row.request_suffix):
+        return None
+    try:
+        return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
+    except ValueError:
+        return None
+
+
+class CallTokens(Record, frozen=True, kw_only=True):
+    """Hold what a call sampled: ids (S,), and log-probabilities (S,) or none, in nats.
+
+    `update_id` is the update that consumed its episode for its policy, if any did.
+    """
+
+    head: CallHead
+    sampled_ids: Sequence[int]
+    sampled_logprobs: Sequence[float]
+    reply: bytes | None
+    episode: UUID
+    update_id: UUID | None
+
+
+_TOKENS: Final = text(
+    f"""
+    SELECT {_BODY}, t.sampled_ids, t.sampled_logprobs, e.key, c.update_id,
+        COALESCE(e.root, e.id) AS episode,
+        CASE WHEN octet_length(t.reply) <= {8 * LARGEST_SHOWN} THEN t.reply END AS reply
+    FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        LEFT JOIN consumptions c
+            ON c.episode_id = COALESCE(e.root, e.id) AND c.policy = t.policy
+    WHERE t.id = :id
+    """
+)
+_RAW: Final = text(
+    """
+    SELECT e.key, CASE WHEN :part = 'reply' THEN COALESCE(t.reply, t.reply_raw)
+        ELSE t.request_raw END AS body
+    FROM transitions t JOIN episodes e ON e.id = t.episode_id WHERE t.id = :id
+    """
+)
+
+
+async def call_tokens(
+    connection: AsyncConnection, call: UUID, tenant: str | None
+) -> CallTokens | None:
+    """Return what a call sampled; None if there is none, or it is another tenant's.
+
+    `tenant` is None for who sees all.
+    """
+    row = (await connection.execute(_TOKENS, {"id": call})).first()
+    if row is None or tenant not in (None, tenant_of(row.key)):
+        return None
+    return CallTokens(
+        head=_head(row, tool_calls=()),
+        sampled_ids=unpack_ids(row.sampled_ids),
+        sampled_logprobs=unpack_logprobs(row.sampled_logprobs),
+        reply=row.reply,
+        episode=row.episode,
+        update_id=row.update_id,
+    )
+
+
+async def raw_body(
+    connection: AsyncConnection, call: UUID, part: str, tenant: str | None
+) -> bytes | None:
+    """Return a call's `request` or `reply`, byte for byte as it is kept.
+
+    None: there is no such call, it is another tenant's, or it has no such part.
+    """
+    row = (await connection.execute(_RAW, {"id": call, "part": part})).first()
+    if row is None or tenant not in (None, tenant_of(row.key)):
+        return None
+    if part == "request" and row.body is None:
+        return (await _requests(connection, [call], ANY_SIZE)).get(call)
+    body: bytes | None = row.body
+    return body
+
+
+# The attempts at one task
+
+
+# Those that are compared side by side, and how many calls of each.
+MOST_ATTEMPTS: Final = 16
+FIRST_CALLS: Final = 24
+
+_ATTEMPTS: Final = text(
+    f"""
+    SELECT e.id, e.key, p.version, p.latest, p.reward, p.failed, c.trained, c.reason,
+        p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
+        t.calls, t.sampled_tokens, t.began_at, t.ended_at
+    FROM (SELECT * FROM episode_policies
+          WHERE policy = :policy AND task = :task AND (
+              claimed_by = :update OR CAST(:update AS uuid) IS NULL AND {FREE})
+          ORDER BY episode_id DESC LIMIT {MOST_ATTEMPTS}) p
+    JOIN episodes e ON e.id = p.episode_id AND e.deleted_at IS NULL
+    LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
+    CROSS JOIN LATERAL (
+        SELECT count(*) AS calls, COALESCE(sum(octet_length(t.sampled_ids)), 0)
+                / {ITEM_BYTES} AS sampled_tokens, min(t.started_at) AS began_at,
+            max(t.started_at + make_interval(secs => t.total_ms / 1000)) AS ended_at
+        FROM episodes part JOIN transitions t ON t.episode_id = part.id
+            AND t.id BETWEEN part.first_call_id AND part.last_call_id
+        WHERE part.id = e.id OR part.root = e.id) t
+    WHERE t.calls > 0 ORDER BY e.first_call_id
+    """
+)
+_GROUP_UPDATES: Final = text(
+    """
+    SELECT u.id, u.state, u.version, u.claimed_at, count(*) AS attempts
+    FROM episode_policies p JOIN updates u ON u.id = p.claimed_by
+    WHERE p.policy = :policy AND p.task = :task
+    GROUP BY u.id ORDER BY u.claimed_at DESC LIMIT 20
+    """
+)
+_FIRST_CALLS: Final = text(
+    f"""
+    SELECT w.id AS episode, t.id, t.parent_id, t.agent, t.dialect
+    FROM unnest(CAST(:ids AS uuid[])) AS w (id) CROSS JOIN LATERAL (
+        SELECT t.id, t.parent_id, t.agent, t.dialect
+        FROM episodes part JOIN transitions t ON t.episode_id = part.id
+            AND t.id BETWEEN part.first_call_id AND part.last_call_id
+        WHERE part.id = w.id OR part.root = w.id ORDER BY t.id LIMIT {FIRST_CALLS}) t
+    """
+)
+# How large the requests of an update are, made whole.
+_REQUEST_BYTES: Final = text(
+    """
+    SELECT COALESCE(sum(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0)),
+        0)
+    FROM episode_policies p JOIN episodes part
+        ON part.id = p.episode_id OR part.root = p.episode_id
+    JOIN transitions t ON t.episode_id = part.id
+        AND t.id BETWEEN part.first_call_id AND part.last_call_id
+    WHERE p.claimed_by = :update
+    """
+)
+
+
+async def attempts(
+    connection: AsyncConnection, policy: str, task: str, update: UUID | None
+) -> Sequence[Row[Any]]:
+    """Return the attempts at a task that an update holds or held; None: those that are free.
+
+    The newest `MOST_ATTEMPTS`, in the order in which they began.
+    """
+    asked = {"policy": policy, "task": task, "update": update}
+    return (await connection.execute(_ATTEMPTS, asked)).all()
+
+
+async def group_updates(connection: AsyncConnection, policy: str, task: str) -> Sequence[Row[Any]]:
+    """Return the updates that hold or held attempts at a task, the newest first."""
+    return (await connection.execute(_GROUP_UPDATES, {"policy": policy, "task": task})).all()
+
+
+async def first_calls(
+    connection: AsyncConnection, episodes: Sequence[UUID]
+) -> dict[UUID, list[Row[Any]]]:
+    """Return the first calls of each episode, `FIRST_CALLS` at most, in their order."""
+    by_episode: dict[UUID, list[Row[Any]]] = {episode: [] for episode in episodes}
+    for row in await connection.execute(_FIRST_CALLS, {"ids": list(episodes)}):
+        by_episode[row.episode].append(row)
+    return by_episode
+
+
+async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
+    """Return whether an update is small enough to compute its credit while somebody waits."""
+    size = await connection.scalar(_REQUEST_BYTES, {"update": update})
+    return (size or 0) <= LARGEST_EXPLAINED

@@ -1,0 +1,305 @@
+"""The screens Episode and Group show a recorded episode: what was said, and what it is worth."""
+
+import json
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.ids import new_id
+from store.records import CallRecord, SpoolRecord, ToolCall
+from store.tenants import scoped
+from tests.integration.pawl.conftest import Pawl
+from tests.integration.pawl.console.conftest import OpenConsole, Pages
+from tests.support.ledger.episodes import episodes, store
+from tests.support.ledger.updates import claimed, record_update
+from tests.support.proxy.keys import bearer, key_of
+from tests.support.records import START, ago, call, reward, statement, tokens, tool_event
+from trainer.recipes.recipe import Recipe
+from trainer.updates.claiming import claim_rule
+from trainer.updates.plan import plan_update
+
+RECIPE = Recipe.model_validate(
+    {
+        "claim": {"group_size": 4, "groups": 2},
+        "credit": {"assignment": "per_agent", "equal_weight": "token"},
+    }
+)
+SYSTEM = {"role": "system", "content": "Answer with one SQL query."}
+TOOLS = [{"type": "function", "function": {"name": "run_sql"}}]
+
+
+def chat_call(
+    episode: str, said: list[dict[str, Any]], reply: dict[str, Any], **changes: Any
+) -> CallRecord:
+    """Make a call of chat completions; the reply becomes part of what the agent says next."""
+    request = {"model": "m", "messages": said, "tools": TOOLS}
+    tools = [one["function"] | {"id": one["id"]} for one in reply.get("tool_calls", ())]
+    tools = json.loads(json.dumps(tools).replace("\\ud800", "").replace("\\u0000", ""))
+    made = call(
+        episode,
+        request=json.dumps(request).encode(),
+        reply=json.dumps({"id": "r", "choices": [{"index": 0, "message": reply}]}).encode(),
+        tool_calls=tuple(ToolCall(**one) for one in tools),
+        **changes,
+    )
+    said.append(reply)
+    return made
+
+
+def attempt(
+    name: str, task: str, calls: int, score: float, seed: int, age_s: float = 600.0
+) -> list[SpoolRecord]:
+    """Make an attempt of two agents: calls with tools that end in different ways, and a reward."""
+    said: list[dict[str, Any]] = [
+        SYSTEM,
+        {"role": "user", "content": f"How many customers of {task} ordered in May?"},
+    ]
+    records: list[SpoolRecord] = []
+    told: tuple[Any, ...] = ()
+    for number in range(calls):
+        last = number == calls - 1
+        tool_id = f"call_{name}_{number}"
+        reply: dict[str, Any] = {"role": "assistant", "content": f"There are {seed + 40}."}
+        if not last:
+            query = json.dumps(
+                {"query": f"SELECT count(*) FROM orders -- {seed if number else ''}"}
+            )
+            function = {"name": "run_sql", "arguments": query}
+            reply = {"role": "assistant", "content": None, "reasoning_content": "I should look."}
+            reply["tool_calls"] = [{"id": tool_id, "type": "function", "function": function}]
+        ids = list(range(100, 103 + (seed + number) % 5))
+        records.append(
+            chat_call(
+                name,
+                said,
+                reply,
+                task=task,
+                agent="checker" if number % 3 == 2 else "writer",
+                tokens=tokens([1, 2, 3 + number], ids, logprob=-0.1 - seed / 3),
+                tool_events=told,
+                total_ms=1500.0,
+                **ago(age_s - 3 * number, seed),
+            )
+        )
+        status = ("ok", "error", "timeout", "ok", "malformed")[(seed + number) % 5]
+        told = (tool_event(status, tool_id),)
+        if not last:
+            said.append({"role": "tool", "tool_call_id": tool_id, "content": f"{seed} rows"})
+    late = int((datetime.now(UTC) - START).total_seconds())
+    records.append(reward(score, at=late, episode=name))
+    records.append(statement("latency", 1.5 * seed, at=late, episode=name))
+    return records
+
+
+async def train(engine: AsyncEngine, recipe: Recipe) -> None:
+    """Claim what waits, and consume it into version 1."""
+    claim = await claimed(engine, claim_rule(recipe, "m"), recipe=recipe.model_dump(mode="json"))
+    assert claim is not None
+    await record_update(engine, claim, plan_update(claim, recipe))
+
+
+async def fill(engine: AsyncEngine, calls: int = 5, recipe: Recipe = RECIPE) -> None:
+    """Two tasks with four attempts each, which an update has consumed."""
+    records = [
+        record
+        for place in range(8)
+        for record in attempt(
+            f"run-{place}", f"sql/{place // 4}", calls, (place % 4) / 4, place, 900 - 60 * place
+        )
+    ]
+    await store(engine, *records)
+    await train(engine, recipe)
+
+
+async def ids(engine: AsyncEngine) -> dict[str, str]:
+    """Return the id of each episode by its key."""
+    return {episode.key: str(episode.id) for episode in await episodes(engine)}
+
+
+def shown_credit(body: bytes) -> dict[tuple[int, str], float]:
+    """Return the figures of a page's arithmetic, exactly, by call and name."""
+    figures: dict[tuple[int, str], float] = {}
+    for table in body.decode().split("<table>")[1:]:
+        caption, _, lines = table.partition("<tbody>")
+        calls: list[int] = []
+        for part in re.findall(r"[\d to]+", re.search(r"Calls? ([^<]*)", caption)[1]):  # type: ignore[index]
+            first, _, last = part.partition(" to ")
+            calls += range(int(first), int(last or first) + 1) if part.strip() else []
+        for name, line in re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', lines):
+            values = [float(value) for value in re.findall(r'<data value="([^"]*)"', line)]
+            each = values if len(values) > 1 else values * len(calls)
+            figures |= {(call, name): one for call, one in zip(calls, each, strict=bool(values))}
+    return figures
+
+
+@pytest.mark.parametrize("credit", [{"assignment": "per_agent"}, {"normalisation": "batch"}])
+async def test_credit_on_the_page_is_that_of_the_command_for_200_calls(
+    engine: AsyncEngine, console: Pages, pawl: Pawl, credit: dict[str, str]
+) -> None:
+    recipe = {"claim": {"group_size": 4, "groups": 2}, "credit": credit | {"equal_weight": "token"}}
+    await fill(engine, calls=25, recipe=Recipe.model_validate(recipe))
+    lines = (await pawl("credit", "--update", "1")).stdout.splitlines()
+    assert len(lines) == 200
+    place: dict[str, int] = {}
+    by_episode: dict[str, dict[tuple[int, str], float]] = {}
+    for line in map(json.loads, lines):
+        key = line["episode"]
+        place[key] = number = place.get(key, 0) + 1
+        names = {"reward": "r_final", "tools": "r_air", "advantage": "advantage"}
+        names["share of the loss"] = "weight"
+        by_episode.setdefault(key, {}).update({(number, n): line[f] for n, f in names.items()})
+    known = await ids(engine)
+    for key, expected in by_episode.items():
+        page = await console.get(f"/episodes/{known[key]}/credit", {"HX-Request": "true"})
+        figures = shown_credit(page.body)
+        assert {at: figures[at] for at in expected} == expected
+        for each in range(1, 26):
+            own = {name: value for (of, name), value in figures.items() if of == each}
+            steps = own["difference"] / own["divided by"] + own["tools, compared"]
+            assert steps == pytest.approx(own["advantage"], abs=1e-12)
+
+
+async def test_episode_is_shown_with_what_was_said_and_what_came_of_it(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    await fill(engine)
+    known = await ids(engine)
+    page = (await console.get(f"/episodes/{known['run-2']}")).body.decode()
+    for text in (
+        "How many customers of sql/0 ordered in May?",
+        "repeats 2 messages and the reply to them, and adds",
+        '<bdi class="text">run_sql</bdi>',
+        "There are 42.",
+        "timeout</span>",
+        "Trained</span> by",
+        "version 1</a>, which is written now",
+    ):
+        assert text in page
+    # What was said before is not said again.
+    assert page.count("How many customers") == 1
+    later = await console.get(f"/episodes/{known['run-2']}/credit")
+    assert "mean of the attempts (0, 0.25, 0.5, 0.75)" in later.body.decode()
+    assert (await console.get(f"/episodes/{new_id()}")).status == 404
+
+
+async def test_tokens_are_shown_with_their_probability_and_what_the_loss_makes_of_them(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    await fill(engine)
+    [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
+    page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
+    assert 'title="1: id 100, log-probability −1.1' in page
+    assert "its 6 tokens are trained on" in page
+    assert "no text of each token" in page
+
+
+async def test_group_shows_attempts_side_by_side_and_where_they_part(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    await fill(engine)
+    twins = (attempt(name, "sql/0", 3, 1.0, 9, age) for name, age in (("one", 90), ("two", 80)))
+    await store(engine, *(record for records in twins for record in records))
+    open_ones = (await console.get("/groups?policy=m&task=sql/0")).body.decode()
+    assert ">1: " in open_ones
+    assert "They do not part within" in open_ones
+    [update] = set(re.findall(r"update=([0-9a-f-]{36})", open_ones))
+    page = (await console.get(f"/groups?policy=m&task=sql/0&update={update}")).body.decode()
+    assert "The first 3 messages are the same" in page
+    assert re.findall(r"<b>(0[^<]*)</b>", page) == ["0", "0.25", "0.5", "0.75"]
+    assert all(f"{rows} rows" in page for rows in range(4))
+    assert page.count("trained</span>") == 4
+    nothing = await console.get("/groups?policy=m&task=nothing-like-it")
+    assert "No attempt waits" in nothing.body.decode()
+    for query in ("", "?policy=m", "?policy=m&task=%00"):
+        assert (await console.get(f"/groups{query}")).status == 404
+
+
+async def test_raw_bytes_are_a_file_as_they_were_recorded(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    odd = call("odd", request=None, request_raw=b"\xff<script>", reply=None, reply_raw=b"no \x00")
+    await store(engine, *attempt("run", "sql/1", 4, 1.0, 1), odd)
+    [run] = [one for one in await episodes(engine) if one.key == "run"]
+    # All but the first are stored as what they add.
+    for each in run.calls:
+        whole = await console.get(f"/calls/{each.id}/request")
+        assert whole.body == each.request
+        assert (await console.get(f"/calls/{each.id}/reply")).body == each.reply
+    assert whole.headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert whole.headers["Content-Disposition"].startswith("attachment;")
+    assert whole.headers["X-Content-Type-Options"] == "nosniff"
+    for part, body in (("request", b"\xff<script>"), ("reply", b"no \x00")):
+        assert (await console.get(f"/calls/{odd.id}/{part}")).body == body
+    for path in (f"{odd.id}/nothing", f"{new_id()}/reply", f"{new_id()}/tokens"):
+        assert (await console.get(f"/calls/{path}")).status == 404
+
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</title></bdi></pre><svg onload=alert(1)>",
+    "{{ 7 * 7 }}",
+    "\u202egnp.exe\u2066 \x00\x1b[31m \ud800",
+    "a\u0300" * 2000,
+    "\x07\u200b" * 500_000,
+    "<" * 1_000_000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+async def test_hostile_text_is_shown_as_text_on_a_page_of_bounded_size(
+    engine: AsyncEngine, console: Pages, text: str
+) -> None:
+    name = "".join(one for one in text if one.isprintable())[:60] or "unseen"
+    calls = []
+    said: list[dict[str, Any]] = [{"role": text[:99], "content": text[:9000]} for _ in range(60)]
+    for _ in range(3):
+        said.append({"role": "tool", "tool_call_id": text, "content": [{"type": text}]})
+        function = {"name": text, "arguments": text}
+        reply = {"role": "assistant", "content": text, "reasoning": text}
+        reply |= {"tool_calls": [{"id": "t", "type": "function", "function": function}]}
+        calls.append(chat_call(name, said, reply, task=name, agent=name, finish=name, **ago(9)))
+        text = text[:1000]
+    await store(engine, *calls, statement(name, name, episode=name))
+    [episode] = await episodes(engine)
+    for path in (
+        f"/episodes/{episode.id}",
+        f"/groups?policy=m&task={quote(name)}",
+        f"/calls/{episode.calls[0].id}/tokens",
+    ):
+        page = await console.get(path)
+        body = page.body.decode()
+        assert page.status == 200
+        assert len(page.body) <= 2_000_000
+        assert not re.search(r"<(script>|img|svg onload)|[\x00\x1b\x07\u202e\u2066\u200b]", body)
+
+
+async def test_only_its_own_tenant_sees_an_episode(
+    engine: AsyncEngine, open_console: OpenConsole
+) -> None:
+    own = scoped("own", "e1")
+    await store(engine, made := call(own, task=scoped("own", "t")), reward(1.0, episode=own))
+    [episode] = await episodes(engine)
+    paths = (
+        f"/episodes/{episode.id}",
+        f"/episodes/{episode.id}/credit",
+        f"/calls/{made.id}/tokens",
+        f"/calls/{made.id}/request",
+        "/groups?policy=m&task=" + quote(scoped("own", "t")),
+    )
+    for tenant, expected in (("own", 200), ("other", 404), ("default", 404)):
+        key = bearer(await key_of(engine, tenant, "read"))
+        async with open_console() as console:
+            assert [(await console.get(path, key)).status for path in paths] == [expected] * 5
+
+
+def test_console_computes_credit_without_torch() -> None:
+    code = "import sys, pawl.console.app; print({'torch', 'transformers'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"

@@ -1,0 +1,211 @@
+"""What was said in a call is shown, whatever its wire format; each call as what it adds."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pawl.console.conversation import (
+    MOST_MESSAGES,
+    Added,
+    Said,
+    Space,
+    added,
+    asked_in,
+    reply_in,
+)
+
+Words = list[tuple[str, list[tuple[str, str, str]]]]
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "q"}
+CALL = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+
+
+def words(said: tuple[Said, ...]) -> Words:
+    return [(one.role, [(part.kind, part.title, part.text) for part in one.parts]) for one in said]
+
+
+def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> Added:
+    asked = asked_in(dialect, json.dumps(fields).encode())
+    base = None if before is None else asked_in(dialect, json.dumps(before).encode())
+    assert asked is not None
+    return added(asked, base, reply_in(None if reply is None else json.dumps(reply).encode()))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "expected"),
+    [
+        (
+            "chat",
+            {
+                "messages": [
+                    SYSTEM,
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "q"},
+                            {"type": "image_url", "image_url": {"url": "x"}},
+                        ],
+                    },
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "reasoning_content": "hm",
+                        "tool_calls": [CALL],
+                    },
+                    {"role": "tool", "tool_call_id": "t1", "content": "2"},
+                ]
+            },
+            [
+                ("system", [("text", "", "Be brief.")]),
+                (
+                    "user",
+                    [
+                        ("text", "", "q"),
+                        ("media", "image_url", '{"type":"image_url","image_url":{"url":"x"}}'),
+                    ],
+                ),
+                ("assistant", [("thought", "", "hm"), ("call", "add", '{"a":1}')]),
+                ("tool", [("result", "", "2")]),
+            ],
+        ),
+        ("completions", {"prompt": "Once"}, [("user", [("text", "", "Once")])]),
+        ("completions", {"prompt": [1, 2]}, [("user", [("other", "", "[1,2]")])]),
+        (
+            "responses",
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+                    {"type": "function_call", "call_id": "t1", "name": "add", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "t1", "output": "2"},
+                    {"type": "screen", "x": 1},
+                ],
+            },
+            [
+                ("system", [("text", "", "Be brief.")]),
+                ("user", [("text", "", "q")]),
+                ("assistant", [("thought", "", "hm")]),
+                ("assistant", [("call", "add", "{}")]),
+                ("tool", [("result", "", "2")]),
+                ("assistant", [("other", "screen", '{"type":"screen","x":1}')]),
+            ],
+        ),
+        ("responses", {"input": "q"}, [("user", [("text", "", "q")])]),
+        (
+            "messages",
+            {
+                "system": [{"type": "text", "text": "Be brief."}],
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "hm"},
+                            {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "t1",
+                                "content": [{"type": "text", "text": "2"}],
+                                "is_error": True,
+                            }
+                        ],
+                    },
+                ],
+            },
+            [
+                ("system", [("text", "", "Be brief.")]),
+                ("user", [("text", "", "q")]),
+                ("assistant", [("thought", "", "hm"), ("call", "add", '{"a":1}')]),
+                ("user", [("result", "error", "2")]),
+            ],
+        ),
+        ("chat", {"messages": "?", "tools": 7}, [("user", [("text", "", "?")])]),
+        (
+            "chat",
+            {"messages": [None, 3, {"role": 4}]},
+            [("user", []), ("user", [("other", "", "3")]), ("user", [("other", "", '{"role":4}')])],
+        ),
+        ("unknown", {"messages": [USER]}, []),
+    ],
+)
+def test_request_is_shown_message_by_message(dialect: str, fields: Any, expected: Words) -> None:
+    assert words(asking(dialect, fields).said) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (
+            {"choices": [{"message": {"role": "assistant", "content": "a", "tool_calls": [CALL]}}]},
+            [("assistant", [("text", "", "a"), ("call", "add", '{"a":1}')])],
+        ),
+        (
+            {"choices": [{"text": "a"}, {"text": "b"}]},
+            [("assistant", [("text", "", "a")]), ("assistant", [("text", "", "b")])],
+        ),
+        (
+            {
+                "output": [
+                    {
+                        "type": "message",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "a"}],
+                    }
+                ]
+            },
+            [("assistant", [("text", "", "a")])],
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+            [("assistant", [("text", "", "a")])],
+        ),
+        ({"error": {"message": "no"}}, [("error", [("other", "", '{"error":{"message":"no"}}')])]),
+    ],
+)
+def test_reply_is_shown_in_every_format(reply: Any, expected: Words) -> None:
+    assert words(reply_in(json.dumps(reply).encode())) == expected
+
+
+@pytest.mark.parametrize("body", [b"\xff<script>", b"[1", b"[" * 500 + b"]" * 500])
+def test_reply_that_is_no_json_is_shown_as_text(body: bytes) -> None:
+    [said] = reply_in(body)
+    assert said.parts[0].text == body.decode(errors="replace")
+    assert asked_in("chat", body) is None
+
+
+def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
+    reply = {"role": "assistant", "content": "a"}
+    before = {"messages": [SYSTEM, USER]}
+    whole = {"choices": [{"message": reply}]}
+    more = asking(
+        "chat", {"messages": [SYSTEM, USER, reply, {"role": "user", "content": "r"}]}, before, whole
+    )
+    assert (more.same, more.left_out, more.repeats_reply) == (2, 0, True)
+    assert words(more.said) == [("user", [("text", "", "r")])]
+    # The agent changed the reply, and then shortened its history.
+    edited = asking("chat", {"messages": [SYSTEM, USER, {**reply, "content": "b"}]}, before, whole)
+    assert (edited.same, edited.repeats_reply, len(edited.said)) == (2, False, 1)
+    summary = asking(
+        "chat", {"messages": [SYSTEM, {"role": "user", "content": "so far: …"}]}, before
+    )
+    assert (summary.same, summary.left_out) == (1, 1)
+
+
+def test_of_many_messages_the_first_and_the_last_are_shown() -> None:
+    many = [{"role": "user", "content": str(number)} for number in range(1000)]
+    shown = asking("chat", {"messages": many})
+    assert (len(shown.said), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
+    assert [shown.said[0].parts[0].text, shown.said[-1].parts[0].text] == ["0", "999"]
+
+
+def test_page_has_room_for_so_many_characters() -> None:
+    said = asking("completions", {"prompt": "x" * 10_000}).said
+    space = Space(5000, 3000)
+    assert [space.fit(said)[0].parts[0].shown for _ in range(3)] == [3000, 2000, 0]

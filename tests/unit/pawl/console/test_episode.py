@@ -1,0 +1,155 @@
+"""What an episode comes to is said in words, on a time axis, and by what is recorded."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from pawl.console.conversation import Part, Said
+from pawl.console.episode import MOST_LANES, lanes_of, waits_for
+from pawl.console.group import Message, parting_of
+from pawl.console.tokens import texts_in
+from store.read.detail import CallHead, EpisodeDetail, Fate, Stated, whole_requests
+from store.values.packing import delta
+
+NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
+
+
+def head(number: int, **changes: Any) -> CallHead:
+    facts: dict[str, Any] = dict.fromkeys(CallHead.__struct_fields__)
+    facts |= {
+        "id": UUID(int=number),
+        "agent": "a",
+        "dialect": "chat",
+        "status": "complete",
+        "http_status": 200,
+        "trainable": True,
+        "started_at": NOW + timedelta(seconds=number),
+        "total_ms": 1000.0,
+        "sampled_tokens": 3,
+        "tool_calls": (),
+        "tool_events": (),
+    }
+    return CallHead(**facts | changes)
+
+
+def test_agents_have_lanes_on_one_time_axis() -> None:
+    calls = [
+        head(0),
+        head(1, agent="b", trainable=False, reason="greedy"),
+        head(2, status="client_gone"),
+        head(3, repeated_by=UUID(int=9)),
+    ]
+    said = Stated(
+        metric="reward",
+        value=1.0,
+        at=NOW + timedelta(days=1),
+        who=None,
+        call=None,
+        counts=True,
+        late=False,
+    )
+    lanes = lanes_of(calls, [said], earlier=10)
+    assert {
+        name: [(mark.x, mark.width, mark.look, mark.number) for mark in marks]
+        for name, marks in lanes.lanes
+    } == {
+        "a": [(0.0, 25.0, "good", 11), (50.0, 25.0, "bad", 13), (75.0, 25.0, "again", 14)],
+        "b": [(25.0, 25.0, "plain", 12)],
+        "feedback": [(100.0, 0.0, "said", None)],
+    }
+    assert lanes.ticks[-1] == (100.0, 4.0)
+    many = lanes_of([head(number, agent=f"agent {number}") for number in range(50)], [])
+    assert [len(many.lanes), many.lanes[-1][0]] == [MOST_LANES + 1, "(others)"]
+
+
+@pytest.mark.parametrize(
+    ("fate", "episode", "why"),
+    [
+        ({"trained": True}, {}, ""),
+        ({"update_id": UUID(int=1)}, {}, "an update holds it"),
+        ({}, {"split": "eval"}, "evaluation"),
+        ({}, {"quarantined_reason": "doubtful"}, "set aside: doubtful"),
+        ({"scored": False, "lacks": "missing_metric"}, {}, "a metric"),
+        ({"scored": False, "lacks": "undeclared_text"}, {}, "no value to a text"),
+        ({"scored": False}, {}, "nobody has scored it"),
+        ({"rolled_back": True}, {}, "was rolled back"),
+        ({"set_aside": True}, {}, "at fault"),
+        ({"group_size": 8}, {"task": None}, "has no task; updates took groups of 8"),
+        ({"ready": 3, "group_size": 8}, {}, "3 scored attempts at its task wait of the 8"),
+    ],
+)
+def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any], why: str) -> None:
+    known: dict[str, Any] = dict.fromkeys(Fate.__struct_fields__)
+    own: dict[str, Any] = dict.fromkeys(EpisodeDetail.__struct_fields__)
+    own |= {"split": "train", "task": "t"}
+    said = waits_for(Fate(**known | {"scored": True} | fate), EpisodeDetail(**own | episode))
+    assert why in said
+    assert bool(said) is bool(why)
+
+
+def said(*texts: str) -> list[Message]:
+    return [
+        Message(
+            call=1, is_reply=False, said=Said(role="user", parts=(Part(kind="text", text=one),))
+        )
+        for one in texts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "same", "characters"),
+    [
+        ((("q", "SELECT 1"), ("q", "SELECT 2")), 1, 7),
+        ((("a",), ("b",), ("a",)), 0, 0),
+        ((("q", "a"), ("q",)), 1, 0),
+    ],
+)
+def test_attempts_part_at_the_first_message_that_differs(
+    attempts: tuple[tuple[str, ...], ...], same: int, characters: int
+) -> None:
+    parting = parting_of({UUID(int=n): said(*one) for n, one in enumerate(attempts)})
+    assert parting is not None
+    assert (parting.same, parting.characters) == (same, characters)
+    assert parting_of({UUID(int=n): said("q", "a") for n in range(3)}) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "texts"),
+    [
+        ({"choices": [{"logprobs": {"content": [{"token": "a"}, {"token": " b"}]}}]}, ["a", " b"]),
+        ({"choices": [{"logprobs": {"tokens": ["a", " b"]}}]}, ["a", " b"]),
+        ({"output": [{"content": [{"logprobs": [{"token": "a"}, {"token": " b"}]}]}]}, ["a", " b"]),
+        ({"choices": [{"logprobs": {"content": [{"token": "a"}]}}]}, None),
+        ({"choices": [{"logprobs": None}]}, None),
+        (7, None),
+    ],
+)
+def test_token_has_its_text_where_the_reply_names_all(reply: Any, texts: list[str] | None) -> None:
+    assert texts_in(json.dumps(reply).encode(), 2) == texts
+
+
+def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() -> None:
+    bodies = {UUID(int=n): b"the same beginning " * n + b"%d" % n for n in (1, 2, 3, 4)}
+    # The third was stored first: the others are additions to each other, and a fifth is lost.
+    parents = {2: 3, 1: 2, 4: 1}
+    rows = {}
+    for n in (1, 2, 3, 4):
+        own, parent = bodies[UUID(int=n)], parents.get(n)
+        added = delta(bodies[UUID(int=parent)], own) if parent else None
+        rows[UUID(int=n)] = SimpleNamespace(
+            parent_id=parent and UUID(int=parent),
+            request=added.middle if added else own,
+            request_prefix=added and added.prefix,
+            request_suffix=added and added.suffix,
+        )
+    rows[UUID(int=5)] = SimpleNamespace(
+        parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
+    )
+    wanted = [UUID(int=4), UUID(int=5), UUID(int=2)]
+    assert dict(whole_requests(rows, wanted)) == {
+        one: bodies[one] for one in (wanted[0], wanted[2])
+    }
