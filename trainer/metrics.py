@@ -75,6 +75,11 @@ LIVE = Gauge(
 SLOTS = Gauge(
     "pawl_adapter_slots", "Adapter slots of the policy's model server, as far as known.", ["policy"]
 )
+LONGEST = Gauge(
+    "pawl_longest_call_tokens",
+    "Tokens of the longest call that fits into the trainer's memory; longer ones are not trained"
+    " (`too_long`).",
+)
 VERSION = Gauge(
     "pawl_trained_version", "Newest version that was promoted, by whomever.", ["policy"]
 )

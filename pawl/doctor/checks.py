@@ -8,7 +8,8 @@ from typing import Final, Literal, get_args
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import free_slots
-from store.records import Record
+from store.link.outages import IN_OUTAGE, LOST_CALL
+from store.records import EVAL, TRAIN, Record
 from trainer.settings import USUAL_SLOTS
 from trainer.updates.circuit_breaker import PauseReason
 from trainer.updates.training_warnings import MOST_UNTRAINED
@@ -37,6 +38,8 @@ Check = Callable[[Facts], Iterable[Finding]]
 # Beyond this without a call nothing arrives; and a proxy with younger ones works, wherever it is.
 SILENT: Final = timedelta(days=1)
 RECENT: Final = timedelta(minutes=5)
+# Evaluation may take as long before the first work.
+EVALUATED: Final = timedelta(hours=1)
 # Records that wait on disk, as the alert PawlSpoolGrows has it.
 MOST_SPOOLED: Final = 1000
 # What is served of a version, and drift, are said to be near the recipe's limits past these shares
@@ -49,9 +52,10 @@ LONGEST: Final = 80
 # The fewest episodes of which equal rewards mean something.
 FEWEST_EQUAL: Final = 8
 
-GREEDY: Final = "greedy"
 # A learner that imitates successes trains these all the same (docs/explanation/trainer.md).
-IMITATED: Final = frozenset({GREEDY, "constrained_sampling"})
+IMITATED: Final = frozenset({"greedy", "constrained_sampling"})
+# Of evaluation, too: all others are about training.
+BROKEN: Final = frozenset({"incomplete", "error_reply"})
 # Of every `proxy.trainable.Reason`.
 REASONS: Final[Mapping[str, str]] = {
     "incomplete": "raise the client's timeout: calls broke off before their reply had ended",
@@ -76,6 +80,12 @@ REASONS: Final[Mapping[str, str]] = {
     "fixed_policy": "set trained = true in PAWL_POLICIES",
     "nested_too_deep": "send less deeply nested JSON",
     "redacted": "narrow the rules of PAWL_REDACTION: redacted calls are not trained",
+}
+WHATS: Final[Mapping[str, str]] = {
+    "greedy": "are asked at temperature 0, and sample nothing",
+    "incomplete": "broke off",
+    "error_reply": "came to an error",
+    "no_token_ids": "have no token ids",
 }
 PAUSES: Final[Mapping[PauseReason, str]] = {
     "failed": "read why in the trainer's log (training_paused)",
@@ -176,8 +186,8 @@ def disk_full(facts: Facts) -> Iterator[Finding]:
 
 def records_wait(facts: Facts) -> Iterator[Finding]:
     """Find records that are lost, refused, or wait on disk in growing numbers."""
-    proxy, drain = facts.proxy, facts.proxy.ready.get("drain") or {}
-    outage_s = proxy.ready.get("recording_outage_s") or 0
+    proxy, drain = facts.proxy, facts.proxy.ready.drain
+    outage_s = proxy.ready.recording_outage_s
     if outage_s > 0:
         yield Finding(
             title="Records are being lost: the spool's disk takes no more",
@@ -186,12 +196,12 @@ def records_wait(facts: Facts) -> Iterator[Finding]:
             remedy="free space on the disk of PAWL_SPOOL_DIR",
             area="capture",
         )
-    spooled = int(proxy.value("pawl_records_spooled") or drain.get("held") or 0)
-    if facts.database is None and (drain.get("state") == "stuck" or spooled > MOST_SPOOLED):
+    spooled = int(proxy.value("pawl_records_spooled") or drain.held)
+    if facts.database is None and (drain.state == "stuck" or spooled > MOST_SPOOLED):
         yield Finding(
             title="Records wait on disk and are not stored",
-            since=facts.now - timedelta(seconds=float(drain.get("for_s") or 0)),
-            figures={"waiting": spooled, "reason": str(drain.get("reason") or "unknown")},
+            since=facts.now - timedelta(seconds=drain.for_s),
+            figures={"waiting": spooled, "reason": drain.reason or "unknown"},
             remedy="read the reason with `pawl spool`; many records need a faster database",
             area="capture",
         )
@@ -218,7 +228,7 @@ def proxy_away(facts: Facts) -> Iterator[Finding]:
             remedy="start `pawl proxy` (or `pawl up`); PAWL_ADMIN_LISTEN is where it is asked",
             area="traffic",
         )
-    elif facts.proxy.ready.get("workers") and "no worker" in str(facts.proxy.ready.get("status")):
+    elif facts.proxy.ready.workers and "no worker" in facts.proxy.ready.status:
         yield Finding(
             title="No worker of the proxy takes calls",
             remedy="read why they end in the proxy's log",
@@ -236,25 +246,35 @@ def server_away(facts: Facts) -> Iterator[Finding]:
                 remedy="start vLLM, or correct PAWL_UPSTREAM_URL",
                 area="traffic",
             )
-    listed = {name for server in facts.servers for name in server.models}
-    for policy in facts.policies if listed else ():
-        if policy.about.base not in listed:
-            yield Finding(
-                title=f"The model server does not have {policy.about.base},"
-                f" the base model of {policy.name}",
-                figures={"models": _named(sorted(listed))},
-                remedy=f"start vLLM with --served-model-name {policy.about.base}",
-                area="traffic",
-            )
+    listed = {
+        name
+        for server in facts.servers
+        for name, model in server.models.items()
+        if not model.get("parent")
+    }
+    for base in sorted({policy.about.base for policy in facts.policies} - listed if listed else ()):
+        names = _named(policy.name for policy in facts.policies if policy.about.base == base)
+        yield Finding(
+            title=f"The model server does not have {base}, the base model of {names}",
+            figures={"models": _named(sorted(listed))},
+            remedy=f"start vLLM with --served-model-name {base}, or correct PAWL_UPSTREAM_URL",
+            area="traffic",
+        )
 
 
 def trainer_away(facts: Facts) -> Iterator[Finding]:
     """Find a trainer that does not run: by its port, and by the policies that it holds."""
-    if any(policy.about.is_held for policy in facts.policies) or facts.trainer.answers:
-        if facts.unbegun:
+    trained = [policy.about.trained_at for policy in facts.policies]
+    since = max((at for at in trained if at is not None), default=None)
+    left = facts.trainer.values("pawl_policy_left")
+    if facts.trainer.answers or any(policy.about.is_held for policy in facts.policies):
+        idle = [p.name for p in facts.policies if not p.about.is_held and not left.get(p.name)]
+        if idle or facts.unbegun:
             yield Finding(
-                title=f"No trainer ever began {_named(facts.unbegun)}",
-                remedy="start `pawl trainer` with the same PAWL_POLICIES, and PAWL_POLICY unset",
+                title=f"No trainer works on {_named([*idle, *facts.unbegun])}",
+                since=since if idle else None,
+                remedy="read why in the trainer's log (trainer_waits); PAWL_POLICY, if set, and"
+                " PAWL_POLICIES must name all policies that it is to train",
                 area="learning",
             )
         return
@@ -262,7 +282,7 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
     loads = "being loaded" in why
     yield Finding(
         title="The trainer loads its model" if loads else "No trainer runs",
-        since=max((p.about.trained_at for p in facts.policies if p.about.trained_at), default=None),
+        since=since,
         figures={"address": facts.trainer.address, "error": why},
         remedy="wait until it is loaded" if loads else "start `pawl trainer` (or `pawl up`)",
         needs_person=not loads,
@@ -290,7 +310,7 @@ def no_calls(facts: Facts) -> Iterator[Finding]:
 
 def unanswered(facts: Facts) -> Iterator[Finding]:
     """Find calls for models that no policy answers."""
-    kinds = facts.calls_of(None)
+    kinds = [one for one in facts.calls if one.policy is None]
     calls, every = sum(one.calls for one in kinds), sum(one.calls for one in facts.calls)
     if not calls or calls <= MOST_UNTRAINED * every:
         return
@@ -321,21 +341,21 @@ def untrainable(facts: Facts) -> Iterator[Finding]:
     answered = {one.policy for one in facts.calls if one.policy is not None}
     # A policy that is not to be trained is no trouble beside one that is.
     for name in sorted(answered & trained.keys() or answered):
-        kinds = facts.calls_of(name)
+        own = [one for one in facts.calls if one.policy == name]
+        kinds = [one for one in own if one.split == TRAIN] or own
         recipe = trained[name].recipe if name in trained else None
         expected = IMITATED if recipe is not None and recipe.kept is not None else frozenset()
-        every, reasons, statuses = 0, Counter[str](), Counter[int]()
+        reasons, statuses = Counter[str](), Counter[int]()
         for one in kinds:
-            every += one.calls
-            if one.reason is not None and one.reason not in expected:
+            matters = one.split == TRAIN or one.reason in BROKEN
+            if one.reason is not None and matters and one.reason not in expected:
                 reasons[one.reason] += one.calls
                 statuses[one.http_status or 0] += one.calls
+        every = sum(one.calls for one in kinds)
         if reasons.total() <= MOST_UNTRAINED * every:
             continue
         [(reason, _)] = reasons.most_common(1)
-        what = "cannot be trained"
-        if reason == GREEDY:
-            what = "are asked at temperature 0, and sample nothing"
+        what = WHATS.get(reason, "cannot be trained")
         [(status, _)] = statuses.most_common(1)
         yield Finding(
             title=f"{name}: {reasons.total()} of the newest {every} calls {what}",
@@ -349,6 +369,21 @@ def untrainable(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def only_evaluation(facts: Facts) -> Iterator[Finding]:
+    """Find that all calls are of evaluation, which is never trained on."""
+    if facts.calls and all(one.split == EVAL for one in facts.calls):
+        began = min(one.first_at for one in facts.calls)
+        yield Finding(
+            title="Only evaluation arrives, which is never trained on",
+            since=began,
+            figures={"calls": sum(one.calls for one in facts.calls)},
+            remedy="let the agent work without the header x-pawl-split, on tasks that do not begin"
+            " as PAWL_EVAL_TASKS says",
+            needs_person=facts.now - began > EVALUATED,
+            area="traffic",
+        )
+
+
 @_of_each_policy
 def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that more than a fifth of the newest episodes are quarantined."""
@@ -356,12 +391,15 @@ def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
     every = counts.episodes + counts.quarantined
     if not counts.quarantined or counts.quarantined <= MOST_UNTRAINED * every:
         return None
+    is_disk = counts.quarantined_as in (IN_OUTAGE, LOST_CALL)
     return Finding(
         title=f"{policy.name}: {counts.quarantined} of the newest {every} episodes are quarantined:"
         " it is doubtful which calls they have",
         since=counts.quarantined_since,
         figures={"quarantined": counts.quarantined, "mostly": counts.quarantined_as or ""},
-        remedy="name each run with the header x-pawl-episode (docs/howto/rewards.md)",
+        remedy="keep room on the disk of PAWL_SPOOL_DIR: calls were lost there"
+        if is_disk
+        else "name each run with the header x-pawl-episode (docs/howto/rewards.md)",
         needs_person=2 * counts.quarantined > every,
         area="capture",
     )
@@ -522,24 +560,20 @@ def _of(
     return next((value(policy) for policy in facts.policies if policy.name == name), None)
 
 
-@_of_each_policy
-def no_slot(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def no_slot(facts: Facts) -> Iterator[Finding]:
     """Find that all adapter slots of the model server are taken, so that no update begins."""
-    if policy.live is None:
-        return None
     slots = min((one.slots for one in facts.servers if one.slots is not None), default=USUAL_SLOTS)
-    live = policy.live
-    if free_slots(live, slots) > 0:
-        return None
-    for_good = live.serving + live.held >= slots
-    return Finding(
-        title=f"{policy.name}: all {slots} adapter slots of the model server are taken",
-        since=policy.about.trained_at,
-        figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
-        remedy="start vLLM with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to it",
-        needs_person=for_good,
-        area="publishing",
-    )
+    waiting = [p for p in facts.policies if p.live is not None and not free_slots(p.live, slots)]
+    for live in [policy.live for policy in waiting if policy.live is not None][:1]:
+        yield Finding(
+            title=f"{_named(policy.name for policy in waiting)}: no update begins, as all {slots}"
+            " adapter slots of the model server are taken",
+            figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
+            remedy="start vLLM with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to it",
+            # Others are free once the episodes of older versions have ended.
+            needs_person=live.serving + live.held >= slots,
+            area="publishing",
+        )
 
 
 @_of_each_policy
@@ -624,11 +658,12 @@ def frozen(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @_of_each_policy
 def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find versions that a server lacks or has with other files, or whose files were altered."""
+    """Find versions that a server lacks, has from another folder, or serves otherwise."""
     said = facts.controller.ready
-    troubles: dict[str, Figure] = dict(policy.altered)
-    for server in facts.servers if policy.servable else ():
-        for version in policy.servable if server.models else ():
+    troubles = dict[str, Figure]()
+    for server in facts.servers:
+        # What another model's server has says nothing about this one's.
+        for version in policy.servable if policy.about.base in server.models else ():
             listed = server.models.get(version.served_name)
             if listed is None:
                 troubles.setdefault(version.served_name, f"{server.url} does not have it")
@@ -638,15 +673,14 @@ def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
                     f"{server.url} serves {listed.get('root')}, not {version.adapter_path}",
                 )
     names = {version.served_name for version in policy.servable}
-    told = [said.get("altered"), said.get("unread"), *(said.get("misserved") or {}).values()]
-    for reasons in told:
-        troubles |= {name: why for name, why in (reasons or {}).items() if name in names}
+    for reasons in (said.altered, said.unread, *said.misserved.values()):
+        troubles |= {name: why for name, why in reasons.items() if name in names}
     if not troubles:
         return None
     return Finding(
-        title=f"{policy.name}: {_named(sorted(troubles))} is not served as it was trained",
+        title=f"{policy.name}: not served as trained: {_named(sorted(troubles))}",
         since=policy.standing.serving.since if policy.standing is not None else None,
-        figures=troubles,
+        figures=dict(sorted(troubles.items())[:MOST_NAMED]),
         remedy="start `pawl controller`, which loads it; `pawl policies check` says what is wrong"
         " with files",
         area="publishing",
@@ -731,13 +765,15 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
         "episodes_more": round(missing),
         "an_hour": round(rate, 2),
     }
-    when = "at today's rate never"
+    when = "which do not come"
     if rate:
         figures["hours"] = round(missing / rate, 1)
-        when = f"at today's rate in {missing / rate:.2g} hours"
+        when = f"which come within {missing / rate:.2g} hours at today's rate"
+    if policy.updates:
+        when += f", and begins without them once a group has waited {rule.max_age_s:g} s"
     return Finding(
-        title=f"{policy.name}: the next update needs about {missing:.0f} more episodes with"
-        f" rewards, {when}",
+        title=f"{policy.name}: the next update lacks about {missing:.0f} episodes with rewards,"
+        f" {when}",
         since=policy.about.trained_at,
         figures=figures,
         remedy="wait, or lower claim.groups in the recipe",
@@ -750,7 +786,7 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
 CHECKS: Final[tuple[Check, ...]] = (
     *(unusable_files, database_away, disk_full, records_wait),
     *(proxy_away, server_away, trainer_away, no_calls, unanswered),
-    *(untrainable, quarantined, unrewarded, equal_rewards, alone),
+    *(untrainable, only_evaluation, quarantined, unrewarded, equal_rewards, alone),
     *(paused, no_slot, spent_untrained, drifted),
     *(frozen, not_as_trained, controller_away, undecided),
     *(missing_key, too_long, waits_for_signal),

@@ -10,8 +10,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -20,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.by_hand import why_waits
 from pawl.doctor.checks import Finding, findings
-from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Sample, Server
+from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Ready, Sample, Server
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
@@ -44,9 +43,7 @@ from store.read.health import (
 )
 from store.records import Record
 from store.version_queries import list_servable
-from store.versions import PolicyVersion
-from trainer.errors import FilesUnread, RecipeError
-from trainer.publishing.adapters import why_altered
+from trainer.errors import RecipeError
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.pacing import LONGEST_PIN_S, slots_named_in
 from trainer.publishing.publisher import PROXY_REFRESH_S
@@ -119,7 +116,7 @@ def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None
         unusable["PAWL_POLICIES"] = str(error)
     try:
         check_upstreams(settings)
-    except BadUpstreams as error:
+    except (BadUpstreams, OSError) as error:
         unusable["PAWL_UPSTREAMS"] = str(error)
     return unusable, table
 
@@ -142,16 +139,15 @@ async def _process(
 
     async def both() -> Process:
         status, page = await ask("/metrics")
-        ready: Any = {}
+        ready = Ready()
         if is_ready_known:
-            async with session.get(f"http://{address}/readyz") as reply:
-                ready = await reply.json()
+            ready = msgspec.json.decode((await ask("/readyz"))[1], type=Ready)
         elif status != 200:
             return Process(address=address, why_not=f"{status} {page:.200}")
         return Process(
             address=address,
             asks_key=status in UNAUTHORIZED,
-            ready=ready if isinstance(ready, dict) else {},
+            ready=ready,
             samples=_samples(page) if status == 200 else (),
         )
 
@@ -208,7 +204,7 @@ def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
             free = shutil.disk_usage(place).free / GIB
             disk = Disk(setting=setting, folder=str(folder), free_gib=free)
             disks.setdefault(os.stat(place).st_dev, disk)
-        except OSError:
+        except (OSError, RuntimeError):
             # Another user's folder: its process says what is wrong with it.
             continue
     with suppress(OSError):
@@ -273,6 +269,8 @@ async def _read(
     engine: AsyncEngine, settings: DoctorSettings, tenant: str | None, table: PolicyTable | None
 ) -> Stored:
     now = await database_time(engine)
+    specs = () if table is None else table.specs
+    known = None if table is None else [spec.name for spec in specs if spec.trained]
     unusable, policies = dict[str, str](), list[PolicyFacts]()
     async with engine.connect() as connection:
         calls = await newest_calls(connection, now, tenant)
@@ -286,8 +284,7 @@ async def _read(
                 unusable["PAWL_RECIPE"] = str(error)
                 recipe = None
             policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
-            policies.append(await _policy(connection, settings, policy, now))
-    specs = () if table is None else table.specs
+            policies.append(await _policy(connection, settings, policy, now, known))
     names = {about.name for about in begun}
     return Stored(
         now=now,
@@ -321,9 +318,13 @@ def _to_train(
 
 
 async def _policy(
-    connection: AsyncConnection, settings: DoctorSettings, policy: PolicyFacts, now: datetime
+    connection: AsyncConnection,
+    settings: DoctorSettings,
+    policy: PolicyFacts,
+    now: datetime,
+    known: Sequence[str] | None,
 ) -> PolicyFacts:
-    """Return a policy's facts with what is stored of it."""
+    """Return a policy's facts with what is stored of it; `known` are the policies of the file."""
     name, recipe = policy.name, policy.recipe
     rule = None if recipe is None else claim_rule(recipe, name)
     standing = await gated(connection, name)
@@ -334,7 +335,6 @@ async def _policy(
         for version in await list_servable(connection, name)
         if version.version > 0 and version.served_name not in unsettled
     ]
-    known = None if settings.policies is None else [name]
     facts = msgspec.structs.replace(
         policy,
         rule=rule,
@@ -354,7 +354,6 @@ async def _policy(
             msgspec.structs.replace(one, adapter_path=None) if settings.adapter_source else one
             for one in servable
         ),
-        altered=await asyncio.to_thread(_altered, servable),
     )
     if rule is None:
         return facts
@@ -363,17 +362,3 @@ async def _policy(
         updates=await waiting_updates(connection, rule),
         problems=await training_warnings(connection, rule),
     )
-
-
-def _altered(servable: Sequence[PolicyVersion]) -> dict[str, str]:
-    """Return why files are not those that were written, of versions whose folder is seen here."""
-    found = dict[str, str]()
-    for version in servable:
-        try:
-            is_here = version.adapter_path is not None and Path(version.adapter_path).exists()
-            why = why_altered(version) if is_here else None
-        except (OSError, FilesUnread) as error:
-            why = str(error)
-        if why is not None:
-            found[version.served_name] = why
-    return found

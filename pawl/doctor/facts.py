@@ -8,7 +8,7 @@ from store.adapter_slots import Live
 from store.claim_query import ClaimRule
 from store.read.gates import Gated
 from store.read.health import CallKind, EpisodeCounts, Tended
-from store.records import TRAIN, Record
+from store.records import Record
 from store.versions import PolicyEvent, PolicyVersion
 from trainer.recipes.recipe import Recipe
 from trainer.updates.training_warnings import TrainingProblem, TrainingWarning
@@ -24,17 +24,38 @@ class Sample(Record, frozen=True, kw_only=True):
     value: float
 
 
+class Drain(Record, frozen=True, kw_only=True):
+    """Hold what a proxy's `/readyz` says of the spool's way into the database."""
+
+    state: str = ""
+    for_s: float = 0.0
+    reason: str = ""
+    held: int = 0
+
+
+class Ready(Record, frozen=True, kw_only=True):
+    """Hold what `/readyz` says: a proxy the first four, a controller why versions are away."""
+
+    status: str = ""
+    workers: tuple[Any, ...] = ()
+    drain: Drain = Drain()
+    recording_outage_s: float = 0.0
+    altered: Mapping[str, str] = {}
+    unread: Mapping[str, str] = {}
+    misserved: Mapping[str, Mapping[str, str]] = {}
+
+
 class Process(Record, frozen=True, kw_only=True):
     """Describe what a process said on its admin port, or `why_not` it said nothing there.
 
-    `ready` is the body of its `/readyz`. `samples` are empty where its `/metrics` asks for a key
+    `samples` are empty where its `/metrics` asks for a key
     that is not ours (`asks_key`).
     """
 
     address: str
     why_not: str | None = None
     asks_key: bool = False
-    ready: Mapping[str, Any] = NOTHING
+    ready: Ready = Ready()
     samples: tuple[Sample, ...] = ()
 
     @property
@@ -78,8 +99,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     `recipe` and `rule` are None where the recipe cannot be read. `ready` are the episodes with a
     reward that may be claimed, and `updates` how many updates their signal suffices for. `servable`
     are the versions that servers should have, without those that changed a moment ago. `waits` is
-    the event by which a version waits for a person. `altered` says by version why its files on this
-    machine are not those that were written.
+    the event by which a version waits for a person.
     """
 
     about: Tended
@@ -93,7 +113,6 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     standing: Gated | None = None
     waits: PolicyEvent | None = None
     servable: tuple[PolicyVersion, ...] = ()
-    altered: Mapping[str, str] = NOTHING
     live: Live | None = None
 
     @property
@@ -123,10 +142,6 @@ class Facts(Record, frozen=True, kw_only=True):
     calls: tuple[CallKind, ...] = ()
     policies: tuple[PolicyFacts, ...] = ()
     unbegun: tuple[str, ...] = ()
-
-    def calls_of(self, policy: str | None) -> list[CallKind]:
-        """Return the newest calls that a policy answered (None: none did), evaluation aside."""
-        return [one for one in self.calls if one.policy == policy and one.split == TRAIN]
 
     @property
     def last_call_at(self) -> datetime | None:

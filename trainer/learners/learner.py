@@ -58,6 +58,7 @@ from trainer.learners.steps import (
     update_figures,
 )
 from trainer.learners.ways import choose_way
+from trainer.metrics import LONGEST
 from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
@@ -179,6 +180,7 @@ class Learner:
         if self._model.device.type == "cuda":
             self._correct_plan(self._takes)
         longest = self._longest(self._takes)
+        LONGEST.set(longest)
         context = self._takes.context
         if context is not None and longest < context:
             log.warning("calls_too_long", past_tokens=longest, context=context, remedy=REMEDY)

@@ -253,7 +253,7 @@ REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
     no_calls: ("No calls arrive", "set OPENAI_BASE_URL="),
     another_model: ("Calls ask for gpt-4o", 'ask for model = "m"'),
     temperature_0: ("m: 8 of the newest 8 calls are asked at temperature 0", "temperature = 1"),
-    no_token_ids: ("m: 8 of the newest 8 calls cannot be trained", "with vLLM"),
+    no_token_ids: ("m: 8 of the newest 8 calls have no token ids", "with vLLM"),
     strict_tools: ("m: 8 of the newest 8 calls cannot be trained", "PAWL_TOOL_PARSER"),
     doubtful_episodes: ("m: 4 of the newest 4 episodes are quarantined", "x-pawl-episode"),
     no_rewards: ("m: no rewards", "/feedback"),
@@ -262,7 +262,7 @@ REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
     paused_training: ("m: training is paused (out_of_memory)", "`pawl plan`"),
     stale_episodes: ("m: 8 of the last 8 episodes were spent untrained", "claim.max_staleness"),
     frozen_policy: ("m is frozen", "`pawl policies freeze m --off`"),
-    another_adapter: ("m: m@1 is not served as it was trained", "pawl controller"),
+    another_adapter: ("m: not served as trained: m@1", "pawl controller"),
     unapproved_version: ("m@2 waits for approval", "`pawl policies promote m@2`"),
 }
 

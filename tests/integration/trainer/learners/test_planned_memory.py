@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
@@ -165,6 +166,7 @@ def test_trainer_says_at_its_start_which_calls_will_be_too_long(
         Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     [said] = [line for line in logs if line["event"] == "calls_too_long"]
     assert (said["past_tokens"], said["context"]) == (100, 256)
+    assert REGISTRY.get_sample_value("pawl_longest_call_tokens") == 100
 
 
 def test_only_as_many_layers_are_checkpointed_as_must_be(

@@ -1,0 +1,338 @@
+"""What the doctor makes of facts: what is wrong, what to do, and whether a person is needed."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, get_args
+
+import pytest
+from msgspec.structs import replace
+
+from pawl.doctor.checks import PAUSES, REASONS, findings
+from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Sample, Server
+from proxy.trainable import Reason
+from store.adapter_slots import Live
+from store.link.outages import LOST_CALL
+from store.read.gates import Gated, Standing
+from store.read.health import CallKind, EpisodeCounts, Tended
+from store.versions import PolicyVersion
+from trainer.recipes.recipe import Recipe
+from trainer.updates.circuit_breaker import PauseReason
+from trainer.updates.claiming import claim_rule
+
+NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
+HOUR = NOW - timedelta(hours=1)
+
+
+def ago(**time: float) -> datetime:
+    return NOW - timedelta(**time)
+
+
+def kind(**changes: Any) -> CallKind:
+    """Forty calls of `m` that can be trained."""
+    made = CallKind(
+        policy="m",
+        model=None,
+        reason=None,
+        http_status=200,
+        split="train",
+        calls=40,
+        first_at=HOUR,
+        last_at=ago(minutes=1),
+    )
+    return replace(made, **changes)
+
+
+def version(number: int, **changes: Any) -> PolicyVersion:
+    made = PolicyVersion(
+        name="m",
+        version=number,
+        state="serving",
+        served_name=f"m@{number}",
+        adapter_path=f"/a/{number}",
+        update_id=None,
+    )
+    return replace(made, **changes)
+
+
+# Forty episodes of ten tasks, half of them solved.
+COUNTS = EpisodeCounts(
+    episodes=40,
+    first_at=HOUR,
+    scored=40,
+    ended=30,
+    ended_scored=30,
+    scored_since=HOUR,
+    scored_today=40,
+    least=0.0,
+    most=1.0,
+    tasks=10,
+    largest_group=4,
+    groups=10,
+    groups_that_differ=5,
+)
+
+
+def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
+    """A policy whose first version serves, and for whose next update all is there."""
+    rule = Recipe.model_validate(recipe or {"claim": {"group_size": 4, "groups": 4}})
+    about = Tended(name="m", base="base", tenant="default", created_at=HOUR, is_held=True)
+    made = PolicyFacts(
+        about=replace(about, trained_at=HOUR),
+        recipe=rule,
+        rule=claim_rule(rule, "m"),
+        counts=COUNTS,
+        ready=40,
+        updates=1.0,
+        standing=Gated(
+            now=NOW, frozen=False, serving=Standing(version=version(1), gate=None, since=HOUR)
+        ),
+        servable=(version(1),),
+        live=Live(serving=1, kept=0, unloading=0, coming=0),
+    )
+    return replace(made, **changes)
+
+
+def counted(**changes: Any) -> PolicyFacts:
+    return policy(counts=replace(COUNTS, **changes))
+
+
+def sample(name: str, value: float, **labels: str) -> Sample:
+    return Sample(name=name, labels=labels, value=value)
+
+
+def trainer(*samples: Sample) -> Process:
+    return Process(address="127.0.0.1:8102", samples=samples)
+
+
+def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
+    """A system that works, with these policies instead of its own."""
+    models = {
+        "base": {"root": "/base", "parent": None, "max_model_len": 2048},
+        "m@1": {"root": "/a/1", "parent": "base"},
+    }
+    made = Facts(
+        now=NOW,
+        data_url="http://127.0.0.1:8100",
+        proxy=Process(address="127.0.0.1:8101"),
+        trainer=trainer(),
+        controller=Process(address="127.0.0.1:8103"),
+        servers=(Server(url="http://gpu:8000/v1", models=models, slots=8),),
+        disks=(Disk(setting="PAWL_SPOOL_DIR", folder="var/spool", free_gib=50.0),),
+        calls=(kind(),),
+        policies=policies or (policy(),),
+    )
+    return replace(made, **changes)
+
+
+AWAY = "Cannot connect"
+IS_STUCK = Ready(drain=Drain(state="stuck", for_s=60.0, reason="disk full", held=7))
+MISSERVED = Ready(misserved={"http://gpu:8000/v1": {"m@1": "it is 0.4 nats off"}})
+LONG_FULL = Live(serving=4, held=4, kept=1, unloading=0, coming=0)
+KEPT_FULL = Live(serving=1, held=1, kept=6, unloading=0, coming=0)
+TRIED = Gated(
+    now=NOW,
+    frozen=False,
+    serving=Standing(version=version(1), gate=None, since=HOUR),
+    canary=Standing(version=version(2, state="canary", share=0.1), gate=None, since=HOUR),
+)
+SUM = {"reward": {"correct": {"range": [0, 1]}}, "claim": {"group_size": 4, "groups": 4}}
+SFT = {
+    "learner": "sft",
+    "claim": {"group_size": 1, "groups": 4},
+    "credit": {"baseline": "none", "normalisation": "none"},
+}
+LONGEST = sample("pawl_longest_call_tokens", 512.0)
+DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
+
+
+@pytest.mark.parametrize(
+    ("known", "title", "remedy", "needs_person"),
+    [
+        (facts(unusable={"PAWL_POLICIES": "line 3"}), "PAWL_POLICIES cannot", "error names", False),
+        (
+            facts(
+                unusable={"PAWL_UPSTREAMS": "OPENAI_API_KEY is not set"},
+                proxy=Process(address="", why_not=AWAY),
+            ),
+            "PAWL_UPSTREAMS cannot be used",
+            "correct what the error names",
+            True,
+        ),
+        (
+            facts(disks=(Disk(setting="PAWL_SPOOL_DIR", folder="var/spool", free_gib=0.4),)),
+            "The disk of var/spool is nearly full",
+            "PAWL_SPOOL_DIR",
+            True,
+        ),
+        (
+            facts(proxy=Process(address="", ready=Ready(recording_outage_s=30.0))),
+            "Records are being lost",
+            "PAWL_SPOOL_DIR",
+            True,
+        ),
+        (facts(proxy=Process(address="", ready=IS_STUCK)), "Records wait on", "`pawl spool`", True),
+        (facts(letters=3), "The database refused records", "--replay", True),
+        (
+            facts(
+                policy(about=replace(policy().about, is_held=False)),
+                trainer=Process(address="", why_not="503 the model is being loaded"),
+            ),
+            "The trainer loads its model",
+            "wait",
+            False,
+        ),
+        (facts(unbegun=("writer",)), "No trainer works on writer", "PAWL_POLICIES", True),
+        (
+            facts(policy(about=replace(policy().about, base="qwen"))),
+            "The model server does not have qwen, the base model of m",
+            "--served-model-name qwen",
+            True,
+        ),
+        (
+            facts(calls=(kind(last_at=ago(days=2)),)),
+            "No calls arrived for a day",
+            "OPENAI_BASE_URL=http://127.0.0.1:8100/v1",
+            True,
+        ),
+        (
+            facts(
+                calls=(),
+                proxy=Process(
+                    address="", samples=(sample("pawl_refused_total", 5.0, reason="NoKey"),)
+                ),
+            ),
+            "No calls arrive",
+            "pawl keys create",
+            True,
+        ),
+        (
+            facts(calls=(kind(split="eval", first_at=ago(hours=3)),)),
+            "Only evaluation arrives",
+            "x-pawl-split",
+            True,
+        ),
+        (
+            facts(calls=(kind(), kind(policy=None, model="gpt\x1b[2J", calls=20))),
+            "Calls ask for 'gpt\\x1b[2J'",
+            'model = "m"',
+            False,
+        ),
+        (
+            facts(calls=(kind(calls=60), kind(reason="not_text", calls=40))),
+            "m: 40 of the newest 100 calls cannot be trained",
+            "text alone",
+            False,
+        ),
+        (
+            facts(calls=(kind(split="eval", calls=9), kind(split="eval", reason="incomplete"))),
+            "m: 40 of the newest 49 calls broke off",
+            "timeout",
+            True,
+        ),
+        (
+            facts(counted(quarantined=80, quarantined_as=LOST_CALL)),
+            "m: 80 of the newest 120 episodes are quarantined",
+            "PAWL_SPOOL_DIR",
+            True,
+        ),
+        (
+            facts(policy(SUM, lacks={"missing_metric": 30})),
+            "m: 30 episodes were spoken of and have no reward (missing_metric)",
+            "[reward]: correct",
+            True,
+        ),
+        (
+            facts(counted(ended_scored=10)),
+            "m: 20 of 30 episodes that are over have no reward",
+            "`pawl judge`",
+            False,
+        ),
+        (
+            facts(counted(groups_that_differ=0)),
+            "m: rewards are equal within each task",
+            "`sft`",
+            True,
+        ),
+        (
+            facts(policy(SFT, counts=replace(COUNTS, most=0.5))),
+            "m: no episode reached the reward that is imitated",
+            "sft.min_reward",
+            True,
+        ),
+        (
+            facts(trainer=trainer(sample("pawl_policy_left", 1.0, policy="m"))),
+            "m: the trainer left it",
+            "trainer's log",
+            True,
+        ),
+        (
+            facts(trainer=trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="drift"))),
+            "m: training is paused (drift)",
+            "PAWL_DEFAULT_SAMPLING",
+            True,
+        ),
+        (facts(policy(live=LONG_FULL)), "m: no update begins, as all 8", "--max-loras", True),
+        (facts(policy(live=KEPT_FULL)), "m: no update begins, as all 8", "--max-loras", False),
+        (
+            facts(trainer=trainer(DRIFT)),
+            "m: model server and trainer disagree",
+            "PAWL_TOOL_PARSER",
+            True,
+        ),
+        (
+            facts(controller=Process(address="", ready=MISSERVED)),
+            "m: not served as trained: m@1",
+            "`pawl policies check`",
+            True,
+        ),
+        (
+            facts(controller=Process(address="", why_not=AWAY)),
+            "The controller does not answer",
+            "`pawl controller`",
+            False,
+        ),
+        (
+            facts(policy(standing=TRIED), controller=Process(address="", why_not=AWAY)),
+            "The controller does not answer",
+            "`pawl controller`",
+            True,
+        ),
+        (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
+        (facts(proxy=Process(address="", asks_key=True)), "PAWL_API_KEY is not", "read", False),
+        (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
+    ],
+)
+def test_finding_says_what_is_wrong_and_what_to_do(
+    known: Facts, title: str, remedy: str, needs_person: bool
+) -> None:
+    first = findings(known)[0]
+    assert first.title.startswith(title)
+    assert remedy in first.remedy
+    assert first.needs_person is needs_person
+
+
+def test_system_that_works_has_no_findings() -> None:
+    assert findings(facts()) == []
+
+
+def test_next_update_is_told_by_the_episodes_that_lack_and_todays_rate() -> None:
+    """Half of its 16 episodes are there, half of all groups differ, and 40 came in an hour."""
+    [found] = findings(facts(policy(updates=0.5, ready=8)))
+    assert not found.needs_person
+    assert found.figures == {"with_reward": 8, "episodes_more": 16, "an_hour": 40.0, "hours": 0.4}
+
+
+def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
+    greedy = (kind(reason="greedy"),)
+    assert findings(facts(policy(SFT), calls=greedy)) == []
+    [found] = findings(facts(calls=greedy))
+    assert "temperature 0" in found.title
+
+
+def test_every_reason_has_a_remedy() -> None:
+    assert set(REASONS) == set(get_args(Reason))
+    assert set(PAUSES) == set(get_args(PauseReason))
+
+
+def test_findings_of_another_tenants_policy_are_not_shown() -> None:
+    paused = sample("pawl_trainer_paused", 1.0, policy="theirs", reason="failed")
+    assert findings(facts(trainer=trainer(paused))) == []
