@@ -9,6 +9,7 @@ from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import free_slots
 from store.link.outages import IN_OUTAGE, LOST_CALL
+from store.read.health import CallKind
 from store.records import EVAL, TRAIN, Record
 from trainer.settings import USUAL_SLOTS
 from trainer.updates.circuit_breaker import PauseReason
@@ -54,11 +55,12 @@ FEWEST_EQUAL: Final = 8
 
 # A learner that imitates successes trains these all the same (docs/explanation/trainer.md).
 IMITATED: Final = frozenset({"greedy", "constrained_sampling"})
-# Of evaluation, too: all others are about training.
+# These are about serving, and count for evaluation, too.
 BROKEN: Final = frozenset({"incomplete", "error_reply"})
 # Of every `proxy.trainable.Reason`.
 REASONS: Final[Mapping[str, str]] = {
-    "incomplete": "raise the client's timeout: calls broke off before their reply had ended",
+    "incomplete": "raise the client's timeout, or send less at once: calls break off before their"
+    " reply has ended",
     "error_reply": "ask once with curl, and read the model server's log: it answers with errors",
     "not_text": "send text alone: calls with images, sounds or files are not trained",
     "no_token_ids": "serve the policy with vLLM: the server gives no token ids (return_token_ids)",
@@ -96,7 +98,7 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
     " (probe_failed)",
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
-    "server_away": "start the model server",
+    "server_away": "start the model server; the trainer tests it, and goes on by itself",
     "no_slot": "raise the model server's --max-loras, and PAWL_ADAPTER_SLOTS with it",
 }
 
@@ -335,38 +337,48 @@ def unanswered(facts: Facts) -> Iterator[Finding]:
 # Calls and episodes that cannot be trained
 
 
-def untrainable(facts: Facts) -> Iterator[Finding]:
-    """Find policies of which more than a fifth of the newest calls cannot be trained."""
-    trained = {policy.name: policy for policy in facts.policies}
-    answered = {one.policy for one in facts.calls if one.policy is not None}
-    # A policy that is not to be trained is no trouble beside one that is.
-    for name in sorted(answered & trained.keys() or answered):
+def broken(facts: Facts) -> Iterator[Finding]:
+    """Find policies of which many calls break off, or come to an error, evaluation included."""
+    for name in sorted({one.policy for one in facts.calls if one.policy is not None}):
         own = [one for one in facts.calls if one.policy == name]
-        kinds = [one for one in own if one.split == TRAIN] or own
+        yield from _too_many(name, own, [one for one in own if one.reason in BROKEN])
+
+
+def untrainable(facts: Facts) -> Iterator[Finding]:
+    """Find policies of which many calls have an end from which nothing can be learned."""
+    trained = {policy.name: policy for policy in facts.policies}
+    kinds = [one for one in facts.calls if one.policy is not None and one.split == TRAIN]
+    # A policy that is not to be trained is no trouble beside one that is.
+    answered = {one.policy for one in kinds if one.policy is not None}
+    for name in sorted(answered & trained.keys() or answered):
         recipe = trained[name].recipe if name in trained else None
-        expected = IMITATED if recipe is not None and recipe.kept is not None else frozenset()
-        reasons, statuses = Counter[str](), Counter[int]()
-        for one in kinds:
-            matters = one.split == TRAIN or one.reason in BROKEN
-            if one.reason is not None and matters and one.reason not in expected:
-                reasons[one.reason] += one.calls
-                statuses[one.http_status or 0] += one.calls
-        every = sum(one.calls for one in kinds)
-        if reasons.total() <= MOST_UNTRAINED * every:
-            continue
-        [(reason, _)] = reasons.most_common(1)
-        what = WHATS.get(reason, "cannot be trained")
-        [(status, _)] = statuses.most_common(1)
-        yield Finding(
-            title=f"{name}: {reasons.total()} of the newest {every} calls {what}",
-            since=min(one.first_at for one in kinds if one.reason == reason),
-            figures=dict(reasons.most_common())
-            | ({"status": status} if reason == "error_reply" else {}),
-            # A reason that another version of Pawl wrote may be unknown here.
-            remedy=REASONS.get(reason, "docs/explanation/trainer.md says what each reason means"),
-            needs_person=2 * reasons.total() > every,
-            area="capture",
-        )
+        imitates = recipe is not None and recipe.kept is not None
+        expected = {None, *BROKEN, *(IMITATED if imitates else ())}
+        own = [one for one in kinds if one.policy == name]
+        yield from _too_many(name, own, [one for one in own if one.reason not in expected])
+
+
+def _too_many(name: str, kinds: list[CallKind], bad: list[CallKind]) -> Iterator[Finding]:
+    """Find that the bad ones are more than a fifth of a policy's newest calls."""
+    every, calls = sum(one.calls for one in kinds), sum(one.calls for one in bad)
+    if calls <= MOST_UNTRAINED * every:
+        return
+    figures, reasons = Counter[str](), Counter[str]()
+    for one in bad:
+        reason = one.reason or ""
+        reasons[reason] += one.calls
+        figures[f"{reason} {one.http_status}" if reason == "error_reply" else reason] += one.calls
+    [(reason, _)] = reasons.most_common(1)
+    yield Finding(
+        title=f"{name}: {calls} of the newest {every} calls"
+        f" {WHATS.get(reason, 'cannot be trained')}",
+        since=min(one.first_at for one in bad if one.reason == reason),
+        figures=dict(figures.most_common()),
+        # A reason that another version of Pawl wrote may be unknown here.
+        remedy=REASONS.get(reason, "docs/explanation/trainer.md says what each reason means"),
+        needs_person=2 * calls > every,
+        area="capture",
+    )
 
 
 def only_evaluation(facts: Facts) -> Iterator[Finding]:
@@ -786,7 +798,7 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
 CHECKS: Final[tuple[Check, ...]] = (
     *(unusable_files, database_away, disk_full, records_wait),
     *(proxy_away, server_away, trainer_away, no_calls, unanswered),
-    *(untrainable, only_evaluation, quarantined, unrewarded, equal_rewards, alone),
+    *(broken, untrainable, only_evaluation, quarantined, unrewarded, equal_rewards, alone),
     *(paused, no_slot, spent_untrained, drifted),
     *(frozen, not_as_trained, controller_away, undecided),
     *(missing_key, too_long, waits_for_signal),

@@ -22,8 +22,10 @@ from pawl.doctor.examine import examine
 from pawl.settings import DoctorSettings
 from store import claims, version_states
 from store.admin_port import listen_on
+from store.tenants import scoped
 from store.version_states import add_event, make_loaded
 from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.integration.pawl.conftest import Pawl
 from tests.support.controller.replicas import assert_has, controlling, publish
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call
@@ -291,3 +293,23 @@ async def test_system_that_is_wholly_away_is_told_of_in_time(stack: Stack) -> No
     titles = [one.title for one in await stack.findings() if one.needs_person]
     for away in ("The database", "The proxy", "The model server", "No trainer"):
         assert any(title.startswith(away) for title in titles), titles
+
+
+async def test_command_prints_findings_of_a_tenant_and_ends_with_status_1(
+    engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ADMIN_LISTEN", "TRAINER_LISTEN", "CONTROLLER_LISTEN"):
+        monkeypatch.setenv(f"PAWL_{name}", f"127.0.0.1:{free_port()}")
+    async with engine.begin() as connection:
+        for tenant, model in (("a", "gpt-a"), ("b", "gpt-b")):
+            none: Any = {"policy": None, "policy_version": None, "served_model": model}
+            await ingest(connection, [call(scoped(tenant, "e"), **none)])
+    done = await pawl("doctor", "--json", "--tenant", "a")
+    assert done.exit_code == 1
+    titles = [json.loads(line)["title"] for line in done.stdout.splitlines()]
+    assert "Calls ask for gpt-a, and no policy answers that" in titles
+    assert "gpt-b" not in done.stdout
+    monkeypatch.setenv("PAWL_WORKERS", "many")
+    done = await pawl("doctor", "--json")
+    assert done.exit_code == 1
+    assert "PAWL_WORKERS" in json.loads(done.stdout)["figures"]["error"]

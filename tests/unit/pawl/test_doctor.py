@@ -223,7 +223,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             False,
         ),
         (
-            facts(calls=(kind(split="eval", calls=9), kind(split="eval", reason="incomplete"))),
+            facts(calls=(kind(calls=9), kind(split="eval", reason="incomplete"))),
             "m: 40 of the newest 49 calls broke off",
             "timeout",
             True,
