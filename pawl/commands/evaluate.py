@@ -26,6 +26,7 @@ from pawl.rollout.tasks import RolloutError
 STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
 MOST_FAILURES: Final = 20
 ALL: Final = "all tasks"
+HOLDS: Final = "The interval holds at every look, with 95 % at each end"
 
 
 class Flags(AgentFlags, frozen=True, kw_only=True):
@@ -219,7 +220,7 @@ def report(evaluation: Evaluation) -> Group:
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
-        Text(f"95 % at each end, at every look. {_counts(evaluation)}", style="dim"),
+        Text(f"{HOLDS}. {_counts(evaluation)}", style="dim"),
         *_guards(evaluation.figures),
         *_failures(evaluation.failures),
         Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(
@@ -262,11 +263,11 @@ def _table(evaluation: Evaluation) -> Table:
 def _counts(evaluation: Evaluation) -> str:
     seen, tries = evaluation.figures, evaluation.tries
     clipped = seen.new.clipped + seen.old.clipped
+    times = "1 try" if tries == 1 else f"{tries} tries"
     parts = [
-        f"{evaluation.tasks} of {evaluation.planned} tasks, {tries} tries each",
+        f"{evaluation.tasks} of {evaluation.planned} tasks, {times} each",
         f"{evaluation.runs} runs",
         *([f"{clipped} rewards outside of --range"] if clipped else []),
-        f"{evaluation.seconds:.0f} s",
     ]
     return "; ".join(parts)
 

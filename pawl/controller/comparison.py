@@ -436,7 +436,7 @@ class Comparison:
             return Verdict("worse", "scores lower than the version before")
         if self._better.value >= self._better_needed and self._against() is None:
             margin = f"{self._rule.margin:g}"
-            return Verdict("better", f"scores no lower than the version before, less {margin}")
+            return Verdict("better", f"scores at most {margin} lower than the version before")
         return None
 
     def _against(self) -> str | None:

@@ -6,7 +6,6 @@ a random part of the tasks, and an evaluation that was killed comes to the same 
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -152,7 +151,6 @@ class Evaluation(Record, frozen=True, kw_only=True):
     families: list[Family]
     failures: list[Failure]
     looks: list[Look]
-    seconds: float
 
 
 class Pairs:
@@ -169,7 +167,6 @@ class Pairs:
         self._open: dict[str, dict[Key, Episode]] = {}
         self._pairs: list[tuple[list[Episode], list[Episode]]] = []
         self._failures: Counter[tuple[str, str, str]] = Counter()
-        self._began = time.monotonic()
         self.comparison = Comparison(job.rule)
         self.runs = 0
         self.is_out_of_time = False
@@ -227,7 +224,6 @@ class Pairs:
             families=self._families(),
             failures=[Failure(*about, runs) for about, runs in sorted(self._failures.items())],
             looks=self._looks(),
-            seconds=round(time.monotonic() - self._began, 1),
         )
 
     def _outcome(self) -> tuple[Outcome, str]:
@@ -238,11 +234,11 @@ class Pairs:
             )
         if not self.is_out_of_time and self.tasks < self.planned:
             return "stopped", "it was stopped before its end; the same evaluation goes on"
-        over = "time" if self.tasks < self.planned else "budget of runs"
+        over = "time is over" if self.tasks < self.planned else "every planned task was run"
         if self.comparison.difference is None:
-            return "undecided", f"the {over} is over, and no task has a scored run of both versions"
+            return "undecided", f"{over}, and no task has a scored run of both versions"
         speaks = "speaks" if self.comparison.points_to_harm else "does not speak"
-        return "undecided", f"the {over} is over; what was seen {speaks} against {self._job.new}"
+        return "undecided", f"{over}; what was seen {speaks} against {self._job.new}"
 
     def _families(self) -> list[Family]:
         families: dict[str, tuple[int, Comparison]] = {}

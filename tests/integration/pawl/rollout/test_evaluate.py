@@ -58,7 +58,7 @@ async def test_better_version_is_known_before_all_tasks_are_run(
     assert (found.new, found.old, found.outcome) == ("m@2", "m@1", "better")
     assert found.tasks < found.planned == 40
     assert (found.figures.new.mean, found.figures.old.mean) == (1.0, 0.0)
-    assert "(scores no lower than m@1, less 0.05)" in outcome.summary["text"]
+    assert "(scores at most 0.05 lower than m@1)" in outcome.summary["text"]
     assert (runner.folder / "p.png").stat().st_size > 10_000
     assert {call["split"] for call in fake.calls} == {"eval"}
     # The result does not change when it is asked for again, and nobody is asked anything.

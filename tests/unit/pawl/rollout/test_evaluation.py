@@ -52,8 +52,8 @@ def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> Evaluation:
 @pytest.mark.parametrize(
     ("new", "old", "outcome", "reason"),
     [
-        (scored(1.0), scored(0.0), "better", "scores no lower"),
-        (scored(0.5), scored(0.5), "better", "scores no lower"),
+        (scored(1.0), scored(0.0), "better", "scores at most"),
+        (scored(0.5), scored(0.5), "better", "scores at most"),
         (scored(0.0), scored(1.0), "worse", "scores lower"),
         # A crash counts as the lowest reward, with either version.
         (FAILED, scored(1.0), "worse", ""),
@@ -185,8 +185,8 @@ def test_report_names_families_and_crashes() -> None:
     assert rows[3][:6] == ["all", "tasks", "8", "0.875", "0.000", "+0.875"]
     assert rows[3][-2:] == ["1/0", "0/0"]
     assert "  texts/3 with m@2: exit status 3 (1 run)" in text
-    assert "8 of 8 tasks, 1 tries each; 16 runs; 0 s" in text
-    assert "m@2: undecided (the budget of runs is over; what was seen" in text
+    assert "8 of 8 tasks, 1 try each; 16 runs" in text
+    assert "m@2: undecided (every planned task was run; what was seen" in text
 
 
 def test_picture_is_drawn_and_result_is_json(tmp_path: Path) -> None:
