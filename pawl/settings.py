@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr,
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode, SettingsError
 
-from proxy.settings import OpenTo, ProxySettings
+from proxy.settings import ProxySettings
 from store.settings import Listen, Settings, StoreSettings, secrets_folder
 from trainer.settings import Cards, ServerSettings, SourceSettings, TrainerSettings
 
@@ -122,6 +122,15 @@ class AdaptersSettings(SourceSettings):
     )
 
 
+class DoctorSettings(
+    ClientSettings, ControllerSettings, TrainerSettings, ProxySettings, StackSettings
+):
+    """Hold the settings of all processes, whose ports `pawl doctor` asks.
+
+    Where another machine's process is asked, its address here is the one that it has for others.
+    """
+
+
 def _prefix(value: str) -> str:
     path = value.rstrip("/")
     if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
@@ -129,8 +138,11 @@ def _prefix(value: str) -> str:
     return path
 
 
-class ConsoleSettings(StoreSettings):
-    """Hold the settings of `pawl console`, which asks for keys as the proxy does."""
+class ConsoleSettings(DoctorSettings):
+    """Hold the settings of `pawl console`, which asks for keys as the proxy does.
+
+    Those of the other processes are for what it says as `pawl doctor` does.
+    """
 
     console_listen: Listen = Field(
         default="127.0.0.1:8105", description="address of the console's pages, and of its /healthz"
@@ -140,16 +152,6 @@ class ConsoleSettings(StoreSettings):
         description="path that the console's addresses begin with, such as /pawl, where a reverse "
         "proxy has other services beside it",
     )
-    access: OpenTo = "loopback"
-
-
-class DoctorSettings(
-    ClientSettings, ControllerSettings, TrainerSettings, ProxySettings, StackSettings
-):
-    """Hold the settings of all processes, whose ports `pawl doctor` asks.
-
-    Where another machine's process is asked, its address here is the one that it has for others.
-    """
 
 
 class UnreadSettings(Exception):

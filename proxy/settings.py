@@ -14,14 +14,6 @@ from store.values.sampling import parse_defaults
 
 # Who may call while no key was ever made.
 Access = Literal["loopback", "keys", "anyone"]
-# The setting of that, which the console reads too.
-OpenTo = Annotated[
-    Access,
-    Field(
-        description="who may call the proxy's ports, and see the console, while no API key was "
-        "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`"
-    ),
-]
 
 
 def _readers(value: object) -> object:
@@ -61,7 +53,11 @@ class ProxySettings(StoreSettings):
     admin_listen: Listen = Field(
         default="127.0.0.1:8101", description="address of the admin port: health and metrics"
     )
-    access: OpenTo = "loopback"
+    access: Access = Field(
+        default="loopback",
+        description="who may call the proxy's ports, and see the console, while no API key was "
+        "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`",
+    )
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
     )

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pawl.console import episode, group, overview, updates, versions
+from pawl.console import episode, episodes, group, overview, updates, versions
 from pawl.console.pages import Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event
@@ -46,7 +46,7 @@ from store.tenants import DEFAULT
 log = structlog.get_logger()
 
 # In the order of the navigation, which shows those that have a title.
-SCREENS: Final = (overview, episode, group, versions, updates)
+SCREENS: Final = (overview, episodes, episode, group, versions, updates)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 # What is shown to whoever has no key yet.
@@ -145,7 +145,7 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
     )
     # A prefix's own end is no page's.
     app.router.redirect_slashes = False
-    app.state.console = console = Console(app, settings.console_prefix, database_url)
+    app.state.console = console = Console(app, settings, database_url)
     console.templates.globals["screens"] = [
         (screen.ROUTES[0].name, screen.TITLE) for screen in SCREENS if screen.TITLE
     ]

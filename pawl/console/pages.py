@@ -4,6 +4,7 @@ Screens use what is here and know nothing of keys, prefixes and headers (`pawl.c
 agents and models wrote is hostile: it is shown by `visible`, and as text alone.
 """
 
+import asyncio
 import re
 import unicodedata
 from collections.abc import AsyncIterator, Mapping
@@ -24,10 +25,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from pawl.console.filters import BadFilter, Filter
+from pawl.settings import ConsoleSettings
 from store.database import make_engine
 from store.grants import Scope
 from store.read.browsing import begin
 from store.records import Record
+from store.tenants import bare
 
 # Of everybody who looks together; whoever comes later waits.
 CONNECTIONS: Final = 4
@@ -64,10 +68,11 @@ class Refusal(HTTPException):
 class Console:
     """Hold what all pages share: the database, and the templates with their functions."""
 
-    def __init__(self, app: Starlette, prefix: str, database_url: str) -> None:
+    def __init__(self, app: Starlette, settings: ConsoleSettings, database_url: str) -> None:
         """Make the pool, which connects on first use, and load the templates."""
         self.app = app
-        self.prefix = prefix
+        self.settings = settings
+        self.prefix = settings.console_prefix
         self.engine: AsyncEngine = make_engine(
             database_url, pool_size=CONNECTIONS, max_overflow=0, limit_s=2 * LIMIT_S
         )
@@ -78,8 +83,9 @@ class Console:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self.templates.filters.update(when=when, figure=figure, visible=visible)
+        self.templates.filters.update(when=when, figure=figure, visible=visible, bare=bare)
         self.templates.globals.update(url=self.url, static=self.static)
+        self.examining = asyncio.Lock()
         self._versions: dict[str, str] = {}
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
@@ -173,6 +179,18 @@ async def form(request: Request) -> dict[str, str]:
         ) from error
 
 
+def filter_of(request: Request) -> Filter:
+    """Return the filter in a request's address.
+
+    Raises:
+        Refusal: a field of it cannot be used.
+    """
+    try:
+        return Filter.of(request.query_params)
+    except BadFilter as error:
+        raise Refusal(HTTPStatus.BAD_REQUEST, "This filter cannot be used", f"{error}.") from error
+
+
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
     """Return a whole page, of a template that extends `base.html`."""
     return _rendered(request, template, status, context)
@@ -221,11 +239,12 @@ def figure(value: float | None, digits: int = 3) -> str:
         return "–"
     if value != value or abs(value) == float("inf"):  # noqa: PLR0124
         return str(value)
-    if float(value).is_integer() and (isinstance(value, int) or abs(value) < 1e15):
+    size = abs(value)
+    if isinstance(value, int) or (float(value).is_integer() and size < 1e15):
         text = f"{int(value):,}"
-    elif 1e-4 <= abs(value) < 1e6:
-        whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-        text = f"{value:,.{max(digits - whole, 0)}f}" if whole else f"{value:.{digits}g}"
+    elif 1e-3 <= size < 1e6:
+        # As many digits as the whole part leaves, so that figures below each other are compared.
+        text = f"{value:,.{max(digits - (len(str(int(size))) if size >= 1 else 0), 0)}f}"
     else:
         text = f"{value:.{digits}g}"
     return text.replace(",", "\u202f").replace("-", "\u2212")

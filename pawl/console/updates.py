@@ -54,7 +54,7 @@ def plots_of(updates: Sequence[UpdateFigures]) -> dict[str, dict[str, Any]]:
         series = [one for one in series if any(value is not None for value in one["values"])]
         if series:
             at = [round(one.claimed_at.timestamp(), 3) for one in line]
-            found[title] = {"time": True, "x": at, "series": series}
+            found[title] = {"kind": "lines", "small": True, "x": at, "series": series}
     return found
 
 

@@ -10,7 +10,7 @@ consumes it by itself.
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from time import monotonic
 from typing import Any, Final, Literal
 from uuid import UUID
@@ -290,12 +290,12 @@ async def _with_calls(connection: AsyncConnection, rows: Sequence[Any]) -> list[
 
 BARS: Final = 20
 # So many episodes are counted, of a filter that reads no calls.
-MOST_COUNTED: Final = 12_000
+MOST_COUNTED: Final = 10_000
 _COUNTED: Final = f"""
     WITH found AS MATERIALIZED (SELECT {_STATE} AS state, {_REWARD} AS reward {{chosen}}),
     edges AS (SELECT LEAST(0, min(reward)) AS low, GREATEST(1, max(reward)) AS high FROM found)
-    SELECT state, low, high, LEAST(width_bucket(reward, low, high, {BARS}), {BARS}) AS bar,
-        count(*) AS episodes
+    SELECT state, low, high, count(*) AS episodes,
+        CASE WHEN reward = high THEN {BARS} ELSE width_bucket(reward, low, high, {BARS}) END AS bar
     FROM found, edges GROUP BY state, low, high, bar
 """
 
@@ -341,12 +341,18 @@ async def count_episodes(
 
 # What the overview says
 
+# A time is shown in so many parts.
+PARTS: Final = 40
 # So many of the newest calls are counted.
-MOST_CALLS_COUNTED: Final = 20_000
+MOST_CALLS_COUNTED: Final = 10_000
+_LAST_OF_CALLS: Final = text(
+    "SELECT id FROM transitions WHERE id >= :since ORDER BY id DESC OFFSET :most - 1 LIMIT 1"
+)
 _FIGURES: Final = f"""
     WITH found AS MATERIALIZED (
         SELECT p.policy, {SPLIT} AS split, p.version, {_REWARD} AS reward, {_STATE} AS state,
-            {_REASON} AS reason, date_bin(CAST(:width AS interval), p.last_call_at, :at) AS bucket
+            {_REASON} AS reason,
+            date_bin(CAST(:width AS interval), p.last_call_at, CAST(:at AS timestamptz)) AS bucket
         {{chosen}} AND p.policy IS NOT NULL)
     SELECT policy, split, version, state, reason, bucket, count(*) AS episodes,
         count(reward) AS scored, avg(reward) AS mean, stddev_samp(reward) AS spread,
@@ -358,11 +364,11 @@ _TRAFFIC: Final = """
     WITH called AS MATERIALIZED (
         SELECT t.started_at, t.trainable, t.reason, t.episode_id,
             t.status <> 'complete' OR t.http_status >= 400 AS failed
-        FROM transitions t WHERE t.id >= :since ORDER BY t.id DESC LIMIT :most)
-    SELECT date_bin(CAST(:width AS interval), started_at, :at) AS bucket, reason, count(*) AS calls,
-        count(*) FILTER (WHERE failed) AS failed, min(started_at) AS first,
+        FROM transitions t WHERE t.id >= :last ORDER BY t.id DESC LIMIT :most)
+    SELECT LEAST(GREATEST(floor(extract(epoch FROM started_at - :at) / :seconds), 0), :parts - 1)
+        AS part, reason, count(*) AS calls, count(*) FILTER (WHERE failed) AS failed,
         count(*) FILTER (WHERE trainable) AS trainable
-    FROM called {of_tenant} GROUP BY GROUPING SETS ((bucket), (reason))
+    FROM called {of_tenant} GROUP BY GROUPING SETS ((part), (reason))
 """
 _OF_TENANT: Final = (
     "WHERE EXISTS (SELECT FROM episodes e WHERE e.id = called.episode_id AND {condition})"
@@ -377,6 +383,16 @@ _WAITING: Final = text(
     WHERE u.state = 'running' AND (CAST(:tenant AS text) IS NULL OR EXISTS (
         SELECT FROM policies p WHERE p.name = u.policy AND p.version = 0 AND p.tenant = :tenant))
     ORDER BY policy, since
+    """
+)
+
+_PROMOTIONS: Final = text(
+    """
+    SELECT name AS policy, version, at FROM policy_events v
+    WHERE to_state = 'serving' AND from_state IS DISTINCT FROM 'serving' AND at >= :since
+        AND (CAST(:tenant AS text) IS NULL OR EXISTS (
+            SELECT FROM policies p WHERE p.name = v.name AND p.version = 0 AND p.tenant = :tenant))
+    ORDER BY at DESC LIMIT 200
     """
 )
 
@@ -409,6 +425,14 @@ class Fate(Record, frozen=True, kw_only=True):
     episodes: int
 
 
+class Promotion(Record, frozen=True, kw_only=True):
+    """Say when a version got the traffic."""
+
+    policy: str
+    version: int
+    at: datetime
+
+
 class Waiting(Record, frozen=True, kw_only=True):
     """Name a version that does not serve yet, or an update that is running, and since when."""
 
@@ -420,17 +444,18 @@ class Waiting(Record, frozen=True, kw_only=True):
 
 
 class Traffic(Record, frozen=True, kw_only=True):
-    """Count the newest calls: by time, and those that cannot be trained by reason.
+    """Count the newest calls since a time, and those that cannot be trained by reason.
 
-    `since` is when the first of them came; None: there are none. `is_cut`: there are older ones of
-    the time that was asked for.
+    `parts` are `PARTS` parts of `width` from then on, each with its calls and how many of them
+    failed. `is_cut`: there are older calls of the time that was asked for.
     """
 
-    buckets: list[tuple[datetime, int, int]]
+    since: datetime
+    width: timedelta
+    parts: list[tuple[int, int]]
     reasons: dict[str, int]
     calls: int
     trainable: int
-    since: datetime | None
     is_cut: bool
 
 
@@ -447,14 +472,14 @@ class Figures(Record, frozen=True, kw_only=True):
     since: datetime | None
 
 
-async def figures(
-    connection: AsyncConnection, tenant: str | None, since: datetime, width: timedelta
-) -> Figures:
-    """Return what the newest `MOST_COUNTED` episodes begun since then came to, in parts of time."""
+async def figures(connection: AsyncConnection, tenant: str | None, since: datetime) -> Figures:
+    """Return what the newest `MOST_COUNTED` episodes since then came to, in `PARTS` of time."""
     query = _Query(EpisodeFilter(since=since), tenant)
     bounds = {"before": query.before, "since": query.since, "chunk": MOST_COUNTED}
     last: UUID | None = await connection.scalar(_LAST_OF_CHUNK, bounds)
-    values = query.within(last or query.since, query.before) | {"width": width, "at": since}
+    first = since if last is None else time_of(last)
+    width = (datetime.now(UTC) - first) / PARTS
+    values = query.within(last or query.since, query.before) | {"width": width, "at": first}
     rows = (await connection.execute(text(_FIGURES.format(chosen=query.sql)), values)).all()
     rewards = [
         Rewards(
@@ -483,33 +508,39 @@ async def figures(
             key=lambda one: (one.policy, one.version),
         ),
         fates=sorted(fates, key=lambda one: -one.episodes),
-        since=None if last is None else time_of(last),
+        since=None if last is None else first,
     )
 
 
-async def traffic(
-    connection: AsyncConnection, tenant: str | None, since: datetime, width: timedelta
-) -> Traffic:
-    """Count the newest `MOST_CALLS_COUNTED` calls since then, in parts of time of this width."""
+async def traffic(connection: AsyncConnection, tenant: str | None, since: datetime) -> Traffic:
+    """Count the newest `MOST_CALLS_COUNTED` calls since then, in `PARTS` of time."""
+    bounds = {"since": lowest_id_at(since), "most": MOST_CALLS_COUNTED}
+    last: UUID | None = await connection.scalar(_LAST_OF_CALLS, bounds)
+    first = since if last is None else time_of(last)
     of_tenant = _OF_TENANT.format(condition=_whose(tenant)) if tenant is not None else ""
-    values: dict[str, Any] = {
-        "since": lowest_id_at(since),
-        "at": since,
-        "width": width,
+    width = (datetime.now(UTC) - first) / PARTS
+    values = {
+        "last": last or bounds["since"],
+        "at": first,
+        "seconds": width.total_seconds(),
+        "parts": PARTS,
         "most": MOST_CALLS_COUNTED,
+        **_who(tenant),
     }
-    values |= _who(tenant)
     query = text(_TRAFFIC.format(of_tenant=of_tenant))
     rows = (await connection.execute(query, values)).all()
-    by_time = sorted((row for row in rows if row.bucket), key=lambda row: row.bucket)
-    calls = sum(row.calls for row in by_time)
+    parts = [(0, 0)] * PARTS
+    for row in rows:
+        if row.part is not None:
+            parts[int(row.part)] = (row.calls, row.failed)
     return Traffic(
-        buckets=[(row.bucket, row.calls, row.failed) for row in by_time],
-        reasons={row.reason: row.calls for row in rows if row.reason},
-        calls=calls,
-        trainable=sum(row.trainable for row in by_time),
-        since=min((row.first for row in by_time), default=None),
-        is_cut=calls >= MOST_CALLS_COUNTED,
+        since=first,
+        width=width,
+        parts=parts,
+        reasons={row.reason: row.calls for row in rows if row.reason is not None},
+        calls=sum(calls for calls, _ in parts),
+        trainable=sum(row.trainable for row in rows if row.part is not None),
+        is_cut=last is not None,
     )
 
 
@@ -517,3 +548,11 @@ async def waiting(connection: AsyncConnection, tenant: str | None) -> list[Waiti
     """Return the versions that do not serve yet, and the updates that are running."""
     rows = await connection.execute(_WAITING, {"tenant": tenant})
     return [Waiting(**row._mapping) for row in rows]
+
+
+async def promotions(
+    connection: AsyncConnection, tenant: str | None, since: datetime
+) -> list[Promotion]:
+    """Return which versions got the traffic since then, the last first."""
+    rows = await connection.execute(_PROMOTIONS, {"tenant": tenant, "since": since})
+    return [Promotion(**row._mapping) for row in rows]

@@ -1,0 +1,107 @@
+"""The screens Overview and Episodes: what they show, and how a list is gone through."""
+
+import re
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.keys import create_key
+from store.tenants import scoped
+from store.version_states import ensure_base
+from store.write.ingest import Ingester
+from tests.integration.pawl.console.conftest import Pages
+from tests.support.records import ago, call, reward
+
+HOSTILE = "<script>alert(1)</script>\u202e"
+PARTS = ("/", "/overview/calls", "/overview/rewards", "/overview/doctor", "/episodes/counts")
+
+
+async def shown(console: Pages, path: str, headers: dict[str, str] | None = None) -> str:
+    reply = await console.get(path, headers)
+    assert reply.status == 200, (path, reply.body)
+    return reply.body.decode()
+
+
+def links(page: str) -> list[str]:
+    return [one.replace("&amp;", "&") for one in re.findall(r'href="([^"]+)"', page)]
+
+
+async def test_empty_database_says_what_to_do_first(console: Pages) -> None:
+    assert "OPENAI_BASE_URL" in await shown(console, "/overview/rewards")
+    assert "OPENAI_BASE_URL" in await shown(console, "/episodes")
+    for path in PARTS:
+        await shown(console, path)
+
+
+async def test_list_is_gone_through_by_its_links_with_the_filter(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    records = [call(f"run-{n:03}", **ago(9000 - n), task="t") for n in range(120)]
+    others = [call("other", **ago(9), task="u")]
+    await Ingester().store(engine, [*records, *others])
+    names: list[str] = []
+    page = await shown(console, "/episodes?task=t")
+    assert 'hx-trigger="every' in page
+    while True:
+        names += re.findall(r'class="text">(run-\d+|other)<', page)
+        older = [link for link in links(page) if "before=" in link]
+        if not older:
+            break
+        assert "task=t" in older[0]
+        page = await shown(console, older[0])
+        # Whoever reads an older part is not interrupted.
+        assert 'hx-trigger="every' not in page
+    assert names == [f"run-{n:03}" for n in reversed(range(120))]
+
+
+async def test_names_of_agents_are_shown_as_text_and_carried_by_addresses(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    odd = {"agent": HOSTILE, "task": f"t&{HOSTILE}", "policy": f'm"{HOSTILE}'}
+    greedy = {"trainable": False, "reason": "greedy"}
+    await Ingester().store(
+        engine,
+        [call("e", **odd), call("e", **odd, **greedy), reward(0.5, episode="e")],
+    )
+    async with engine.begin() as connection:
+        await ensure_base(connection, odd["policy"], "base")
+    for path in (*PARTS, "/episodes"):
+        assert "<script>a" not in await shown(console, path)
+        assert "\u202e" not in await shown(console, path)
+    page = await shown(console, "/episodes")
+    for name in ("agent=", "task=", "policy="):
+        [link] = {one for one in links(page) if f"?{name}" in one}
+        assert ">e<" in await shown(console, link)
+    assert ">e<" not in await shown(console, "/episodes?agent=nobody")
+    assert "&lt;script&gt;" in await shown(console, "/overview/rewards")
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("low=x", "low: &#39;x&#39; is no number; write one such as 0.5."),
+        ("before=x", "before: write the id of an episode."),
+        ("policy=%FF%00", "policy: leave out the character U+0000."),
+    ],
+)
+async def test_filter_that_cannot_be_used_is_a_page_that_names_the_field(
+    console: Pages, query: str, said: str
+) -> None:
+    reply = await console.get(f"/episodes?{query}")
+    assert (reply.status, said in reply.body.decode()) == (400, True)
+
+
+async def test_key_of_a_tenant_sees_its_own_alone(console: Pages, engine: AsyncEngine) -> None:
+    acme = {name: scoped("acme", f"{name}-of-acme") for name in ("episode", "task")}
+    await Ingester().store(engine, [call("e-of-all", task="task-of-all"), call(**acme)])
+    async with engine.begin() as connection:
+        keys = {
+            "acme": await create_key(connection, "a", ("read",), tenant="acme"),
+            "default": await create_key(connection, "b", ("read",)),
+            "admin": await create_key(connection, "c", ("read", "admin")),
+        }
+    seen = {}
+    for name, key in keys.items():
+        page = await shown(console, "/episodes", {"Authorization": f"Bearer {key.key}"})
+        seen[name] = ("e-of-all" in page, "episode-of-acme" in page)
+    assert seen == {"acme": (False, True), "default": (True, False), "admin": (True, True)}
