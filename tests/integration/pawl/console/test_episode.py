@@ -211,7 +211,7 @@ async def test_group_shows_attempts_side_by_side_and_where_they_part(
     [update] = set(re.findall(r"update=([0-9a-f-]{36})", open_ones))
     page = (await console.get(f"/groups?policy=m&task=sql/0&update={update}")).body.decode()
     assert "The first 3 messages are the same" in page
-    assert re.findall(r"<b>(0[^<]*)</b>", page) == ["0", "0.25", "0.5", "0.75"]
+    assert re.findall(r"<b>(0[^<]*)</b>", page) == ["0", "0.250", "0.500", "0.750"]
     assert all(f"{rows} rows" in page for rows in range(4))
     assert page.count("trained</span>") == 4
     nothing = await console.get("/groups?policy=m&task=nothing-like-it")
