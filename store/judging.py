@@ -1,14 +1,14 @@
-"""Find the episodes that wait for a judge, and record what came of those it was asked about.
+"""Find the episodes that wait for a judge or a person, and record what came of those judged.
 
 A judge's scores are stored as feedback. This table only records that the judge was asked, so that
 neither a restart nor an answer without a score makes Pawl ask about an episode forever. An episode
 that could not be judged waits again once it has a later call.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
-from typing import Literal
+from typing import Final, Literal
 from uuid import UUID
 
 from sqlalchemy import and_, case, delete, func, or_, select, text
@@ -17,8 +17,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.read.episodes import is_of, matching
+from store.read.lines import QUIET
 from store.records import Record
 from store.schema.tables import episode_policies, episodes, judgements
+from store.tenants import bare, scoped, tenant_of
+from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
 
@@ -158,3 +161,137 @@ async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
             if held and not connection.invalidated:
                 with suppress(DBAPIError):
                     await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"), what)
+
+
+# What a person is to score
+
+# Why an episode is shown to a person.
+Doubt = Literal["unscored", "disagreeing", "uncertain"]
+# Idempotency keys of what a person scored in the console begin so; judges' with `judge-`.
+REVIEWED: Final = "review-"
+# A metric that a judge may state beside its score, from 0 to 1; below this it is not sure.
+CONFIDENCE: Final = "confidence"
+UNSURE_BELOW: Final = 0.5
+# Share of a metric's range by which two that scored an episode disagree.
+APART: Final = 0.25
+# Of all feedback so many statements are looked at, the newest.
+NEWEST: Final = 20_000
+# Whoever stated something: a judge, which has one idempotency key for an episode, or an API key.
+_SAID: Final = f"""
+    SELECT f.episode_id, f.metric, f.value, COALESCE(f.call_id, f.episode_id) AS about, f.at,
+        CASE WHEN r.idempotency_key LIKE '%judge-%' THEN r.idempotency_key
+            ELSE COALESCE(r.api_key, '') END AS source
+    FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {NEWEST}) f
+    JOIN feedback_requests r ON r.id = f.request_id WHERE f.episode_id IS NOT NULL
+"""
+_DOUBTS: Final[Mapping[Doubt, str]] = {
+    "unscored": "p.scored_at IS NULL AND p.call_scored_at IS NULL"
+    " AND p.last_call_at < now() - make_interval(secs => :quiet_s)",
+    "disagreeing": f"""p.episode_id IN (
+        SELECT episode_id FROM (
+            SELECT DISTINCT ON (about, metric, source) episode_id, about, metric, value
+            FROM ({_SAID}) said
+            ORDER BY about, metric, source, at DESC) own
+        JOIN unnest(CAST(:metrics AS text[]), CAST(:apart AS double precision[]))
+            AS scale (metric, apart) USING (metric)
+        GROUP BY episode_id, about, metric HAVING max(value) - min(value) > min(apart))""",
+    "uncertain": f"""(p.scored_at IS NULL AND EXISTS (
+            SELECT FROM judgements j WHERE j.episode_id = p.episode_id
+                AND (j.outcome = 'cannot_tell' OR j.outcome = 'failed' AND j.due_at IS NULL))
+        OR p.episode_id IN (SELECT episode_id FROM ({_SAID}) said
+            WHERE metric = '{CONFIDENCE}' AND value < {UNSURE_BELOW}))""",
+}
+_QUEUE: Final = """
+    SELECT p.episode_id, e.key, p.task, p.version, p.reward, p.last_call_at
+    FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
+    WHERE p.policy = :policy AND p.claimed_by IS NULL AND p.claimable AND {doubt}
+        AND (CAST(:until AS uuid) IS NULL OR p.episode_id <= :until)
+        AND (CAST(:before AS uuid) IS NULL OR p.episode_id < :before)
+        AND NOT EXISTS (SELECT FROM feedback f JOIN feedback_requests r ON r.id = f.request_id
+            WHERE f.episode_id = p.episode_id AND starts_with(r.idempotency_key, :reviewed))
+    ORDER BY p.episode_id DESC LIMIT :most
+"""
+# Of a metric without bounds of its own, the policy's reward has those of its rule.
+_SCALES: Final = text(
+    f"""
+    SELECT t.metric, t.place, t.texts,
+        CASE WHEN abs(t.low) < {LARGEST} THEN t.low ELSE COALESCE(g.low, 0) END AS low,
+        CASE WHEN abs(t.high) < {LARGEST} THEN t.high ELSE COALESCE(g.high, 1) END AS high
+    FROM ({TERMS_OF_POLICY}) t LEFT JOIN (
+        SELECT CAST(gate->'reward_range'->>0 AS double precision) AS low,
+            CAST(gate->'reward_range'->>1 AS double precision) AS high
+        FROM policies WHERE name = :policy AND gate->'reward_range' IS NOT NULL
+        ORDER BY version DESC LIMIT 1) g ON true
+    ORDER BY t.place
+    """
+)
+_OWN_KEY: Final = text(
+    "SELECT key FROM episodes WHERE id = :id AND root IS NULL AND deleted_at IS NULL"
+)
+
+
+class ToReview(Record, frozen=True, kw_only=True):
+    """Describe an episode that a person is to score; `key` and `task` are as they are kept."""
+
+    episode_id: UUID
+    key: str
+    task: str | None
+    version: int
+    reward: float | None
+    last_call_at: datetime
+
+
+class Scale(Record, frozen=True, kw_only=True):
+    """Say how a metric of a policy's reward is stated: from `low` to `high`, or by a text."""
+
+    metric: str
+    low: float
+    high: float
+    texts: Mapping[str, float]
+
+
+async def scales_of(connection: AsyncConnection, policy: str) -> list[Scale]:
+    """Return the metrics that a policy's reward is the sum of, in their order."""
+    rows = await connection.execute(_SCALES, {"policy": policy})
+    return [Scale(metric=row.metric, low=row.low, high=row.high, texts=row.texts) for row in rows]
+
+
+async def review_queue(
+    connection: AsyncConnection,
+    policy: str,
+    doubt: Doubt,
+    scales: Sequence[Scale],
+    tenant: str,
+    *,
+    before: UUID | None = None,
+    until: UUID | None = None,
+    most: int,
+) -> list[ToReview]:
+    """Return a tenant's episodes that a person is to score for a policy, the newest first.
+
+    No update has taken them, and nobody has reviewed them. They begin before the episode `before`,
+    or with `until`. `scales` are the policy's.
+    """
+    values = {
+        "policy": policy,
+        "quiet_s": QUIET.total_seconds(),
+        "metrics": [scale.metric for scale in scales],
+        "apart": [APART * (scale.high - scale.low) for scale in scales],
+        "reviewed": scoped(tenant, REVIEWED),
+        "before": before,
+        "until": until,
+        "most": most,
+    }
+    query = text(_QUEUE.format(doubt=_DOUBTS[doubt]))
+    own = {name: value for name, value in values.items() if f":{name}" in query.text}
+    return [
+        ToReview(**row._mapping)
+        for row in await connection.execute(query, own)
+        if tenant_of(row.key) == tenant
+    ]
+
+
+async def key_to_review(connection: AsyncConnection, episode_id: UUID, tenant: str) -> str | None:
+    """Return the key of a tenant's episode, as it was given, or None if there is none."""
+    key = await connection.scalar(_OWN_KEY, {"id": episode_id})
+    return bare(key) if key is not None and tenant_of(key) == tenant else None

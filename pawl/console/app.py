@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pawl.console import episode, episodes, group, overview, updates, versions
+from pawl.console import episode, episodes, group, overview, review, updates, versions
 from pawl.console.pages import Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event
@@ -46,7 +46,7 @@ from store.tenants import DEFAULT
 log = structlog.get_logger()
 
 # In the order of the navigation, which shows those that have a title.
-SCREENS: Final = (overview, episodes, episode, group, versions, updates)
+SCREENS: Final = (overview, episodes, episode, group, versions, updates, review)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 # What is shown to whoever has no key yet.
@@ -230,6 +230,8 @@ class Guard:
             gate.take(await key_ring(connection))
             grant = gate.check(shown, "read", local=is_loopback(request.scope.get("client")))
             if grant is not None:
+                # What the viewer states goes on to the proxy with the viewer's own key.
+                request.state.credential = key.decode()
                 sees_all = grant.tenant == DEFAULT and "admin" in grant.scopes
                 return Viewer(
                     name=await name_of_key(connection, grant.id),
@@ -237,6 +239,7 @@ class Guard:
                     scopes=frozenset(grant.scopes),
                 )
         self._refuse_unknown_host(request)
+        request.state.credential = None
         return Viewer(name="local", tenant=None, scopes=frozenset(SCOPES))
 
     def _refuse_unknown_host(self, request: Request) -> None:

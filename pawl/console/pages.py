@@ -132,6 +132,18 @@ async def writing(request: Request, scope: Scope) -> AsyncIterator[AsyncConnecti
     Raises:
         Refusal: the viewer's key is not for `scope`.
     """
+    require(request, scope)
+    async with console_of(request).engine.begin() as connection:
+        await begin(connection, LIMIT_S)
+        yield connection
+
+
+def require(request: Request, scope: Scope) -> None:
+    """Refuse a change that the viewer's key is not for.
+
+    Raises:
+        Refusal: it is not for `scope`.
+    """
     who = viewer(request)
     if scope not in who.scopes:
         raise Refusal(
@@ -140,9 +152,6 @@ async def writing(request: Request, scope: Scope) -> AsyncIterator[AsyncConnecti
             f"The key {who.name} is for {', '.join(sorted(who.scopes))}, and this needs {scope}: "
             f"log in with a key that was made with --scope read,{scope}",
         )
-    async with console_of(request).engine.begin() as connection:
-        await begin(connection, LIMIT_S)
-        yield connection
 
 
 # Requests and responses

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
-from uuid import UUID
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import Refusal, page, reading, viewer
+from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from store.read.lineage import (
     MOST_MEMBERS,
@@ -21,6 +20,7 @@ from store.read.lineage import (
     outcomes_of,
     updates_of,
 )
+from store.tenants import bare
 from store.version_queries import list_events
 from store.versions import PolicyEvent
 from trainer.trackers import BY_ID
@@ -116,9 +116,9 @@ def groups_of(members: Sequence[Member]) -> dict[str | None, list[Member]]:
 
 async def updates(request: Request) -> Response:
     """List the updates of a policy."""
-    before = _uuid(request.query_params.get("before"))
+    before = uuid_in(request.query_params.get("before"))
     async with reading(request) as connection:
-        policy, known = await chosen_policy(request, connection)
+        policy, known = await chosen_policy(request, connection, viewer(request).tenant)
         if policy is None:
             return page(request, "updates.html", policy=None, policies=known)
         found = await updates_of(connection, policy.name, before, MOST)
@@ -141,15 +141,6 @@ async def updates(request: Request) -> Response:
         older=found[-1].id if len(found) == MOST else None,
         is_newest=before is None,
     )
-
-
-def _uuid(given: str | None) -> UUID | None:
-    try:
-        return UUID(given) if given else None
-    except ValueError as error:
-        raise Refusal(
-            HTTPStatus.NOT_FOUND, "There is no such update", "Its id is no UUID."
-        ) from error
 
 
 async def update(request: Request) -> Response:
@@ -177,6 +168,7 @@ async def update(request: Request) -> Response:
         recipe=dict(flat(recipe)),
         differences=[] if before is None else differences(before, recipe),
         groups=groups_of(members),
+        bare=bare,
         members=len(members),
         is_cut=len(members) == MOST_MEMBERS,
     )

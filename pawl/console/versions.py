@@ -273,21 +273,21 @@ async def _own_node(
 
 
 async def chosen_policy(
-    request: Request, connection: AsyncConnection
+    request: Request, connection: AsyncConnection, tenant: str | None
 ) -> tuple[PolicyName | None, list[PolicyName]]:
-    """Return the policy that the address names, by default the first, and all that there are.
+    """Return the policy that the address names, by default the first, and all of the tenant's.
 
     Raises:
-        Refusal: the viewer has no such policy.
+        Refusal: the tenant (None: anybody) has no such policy.
     """
-    known = await policies_of_tenant(connection, viewer(request).tenant)
+    known = await policies_of_tenant(connection, tenant)
     name = request.query_params.get("policy")
     if not name:
         return next(iter(known), None), known
     for one in known:
         if one.name == name:
             return one, known
-    await _own_node(connection, name, 0, viewer(request).tenant)
+    await _own_node(connection, name, 0, tenant)
     return PolicyName(name, None), known
 
 
@@ -301,7 +301,7 @@ async def versions(request: Request) -> Response:
     """Show the line of a policy."""
     before = number_in(request, "before")
     async with reading(request) as connection:
-        policy, known = await chosen_policy(request, connection)
+        policy, known = await chosen_policy(request, connection, viewer(request).tenant)
         if policy is None:
             return page(request, "versions.html", policy=None, policies=known)
         nodes = await line_of(connection, policy.name, before, MOST)

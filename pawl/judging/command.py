@@ -16,7 +16,7 @@ from pawl.commands.common import with_zone
 from pawl.database import open_engine
 from pawl.export import Selection
 from pawl.judging.answers import Judge, JudgeError
-from pawl.judging.feedback import FeedbackClient
+from pawl.judging.feedback import FeedbackClient, feedback_url
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
@@ -126,13 +126,6 @@ def _rubric(path: Path | None) -> str:
     if not rubric.strip():
         raise JudgeError(f"the rubric {path} is empty: write into it what good work is")
     return rubric
-
-
-def feedback_url(listen: str) -> str:
-    """Return the feedback URL of a proxy that listens on `listen`, for clients on its machine."""
-    host, port = address(listen)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/feedback"
 
 
 def is_proxy(base_url: str, listen: str) -> bool:

@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 
 from pawl.judging.answers import Away, JudgeFailed, Statement
+from store.settings import address
 
 TAKEN: Final = (200, 202)
 # The key was used with another body: the judge's earlier answer about the episode stands.
@@ -84,3 +85,10 @@ class FeedbackClient:
             self.matched += reply.status == 200
             return None
         return f"answered {reply.status}: {text}"
+
+
+def feedback_url(listen: str) -> str:
+    """Return the feedback URL of a proxy that listens on `listen`, for clients on its machine."""
+    host, port = address(listen)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/feedback"

@@ -16,7 +16,6 @@ from store.claims import IMPORTED_FROM
 from store.ids import lowest_id_at
 from store.records import EVAL, Record
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, THROUGHPUT
-from store.tenants import bare
 from store.values.intervals import student, wilson
 from store.versions import VERSION_COLUMNS, PolicyState, PolicyVersion, version_of
 
@@ -318,7 +317,7 @@ class UpdateFigures(Record, frozen=True, kw_only=True):
 
 
 class Member(Record, frozen=True, kw_only=True):
-    """Describe an episode of an update; `trained` is None while the update runs."""
+    """Describe an episode of an update, its task as it is kept; `trained` is None while it runs."""
 
     episode_id: UUID
     task: str | None
@@ -370,4 +369,4 @@ async def outcomes_of(
 async def members_of(connection: AsyncConnection, update_id: UUID) -> list[Member]:
     """Return the episodes of an update by task, at most MOST_MEMBERS."""
     rows = await connection.execute(_MEMBERS, {"id": update_id})
-    return [Member(**{**row._mapping, "task": row.task and bare(row.task)}) for row in rows]
+    return [Member(**row._mapping) for row in rows]

@@ -16,7 +16,8 @@ from pawl.judging.answers import (
     read_answer,
     read_verdict,
 )
-from pawl.judging.command import feedback_url, is_proxy
+from pawl.judging.command import is_proxy
+from pawl.judging.feedback import feedback_url
 from pawl.judging.rubric import judge_messages, read_score, transcript
 from pawl.judging.run import retry_at
 from tests.support.records import START

@@ -10,15 +10,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl import by_hand
 from store.grants import Scope
-from store.keys import create_key
+from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.version_states import add_event, make_loaded
 from tests.integration.conftest import Reply
 from tests.integration.pawl.console.conftest import Pages
 from tests.support.ledger.lineage import promote, trained, unload
+from tests.support.proxy.keys import bearer, made
 from tests.support.servers.fake_server import fake_model_server
 
 EVIDENCE = {"verdict": "better", "episodes": 120}
+Headers = dict[str, str]
 RULE = {"control_share": 0.05}
 
 
@@ -75,12 +77,8 @@ async def confirmed(
     return await console.ask("POST", path.partition("?")[0], headers, saw=seen_in(asked), **form)
 
 
-async def key_of(
-    engine: AsyncEngine, name: str, *scopes: Scope, tenant: str = "default"
-) -> dict[str, str]:
-    async with engine.begin() as connection:
-        key = (await create_key(connection, name, scopes, tenant=tenant)).key
-    return {"Authorization": f"Bearer {key}"}
+async def key_of(engine: AsyncEngine, name: str, *scopes: Scope, tenant: str = DEFAULT) -> Headers:
+    return bearer(await made(engine, name, *scopes, tenant=tenant))
 
 
 async def test_versions_have_state_figures_parent_and_reason(

@@ -1,0 +1,166 @@
+"""The screen Review: which episodes it shows, and that a score is posted once, by its viewer."""
+
+import html
+import re
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.judging import Judgement, note
+from store.records import FeedbackRecord, SpoolRecord
+from store.version_states import ensure_base
+from tests.integration.conftest import Proxy, Reply
+from tests.integration.pawl.console.conftest import OpenConsole, Pages
+from tests.support.ledger.episodes import ingest
+from tests.support.proxy.keys import bearer, made, taken
+from tests.support.records import START, ago, call, reward, statement
+from tests.support.waiting import eventually
+
+
+def by(record: FeedbackRecord, key: str) -> FeedbackRecord:
+    """The statement as it came with an API key."""
+    return msgspec.structs.replace(record, api_key=key)
+
+
+@pytest.fixture
+async def ledger(engine: AsyncEngine) -> AsyncEngine:
+    """Episodes of `m`, each named for why it waits for a person, or for why it does not."""
+    records: list[SpoolRecord] = [
+        *(call(key, **ago(3600, number)) for number, key in enumerate(("old", "new", "scored"))),
+        call("open"),
+        call("theirs", policy="other", **ago(3600, 4)),
+        reward(1.0, episode="scored"),
+        *(call(key, **ago(3000, number)) for number, key in enumerate(("apart", "near", "mended"))),
+        by(reward(1.0, episode="apart"), "a"),
+        by(reward(0.2, at=9, episode="apart"), "b"),
+        by(reward(1.0, episode="near"), "a"),
+        by(reward(0.8, at=9, episode="near"), "b"),
+        # Of one source the newest statement counts.
+        by(reward(0.0, episode="mended"), "a"),
+        by(reward(1.0, at=9, episode="mended"), "a"),
+        *(call(key, **ago(2000, number)) for number, key in enumerate(("unsure", "sure", "mute"))),
+        reward(1.0, episode="unsure"),
+        statement("confidence", 0.3, episode="unsure"),
+        reward(1.0, episode="sure"),
+        statement("confidence", 0.9, episode="sure"),
+    ]
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await ensure_base(connection, "other")
+        await ingest(connection, records)
+        mute = await connection.scalar(text("SELECT id FROM episodes WHERE key = 'mute'"))
+        told = Judgement(
+            episode_id=mute, judge="j", outcome="cannot_tell", attempts=1, last_call_at=START
+        )
+        await note(connection, told)
+    return engine
+
+
+def shown(reply: Reply) -> list[str]:
+    """The episodes of the queue, in order."""
+    assert reply.status == 200, reply.body
+    names = r'(?:id="score">|<li>)<a [^>]*><bdi class="text">(\w+)<'
+    return re.findall(names, reply.body.decode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("unscored", ["mute", "new", "old"]),
+        ("disagreeing", ["apart"]),
+        ("uncertain", ["mute", "unsure"]),
+    ],
+)
+async def test_queue_has_what_its_sentence_says_newest_first(
+    console: Pages, ledger: AsyncEngine, kind: str, keys: list[str]
+) -> None:
+    assert shown(await console.get(f"/review?policy=m&kind={kind}")) == keys
+
+
+@pytest.fixture
+async def reviewed(
+    proxy: Proxy, open_console: OpenConsole, ledger: AsyncEngine
+) -> AsyncIterator[Pages]:
+    """A console beside a proxy."""
+    async with open_console(listen=proxy.settings.listen) as pages:
+        yield pages
+
+
+def fields(reply: Reply) -> dict[str, str]:
+    body = reply.body.decode()
+    named = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', body)
+    return {name: html.unescape(value) for name, value in named}
+
+
+async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
+    reviewed: Pages, proxy: Proxy, ledger: AsyncEngine
+) -> None:
+    key = await made(ledger, "anna", "read", "feedback")
+    await taken(proxy, key)
+    anna = bearer(key)
+    page = await reviewed.get("/review?policy=m", anna)
+    form = fields(page) | {"value:reward": "0.75"}
+    for _ in range(2):
+        sent = await reviewed.ask("POST", "/review?policy=m", anna, **form)
+        assert sent.status == 303, sent.body
+    assert "before=" in sent.headers["Location"]
+    following = await reviewed.get(sent.headers["Location"], anna)
+    assert shown(following) == ["new", "old"]
+    assert "Posted reward 0.75: mute" in re.sub("<[^>]+>", "", following.body.decode())
+    query = text(
+        "SELECT f.value, k.name FROM feedback f JOIN feedback_requests r ON r.id = f.request_id"
+        " JOIN api_keys k ON k.id = r.api_key"
+        " JOIN episodes e ON e.id = f.episode_id WHERE e.key = 'mute'"
+    )
+
+    async def stored() -> bool:
+        async with ledger.connect() as connection:
+            return (await connection.execute(query)).all() == [(0.75, "anna")]
+
+    await eventually(stored)
+    # It has left the queue, and every other part of it.
+    assert shown(await reviewed.get("/review?policy=m", anna)) == ["new", "old"]
+    assert shown(await reviewed.get("/review?policy=m&kind=uncertain", anna)) == ["unsure"]
+    # Another value from the same page is refused by the proxy, which says why.
+    other = await reviewed.ask("POST", "/review?policy=m", anna, **form | {"value:reward": "0"})
+    assert (other.status, b"already used for another body" in other.body) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"value:reward": "7"}, 400, "a number from 0 to 1"),
+        ({"value:reward": "nan"}, 400, "a number from 0 to 1"),
+        ({"value:reward": ""}, 400, "There is no score"),
+        ({"episode": "01900000-0000-7000-8000-000000000000"}, 404, "no such episode"),
+    ],
+)
+async def test_bad_score_is_refused(
+    console: Pages, ledger: AsyncEngine, change: dict[str, str], status: int, said: str
+) -> None:
+    form = fields(await console.get("/review?policy=m")) | {"value:reward": "1"} | change
+    sent = await console.ask("POST", "/review?policy=m", **form)
+    assert (sent.status, said in sent.body.decode()) == (status, True)
+
+
+async def test_score_needs_scope_its_tenant_our_page_and_a_proxy(
+    open_console: OpenConsole, ledger: AsyncEngine
+) -> None:
+    reader = await made(ledger, "reader", "read")
+    scorer = await made(ledger, "scorer", "read", "feedback")
+    theirs = await made(ledger, "theirs", "read", "feedback", tenant="acme")
+    path = "/review?policy=m"
+    async with open_console(listen="127.0.0.1:9") as console:
+        form = fields(await console.get(path, bearer(scorer))) | {"value:reward": "1"}
+        for key, more, status in (
+            (reader, {}, 403),
+            (theirs, {}, 404),
+            (scorer, {"Sec-Fetch-Site": "cross-site"}, 403),
+            (scorer, {}, 502),
+        ):
+            sent = await console.ask("POST", path, bearer(key) | more, **form)
+            assert sent.status == status, sent.body
+        assert b"send it again, which counts once" in sent.body

@@ -1,0 +1,36 @@
+"""What the screen Review makes of a policy's scales, and of what a person chose."""
+
+import pytest
+
+from pawl.console.pages import Refusal
+from pawl.console.review import statements_of, steps_of
+from store.judging import Scale
+
+REWARD = Scale(metric="reward", low=-1.0, high=1.0, texts={})
+VERDICT = Scale(metric="verdict", low=0.0, high=1.0, texts={"good": 1.0, "bad": 0.0})
+
+
+def test_number_keys_stand_for_places_from_the_lowest_reward_to_the_highest() -> None:
+    assert steps_of(REWARD) == [-1, -0.5, 0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ({"value:reward": " 0.5 "}, {"reward": 0.5}),
+        ({"value:reward": "-1", "value:verdict": "good"}, {"reward": -1.0, "verdict": "good"}),
+        ({"value:reward": "", "value:verdict": "0.25"}, {"verdict": 0.25}),
+    ],
+)
+def test_form_states_the_metrics_that_were_chosen(
+    given: dict[str, str], values: dict[str, float | str]
+) -> None:
+    stated = statements_of(given, [REWARD, VERDICT], "e1")
+    assert {one["metric"]: one["value"] for one in stated} == values
+    assert {one["episode"] for one in stated} == {"e1"}
+
+
+@pytest.mark.parametrize("value", ["1.5", "nan", "inf", "good", "", "1e999"])
+def test_form_with_no_value_of_the_metric_is_refused(value: str) -> None:
+    with pytest.raises(Refusal):
+        statements_of({"value:reward": value}, [REWARD], "e1")
