@@ -39,16 +39,18 @@ PLOTS: Final[Mapping[str, Mapping[str, str]]] = {
         "masked_share": "calls masked",
     },
     "Tokens a second": {"tokens_per_second": "distinct tokens trained"},
+    "Seconds": {"seconds": "from the claim to the end", "train_seconds": "training"},
 }
 
 
 def plots_of(updates: Sequence[UpdateFigures]) -> dict[str, dict[str, Any]]:
     """Return the plots that have a point, as `console.js` draws them, the oldest first (pure)."""
     line = [one for one in reversed(updates) if one.state == "done"]
+    figures = [{"seconds": seconds_of(one), **one.metrics} for one in line]
     found = {}
     for title, lines in PLOTS.items():
         series = [
-            {"name": label, "values": [one.metrics.get(name) for one in line]}
+            {"name": label, "values": [one.get(name) for one in figures]}
             for name, label in lines.items()
         ]
         series = [one for one in series if any(value is not None for value in one["values"])]

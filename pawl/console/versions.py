@@ -26,7 +26,7 @@ from pawl.by_hand import (
     wait_until_loaded,
     why_waits,
 )
-from pawl.console.pages import Refusal, console_of, form, page, reading, viewer, writing
+from pawl.console.pages import LIMIT_S, Refusal, console_of, form, page, reading, viewer, writing
 from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy
 from store.read.browsing import begin
 from store.read.gates import gated
@@ -52,8 +52,8 @@ TITLE: Final = "Versions"
 MOST: Final = 40
 MOST_EVENTS: Final = 50
 MOST_TOLD: Final = 20
-# A retraining frees thousands of episodes in one statement.
-CHANGE_S: Final = 60.0
+# A retraining frees thousands of episodes in one statement: it has as long as the pool allows.
+CHANGE_S: Final = 2 * LIMIT_S
 
 # The picture: a row for each version, and lanes beside each other where the line parts.
 ROW: Final = 44
@@ -206,8 +206,12 @@ def sentences_of(policy: str, before: Mapping[int, Place], after: Mapping[int, P
                 if now.share
                 else f"{name} is no longer the control."
             )
-        if now.ended and not then.ended:
-            said.append(f"{name} ends: it never serves again, and nothing is trained from it.")
+    ended = [one for one in sorted(after) if after[one].ended and not before[one].ended]
+    if ended:
+        said.append(
+            f"Of the loaded versions these end: {', '.join(map(str, ended))}. An ended version "
+            "never serves again, and nothing is trained from it."
+        )
     return said
 
 

@@ -140,7 +140,7 @@ async def test_approval_promotes_with_the_evidence_and_the_name_of_who_did_it(
         ),
         (
             "/versions/m/0/retrain?without=agent%3Da",
-            ["m@2 ends", "m@1 ends", "m@0 serves", "episodes left out: 0"],
+            ["these end: 1, 2, 3", "m@0 serves", "episodes left out: 0"],
             {0: "serving", 1: "retired", 2: "retired", 3: "retired"},
         ),
         (
@@ -245,3 +245,16 @@ async def test_updates_have_their_figures_and_each_its_episodes(
     one = text_of(await console.get(f"/updates/{made}"))
     assert "Its episodes, by task" in one
     assert (await console.get("/updates/01900000-0000-7000-8000-000000000000")).status == 404
+
+
+async def test_policy_of_any_name_is_linked_to(console: Pages, engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, name="org/m <b>?#%41@2")
+    address = "/versions/org/m%20%3Cb%3E%3F%23%2541@2/1"
+    listed = (await console.get("/versions")).body.decode()
+    assert f'href="{address}"' in listed
+    assert "<b>" not in listed.partition("<main")[2].partition("made</th>")[0].replace(
+        "<b></b>", ""
+    )
+    assert "org/m <b>?#%41@2@1" in text_of(await console.get(address))
+    assert "so already" not in text_of(await console.get(f"{address[:-1]}0/freeze"))

@@ -60,7 +60,10 @@ def place(state: PolicyState, version: int = 1, **more: object) -> Place:
         (
             place("retired"),
             place("retired", ended=True),
-            ["m@1 ends: it never serves again, and nothing is trained from it."],
+            [
+                "Of the loaded versions these end: 1. An ended version never serves again, and"
+                " nothing is trained from it."
+            ],
         ),
         (
             place("serving"),
@@ -103,7 +106,7 @@ def update(
 
 def test_plots_have_the_figures_that_any_update_has_oldest_first() -> None:
     plots = plots_of([update(60, loss=0.2), update(30, state="abandoned"), update(0, loss=0.4)])
-    assert list(plots) == ["Loss"]
+    assert list(plots) == ["Loss", "Seconds"]
     assert plots["Loss"]["x"] == [NOON.timestamp(), NOON.timestamp() + 60]
     assert plots["Loss"]["series"] == [{"name": "loss", "values": [0.4, 0.2]}]
 
