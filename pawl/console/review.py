@@ -179,7 +179,12 @@ async def _post(request: Request, tenant: str) -> Response:
         raise Refusal(HTTPStatus.NOT_FOUND, "There is no such episode", "It may have been deleted.")
     statements = statements_of(given, scales, key)
     console = console_of(request)
-    await post(feedback_url(console.settings.listen), statements, REVIEWED + once[:64], request.state.credential)
+    await post(
+        feedback_url(console.settings.listen),
+        statements,
+        REVIEWED + once[:64],
+        request.state.credential,
+    )
     shown = ", ".join(f"{one['metric']} {one['value']}" for one in statements)
     query = {"policy": policy.name, "kind": _doubt(given.get("kind")), "before": str(episode)}
     to = console.url("review", query=query | {"done": f"{shown}: {key}"[:300]})

@@ -20,7 +20,6 @@ from store.read.lineage import (
     outcomes_of,
     updates_of,
 )
-from store.tenants import bare
 from store.version_queries import list_events
 from store.versions import PolicyEvent
 from trainer.trackers import BY_ID
@@ -170,7 +169,6 @@ async def update(request: Request) -> Response:
         recipe=dict(flat(recipe)),
         differences=[] if before is None else differences(before, recipe),
         groups=groups_of(members),
-        bare=bare,
         members=len(members),
         is_cut=len(members) == MOST_MEMBERS,
     )
