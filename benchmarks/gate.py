@@ -29,8 +29,9 @@ from benchmarks.report import (
     write_figures,
 )
 from benchmarks.stack import ROOT
-from pawl.controller.comparison import GUARD_MARGIN, Comparison, Episode, Mode, Rule, canary_share
+from pawl.controller.comparison import GUARD_MARGIN, Comparison, Episode, canary_share
 from pawl.controller.eprocess import Block, block_size
+from trainer.recipes.recipe import PublishMode, PublishOptions
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"
 PICTURE: Final = ROOT / "docs" / "images" / "gate.png"
@@ -52,13 +53,13 @@ class Way(NamedTuple):
     """Name a way to bring versions to the traffic."""
 
     name: str
-    mode: Mode
+    mode: PublishMode
     undecided: Literal["promote", "keep"] = "promote"
     hours: float = 12.0
 
     @property
-    def rule(self) -> Rule:
-        return Rule(mode=self.mode, undecided=self.undecided, decide_within_h=self.hours)
+    def rule(self) -> PublishOptions:
+        return PublishOptions(mode=self.mode, undecided=self.undecided, decide_within_h=self.hours)
 
 
 IMMEDIATE: Final = Way("immediate", "immediate")
@@ -90,7 +91,9 @@ class DrawnComparison(Comparison):
 class Live:
     """Compare two versions by live episodes, block after block."""
 
-    def __init__(self, rule: Rule, shares: tuple[float, float], *, begins: float, watches: bool):
+    def __init__(
+        self, rule: PublishOptions, shares: tuple[float, float], *, begins: float, watches: bool
+    ):
         self.comparison = DrawnComparison(
             rule, new_share=shares[0], old_share=shares[1], watches=watches
         )
@@ -123,7 +126,7 @@ class Version:
 class Policy:
     """Let a policy's versions come and go as the controller does (pawl/controller/deciding.py)."""
 
-    def __init__(self, rule: Rule, per_day: int, seed: str) -> None:
+    def __init__(self, rule: PublishOptions, per_day: int, seed: str) -> None:
         self.serving = Version(BASE_MEAN, proven=True)
         self.by_day: list[float] = []
         # Of the first version: on which day, and after how many tasks, there was a decision.
@@ -263,7 +266,7 @@ class Policy:
         self.serving = version
 
 
-def evaluate(rule: Rule, new: float, old: float, random: Any) -> Comparison:
+def evaluate(rule: PublishOptions, new: float, old: float, random: Any) -> Comparison:
     """Let two versions of these means try the same tasks, until a verdict or the budget's end."""
     comparison = DrawnComparison(rule)
     place = 2 * random.random(TASKS) - 1
@@ -362,7 +365,7 @@ def stream(case: Stream, run: int) -> tuple[list[float], list[float]]:
     for effect in effects:
         best = min(max(best, best + effect), MOST)
         oracle.append(best)
-    rule = case.way.rule if case.way else Rule(control_share=0)
+    rule = case.way.rule if case.way else PublishOptions(control_share=0)
     return Policy(rule, case.per_day, f"{case} {run}").live(effects).by_day, oracle
 
 
@@ -439,7 +442,9 @@ def verdict(claim: Claim, run: int) -> str | None:
         return _evaluated(claim.effect, random)
     world = WORLDS[claim.world]
     share, rest = world.shares
-    comparison = Comparison(Rule(), new_share=share, old_share=rest, watches=world.watches)
+    comparison = Comparison(
+        PublishOptions(), new_share=share, old_share=rest, watches=world.watches
+    )
     for seen in range(world.episodes):
         is_new = random.random() < share
         comparison.add(is_new, _episode(world, claim.effect * is_new, is_new, seen, random))
@@ -466,7 +471,7 @@ def _episode(world: World, effect: float, is_new: bool, seen: int, random: Rando
 
 
 def _evaluated(effect: float, random: Random) -> str | None:
-    comparison = Comparison(Rule())
+    comparison = Comparison(PublishOptions())
     for task in range(TASKS):
         mean = BASE_MEAN + TASKS_DIFFER * random.uniform(-1, 1)
         made = [
@@ -487,7 +492,8 @@ def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
         cases.append((place, world.name, runs if place < PLAIN else few))
     for case, name, count in cases:
         equal, worse = (
-            every(pool, verdict, Claim(case, effect), count) for effect in (0.0, -Rule().margin)
+            every(pool, verdict, Claim(case, effect), count)
+            for effect in (0.0, -PublishOptions().margin)
         )
         own = (equal.count("worse") / count, worse.count("better") / count)
         shares.append(own)
@@ -516,7 +522,7 @@ def draw(pool: Executor, runs: int) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=150)
     for effect, colour in {0.1: "#0b7285", 0.0: "#868e96", -0.1: "#e8590c"}.items():
         random, points = numpy.random.default_rng(4), []
-        comparison = DrawnComparison(Rule())
+        comparison = DrawnComparison(PublishOptions())
         place = 2 * random.random(TASKS) - 1
         for one in place:
             own = BASE_MEAN + TASKS_DIFFER * one
@@ -532,7 +538,7 @@ def draw(pool: Executor, runs: int) -> None:
         left.fill_between(at, lower, upper, color=colour, alpha=0.25, linewidth=0, label=label)
         left.plot(at, lower, at, upper, color=colour, linewidth=1.2)
     left.axhline(0, color="#1f2933", linewidth=0.8)
-    left.axhline(-Rule().margin, color="#1f2933", linewidth=0.8, linestyle=":")
+    left.axhline(-PublishOptions().margin, color="#1f2933", linewidth=0.8, linestyle=":")
     left.set_ylim(-0.6, 0.6)
     left.set_xlabel("tasks, up to the verdict")
     left.set_ylabel("bounds of new − old", fontsize=9)

@@ -21,14 +21,14 @@ from msgspec.structs import replace
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.storage import agent_calls
-from pawl.controller.comparison import ArmFigures, Figures, GuardFigures, Rule
+from pawl.controller.comparison import ArmFigures, Figures, GuardFigures
 from store.database import make_engine
 from store.link.outages import IN_OUTAGE
 from store.schema.migrate import upgrade
 from store.schema.partitions import ensure_partition
 from store.values.packing import pack_ids, pack_logprobs
 from store.write.ingest import Ingester
-from trainer.recipes.recipe import load_recipe
+from trainer.recipes.recipe import PublishOptions, load_recipe
 
 EPISODES, DAYS = 50_000, 10
 POLICIES: Final = ("code", "sql", "support")
@@ -102,7 +102,7 @@ _EVIDENCE: Final = {
             guards=[GuardFigures("failed requests", 0.02, 0.02, 0.3, 60.0)],
         )
     ),
-    "rule": to_builtins(Rule(mode="canary")),
+    "rule": PublishOptions(mode="canary").model_dump(),
 }
 
 _FUNCTIONS: Final = """

@@ -12,6 +12,9 @@ successes waits for groups with one instead (docs/decisions/018-groups.md).
 Two kinds of episodes are left where they are: those that a model server sampled while it was at
 fault, which expire like any that wait too long (docs/decisions/053-pause-after-failures.md); and
 those with a call of a version that was rolled back, which may have found a way to a bad reward.
+
+Stale episodes, such as most of the control's, are members of their group: it waits for no other in
+their place, they are compared with, and consumed untrained.
 """
 
 from collections.abc import Sequence
@@ -47,7 +50,8 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     Two kinds of episode count as members after they have been silent for some seconds (None:
     never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
-    than `max_staleness` versions ago are not taken, and expire (`store.claims`). None: no limit.
+    than `max_staleness` versions ago are stale (None: none are): they fill groups with
+    `smallest_group` others, and expire after `max_age_s` (`store.claims`).
     """
 
     policy: str
@@ -65,32 +69,30 @@ class ClaimRule(Record, frozen=True, kw_only=True):
 
 
 _SCORED = f"""
-    SELECT episode_id AS id, task, version, scored_at AS at, reward
+    SELECT episode_id AS id, task, version, scored_at AS at, reward, version >= :oldest AS is_fresh
     FROM episode_policies
-    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND version >= :oldest
+    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE}
 """
 # No reward marks the end of such an episode, so it counts as over once all its parts are silent.
 # Which of its calls' rewards are compared is not known here.
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
-        + make_interval(secs => :call_rewards_after_s), reward
+        + make_interval(secs => :call_rewards_after_s), reward, version >= :oldest
     FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
             < now() - make_interval(secs => :call_rewards_after_s)
-        AND version >= :oldest
 """
 # If rewards for single calls count, an episode that has one counts as rewarded.
 _FAILED = f"""
     UNION ALL
     SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s),
-        CAST(:failed_reward AS double precision)
+        CAST(:failed_reward AS double precision), version >= :oldest
     FROM episode_policies
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
-        AND version >= :oldest
 """
 # Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
 # the planner look each update up: it would rather read all that was ever consumed.
@@ -117,16 +119,19 @@ _GROUPS = f"""
               FROM ({{earlier}}) e) compared
         GROUP BY task),
     found AS (
-        SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest,
-            min(reward) AS least, max(reward) AS most, max(at) AS last
-        FROM ready WHERE task IS NOT NULL GROUP BY task),
+        SELECT task, count(*) AS members, count(*) FILTER (WHERE is_fresh) AS fresh,
+            min(at) FILTER (WHERE is_fresh) AS first, max(version) AS newest, max(at) AS last,
+            min(reward) FILTER (WHERE is_fresh) AS least,
+            max(reward) FILTER (WHERE is_fresh) AS most
+        FROM ready WHERE task IS NOT NULL GROUP BY task HAVING bool_or(is_fresh)),
     complete AS (
         SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
             COALESCE({{signal}}, false) AS has_signal
         FROM found g LEFT JOIN consumed c USING (task)
-        WHERE g.members >= :group_size
-            OR (g.members + COALESCE(c.members, 0) >= :smallest_group
-                AND first < now() - make_interval(secs => :max_age_s)))
+        WHERE g.fresh >= :group_size
+            OR (g.fresh + COALESCE(c.members, 0) >= :smallest_group
+                AND (g.members >= :group_size
+                    OR first < now() - make_interval(secs => :max_age_s))))
     SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_signal
     FROM (SELECT *, row_number() OVER (
               PARTITION BY has_signal
@@ -137,16 +142,17 @@ _GROUPS = f"""
 _MEMBERS = f"""
     SELECT m.* FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
         SELECT id, task FROM ({{ready}}) r WHERE r.task = t.task
-        ORDER BY {{best}}{minute_of("at")} DESC, version DESC, at, id LIMIT :group_size) m
+        ORDER BY is_fresh DESC, {{best}}{minute_of("at")} DESC, version DESC, at, id
+        LIMIT :group_size) m
 """
 _SINGLES = f"""
     SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal
-    FROM ({{ready}}) r WHERE {{condition}}
+    FROM ({{ready}}) r WHERE is_fresh AND {{condition}}
     ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
 """
 # What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c).
 _ANY_SIGNAL = "true"
-_SPREAD = """CASE WHEN g.members >= :group_size THEN g.least < g.most
+_SPREAD = """CASE WHEN g.fresh >= :group_size THEN g.least < g.most
                 ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END"""
 _SUCCESS = "g.most >= :least_reward"
 # Of single episodes; and before all others of a group those with the reward that it counts for.

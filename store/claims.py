@@ -433,6 +433,8 @@ _STALE = text(
     f"""
     SELECT episode_id FROM episode_policies
     WHERE policy = :policy AND {FREE} AND version < :oldest
+        AND (:group_size = 1 OR task IS NULL
+            OR GREATEST(last_call_at, scored_at) < now() - make_interval(secs => :max_age_s))
     ORDER BY version, episode_id LIMIT :most
     """
 )
@@ -474,11 +476,14 @@ async def expire(
 ) -> dict[str, int]:
     """Consume up to `MOST_EXPIRED` episodes past `rule`'s limits; return their number by reason.
 
+    A stale one that may fill a group is left for as long as a group waits for its members.
     The result is empty if there are none.
     """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
     lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
-    values = {"policy": rule.policy, "oldest": oldest, "most": MOST_EXPIRED - len(lost)}
+    values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest}
+    values |= {"group_size": rule.group_size, "max_age_s": rule.max_age_s}
+    values["most"] = MOST_EXPIRED - len(lost)
     stale = (await connection.execute(_STALE, values)).scalars()
     past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(lost, ROLLED_BACK)
     free = await lock_free(connection, rule.policy, list(past_limits))

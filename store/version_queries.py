@@ -4,9 +4,8 @@ Queries that run every second read by index the versions that are live or have f
 however many versions there ever were.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import datetime
-from itertools import pairwise
 from typing import Any, Final
 from uuid import UUID
 
@@ -109,21 +108,21 @@ _WAITED_FOR: Final = text(
             AND {WITHOUT_LOGPROBS} AND {FREE})
     """
 )
-# The retired versions with files that a person may give the traffic again, the last that had it
-# first. The place is that among all that ever had it.
+# The retired versions with files that stay for a person to give the traffic again: the one that had
+# it last, the oldest of the two before it, of the four before those, and so on. So they are fewer,
+# the longer ago: the next is at most about three times as far back, and of 10,000 versions 14 stay.
 _ONCE_SERVED: Final = text(
     """
     WITH served AS (
-        SELECT version, rank() OVER (ORDER BY max(at) DESC, version DESC) AS place
+        SELECT version, floor(log(2, GREATEST(
+            rank() OVER (ORDER BY max(at) DESC, version DESC) - 1, 1))) AS span
         FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0
         GROUP BY version)
-    SELECT version, place FROM policies JOIN served USING (version)
+    SELECT DISTINCT ON (span) version FROM policies JOIN served USING (version)
     WHERE name = :name AND state = 'retired' AND ended_at IS NULL AND files_deleted_at IS NULL
-    ORDER BY place
+    ORDER BY span, version
     """
 )
-# How many times as far back the next that stays may be: going back so far loses as much again.
-SPARSE: Final = 2
 _BACK_TO: Final = text(f"SELECT {BACK_TO.format(name=':name')}")
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
@@ -266,7 +265,7 @@ async def unasked_versions(
 ) -> list[PolicyVersion]:
     """Return the versions of a policy whose files are there and no reader is left for.
 
-    They are those of `unserved_versions` that are not among the `spaced` ones, and whose
+    They are those of `unserved_versions` that do not stay for a person to go back to, and whose
     log-probabilities no free episode waits for. There are none while an update of the policy is
     running.
     """
@@ -275,27 +274,8 @@ async def unasked_versions(
     unserved = await unserved_versions(connection, name, idle_s)
     values = {"policy": name, "versions": [one.version for one in unserved]}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    once_served = (await connection.execute(_ONCE_SERVED, {"name": name})).all()
-    kept = waited_for | spaced([(row.version, row.place) for row in once_served])
-    return [one for one in unserved if one.version not in kept]
-
-
-def spaced(served: Sequence[tuple[int, int]]) -> set[int]:
-    """Return the versions to keep of those that once served: fewer, the longer ago (pure).
-
-    The first and the last stay. Of two neighbours that stay, the older is at most `SPARSE` times as
-    far back as the younger, unless there was nothing between them; so of 10,000 versions some 18
-    are left. As versions get older they come nearer to each other by this measure, so nothing that
-    goes now is needed later.
-
-    Args:
-        served: each version and its place, counted from the last that served.
-    """
-    kept = list(served[:1])
-    for one, (_, place_before) in pairwise(served[1:]):
-        if place_before > SPARSE * kept[-1][1]:
-            kept.append(one)
-    return {version for version, _ in (*kept, *served[-1:])}
+    once_served = set((await connection.execute(_ONCE_SERVED, {"name": name})).scalars())
+    return [one for one in unserved if one.version not in waited_for | once_served]
 
 
 async def mark_deleted(

@@ -45,8 +45,6 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "rolled_back": frozenset(),
 }
 WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
-# The database ends a transaction that judges a policy and asks nothing for so long.
-IDLE_S: Final = 120.0
 
 _EVENT: Final = """INSERT INTO policy_events
         (id, name, version, from_state, to_state, reason, actor, evidence, at)"""
@@ -119,20 +117,21 @@ _ROLL_BACK: Final = text(
 )
 _UNLOAD: Final = text(
     f"""
-    UPDATE policies SET unloaded_at = clock_timestamp(), changed_at = clock_timestamp()
+    UPDATE policies
+    SET unloaded_at = clock_timestamp(), changed_at = clock_timestamp(), share = NULL
     WHERE name = :name AND version = ANY(CAST(:numbers AS integer[])) AND version > 0
-        AND state IN ('retired', 'rolled_back') AND unloaded_at IS NULL AND share IS NULL
-        AND version IS DISTINCT FROM {BACK_TO.format(name=":name")}
+        AND state IN ('retired', 'rolled_back') AND unloaded_at IS NULL
+        AND (:is_lost OR share IS NULL AND version IS DISTINCT FROM {BACK_TO.format(name=":name")})
     RETURNING version, state
     """
 )
+# The database ends the transaction of whoever holds a policy and asks nothing for so long, as one
+# that was stopped, or whose machine was cut off.
+IDLE_S: Final = 120.0
 _LOCK: Final = text(
-    "SELECT name FROM policies WHERE version = 0 AND name = ANY(CAST(:names AS text[]))"
-    " ORDER BY name FOR NO KEY UPDATE"
-)
-_HOLD: Final = text(
-    "SELECT pg_try_advisory_xact_lock(hashtext(:name))"
-    " FROM set_config('idle_in_transaction_session_timeout', :idle, true)"
+    "SELECT name FROM policies, set_config('idle_in_transaction_session_timeout', :idle, true)"
+    " WHERE version = 0 AND name = ANY(CAST(:names AS text[]))"
+    " ORDER BY name FOR NO KEY UPDATE OF policies"
 )
 _CONTROL: Final = text(
     f"""
@@ -276,7 +275,7 @@ async def lock_policies(connection: AsyncConnection, names: Sequence[str]) -> No
 
     What is read afterwards is what there is then.
     """
-    await connection.execute(_LOCK, {"names": sorted(names)})
+    await connection.execute(_LOCK, {"names": sorted(names), "idle": f"{IDLE_S:g}s"})
 
 
 async def lock_version(connection: AsyncConnection, name: str, version: int) -> PolicyVersion:
@@ -438,6 +437,20 @@ async def promote(
         await change_state(connection, serving, "retired", share=own, **taken)
     await set_control_share(connection, name, share or 0.0)
     await change_state(connection, new, "serving", **why)
+    for older in await in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
+        if older.version < version:
+            overtaken: Why = {
+                "reason": f"{new.served_name} serves, and is newer",
+                "actor": why["actor"],
+            }
+            await change_state(connection, older, "retired", **overtaken)
+    if why["actor"] == "operator":
+        # It may be a repair: episodes of what served before say nothing of it.
+        await connection.execute(
+            update(policies)
+            .where(policies.c.name == name, text(CONTROL))
+            .values(changed_at=func.clock_timestamp())
+        )
 
 
 async def set_control_share(connection: AsyncConnection, name: str, share: float) -> None:
@@ -484,16 +497,6 @@ async def promote_together(
 # It is judged
 
 
-async def hold_gate(connection: AsyncConnection, name: str) -> bool:
-    """Try to become the only one that judges a policy, until the transaction ends.
-
-    Return False if another does already. Whoever is stopped or cut off while it holds the gate does
-    not keep it: the database ends a transaction in which nothing is asked for `IDLE_S`.
-    """
-    values = {"name": f"pawl-gate:{name}", "idle": f"{IDLE_S:g}s"}
-    return bool(await connection.scalar(_HOLD, values))
-
-
 async def judge_anew(
     connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
@@ -528,17 +531,24 @@ async def freeze(
 
 
 async def mark_unloaded(
-    connection: AsyncConnection, name: str, numbers: Collection[int], reason: str, actor: Actor
+    connection: AsyncConnection,
+    name: str,
+    numbers: Collection[int],
+    reason: str,
+    actor: Actor,
+    *,
+    is_lost: bool = False,
 ) -> set[int]:
     """Let no server keep these versions for their episodes; return those that were unloaded.
 
-    The control is left, and what a roll-back would give the traffic to, and what is not retired or
-    rolled back by now.
+    What is not retired or rolled back by now is left; and, unless no server can load it any more
+    (`is_lost`), the control, and what a roll-back would give the traffic to.
     """
     if not numbers:
         return set()
     await lock_policies(connection, [name])
-    rows = (await connection.execute(_UNLOAD, {"name": name, "numbers": list(numbers)})).all()
+    values = {"name": name, "numbers": list(numbers), "is_lost": is_lost}
+    rows = (await connection.execute(_UNLOAD, values)).all()
     for row in rows:
         of_version = (name, row.version, row.state)
         await add_event(connection, *of_version, before=row.state, reason=reason, actor=actor)
@@ -600,8 +610,7 @@ async def roll_back(
     because = {"served": served, "descends": f"it was trained on from {name}@"}
     values = {"name": name, "version": number, "serves": serves, **because}
     await connection.execute(_ROLL_BACK, values | _values(why))
-    # What serves may have been trained on from a canary that somebody promoted it past.
-    if await in_states(connection, name, "serving"):
+    if not serves:
         return None
     target = await rollback_target(connection, name)
     again = f"{name}@{number} was rolled back: {why['reason']}"

@@ -11,17 +11,19 @@ from typing import Annotated, Any, Final
 import aiohttp
 import msgspec
 import typer
+from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from pawl.commands.common import fail, takes
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
-from pawl.controller.comparison import ArmFigures, Figures, Rule
+from pawl.controller.comparison import ArmFigures, Figures
 from pawl.rollout.evaluation import Evaluation, EvaluationJob, Failure, Outcome, Pairs, evaluate
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.running import Rollout
 from pawl.rollout.tasks import RolloutError
+from trainer.recipes.recipe import PublishOptions
 
 STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
 MOST_FAILURES: Final = 20
@@ -121,9 +123,11 @@ async def run_evaluation(flags: Flags) -> Evaluation:
         RolloutError: it cannot run with these options, or could not go on.
     """
     try:
-        rule = Rule(margin=flags.margin, reward_range=flags.reward_range)
-    except ValueError as error:
-        raise RolloutError(f"--margin, --range: {error}") from error
+        rule = PublishOptions(margin=flags.margin, reward_range=flags.reward_range)
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        why = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
+        raise RolloutError(f"--margin, --range: {why}") from error
     command = shlex.join(flags.command) if flags.command else None
     if (command is None) == (flags.python is None):
         raise RolloutError(

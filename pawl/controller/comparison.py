@@ -6,10 +6,10 @@ looks (docs/explanation/gate.md). It does no I/O and has no clock.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from math import isfinite, sqrt
-from statistics import fmean, median
-from typing import Final, Literal
+from collections.abc import Sequence
+from math import isnan, sqrt
+from statistics import median
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -21,11 +21,12 @@ from pawl.controller.eprocess import (
     ChangeDetector,
     EProcess,
     block_size,
-    lower_bound,
-    upper_bound,
+    bound,
 )
 
-Mode = Literal["immediate", "evaluated", "canary"]
+if TYPE_CHECKING:
+    from trainer.recipes.recipe import PublishOptions
+
 Kind = Literal["better", "worse"]
 
 # What a sum of floats may come to past an end of its range, as a share of the width.
@@ -41,81 +42,6 @@ SLOW: Final = 2.0
 # The median is of the newest TIMES episodes of the old version, and is first taken of FIRST_TIMES.
 TIMES: Final = 200
 FIRST_TIMES: Final = 20
-
-
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """Say how versions are judged: a recipe's `[publish]`, less the keys that are not read here.
-
-    Attributes:
-        mode: how a version gets the traffic.
-        approve: whether a person has the last word.
-        control_share: share of new episodes that the control of what serves keeps.
-        decide_within_h: hours to decide a trial in; then the expected value decides.
-        undecided: what becomes of a version whose evaluation ends without a verdict.
-        margin: how much lower, in units of the reward, a version may score and still be no worse.
-        reward_range: lowest and highest reward; others are clipped to it.
-        reward_delay_s: seconds after its beginning at which an episode counts as it is then.
-        mistakes: the greatest probability of calling one that is as good worse, and of calling one
-            that is worse by the margin no worse, over all looks.
-
-    Raises:
-        ValueError: one of them is out of its range.
-    """
-
-    mode: Mode = "immediate"
-    approve: bool = False
-    control_share: float = 0.05
-    decide_within_h: float = 12.0
-    undecided: Literal["promote", "keep"] = "promote"
-    margin: float = 0.05
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    reward_delay_s: float = 600.0
-    mistakes: float = 0.05
-
-    def __post_init__(self) -> None:
-        """Check what the arithmetic rests on."""
-        low, high = self.reward_range
-        if not (low < high and isfinite(high - low)):
-            raise ValueError(
-                f"reward_range is {low} to {high}; give the lowest reward, then a higher one"
-            )
-        if not 0 < self.margin < high - low:
-            raise ValueError(
-                f"margin is {self.margin}; give more than 0 and less than the range's width"
-            )
-        if not 0 < self.mistakes < 1:
-            raise ValueError(f"mistakes is {self.mistakes}; give a probability, such as 0.05")
-        if not 0 <= self.control_share <= 0.5:
-            raise ValueError(f"control_share is {self.control_share}; give a share of 0 to 0.5")
-        if not (self.reward_delay_s > 0 and self.decide_within_h > 0):
-            raise ValueError("reward_delay_s and decide_within_h must be above 0")
-
-    @property
-    def width(self) -> float:
-        """Return the width of the range of rewards."""
-        return self.reward_range[1] - self.reward_range[0]
-
-    def scaled(self, episode: "Episode") -> float | None:
-        """Return an episode's reward, clipped, as a place in the range: 0 to 1; None if unscored.
-
-        One that failed and has no reward counts as the lowest.
-
-        Raises:
-            ValueError: the reward is not a number.
-        """
-        if episode.reward is None:
-            return 0.0 if episode.failed else None
-        if episode.reward != episode.reward:
-            raise ValueError("a reward is not a number (NaN); leave the episode unscored instead")
-        low, high = self.reward_range
-        return (min(max(episode.reward, low), high) - low) / self.width
-
-    def clips(self, episode: "Episode") -> bool:
-        """Return whether an episode's reward is outside of the range, and counts as its end."""
-        if episode.reward is None:
-            return False
-        (low, high), past = self.reward_range, ROUNDING * self.width
-        return not low - past <= episode.reward <= high + past
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -192,24 +118,9 @@ class Verdict(msgspec.Struct, frozen=True):
 class _Arm:
     """Count the episodes of one version as they come."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self._episodes = self._failed = self._clipped = self._scored = 0
-        self._total = 0.0
-
-    def add(self, episode: Episode, value: float | None) -> None:
-        self._episodes += 1
-        self._failed += episode.failed
-        self._clipped += self._rule.clips(episode)
-        if value is not None:
-            self._scored += 1
-            self._total += value
-
-    def figures(self) -> ArmFigures:
-        low, width = self._rule.reward_range[0], self._rule.width
-        mean = low + width * self._total / self._scored if self._scored else None
-        unscored = self._episodes - self._scored
-        return ArmFigures(self._episodes, unscored, self._failed, self._clipped, mean)
+    def __init__(self) -> None:
+        self.episodes = self.failed = self.clipped = self.scored = 0
+        self.total = 0.0
 
 
 class _Slowness:
@@ -236,38 +147,30 @@ class _Slowness:
 class _Guard:
     """Bet that the new version's episodes go wrong in one way more often, by GUARD_MARGIN."""
 
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[bool, Episode], bool | None],
-        size: int,
-        evidence: type[EProcess],
-    ) -> None:
+    def __init__(self, name: str, size: int, evidence: type[EProcess]) -> None:
         self.name = name
+        self.blocks = Blocks(size)
         self.against = evidence(GUARD_MARGIN, ABOVE)
-        self._read = read
-        self._blocks = Blocks(size)
         self._counts = {True: (0, 0), False: (0, 0)}
 
-    def read(self, is_new: bool, episode: Episode) -> bool | None:
-        wrong = self._read(is_new, episode)
+    def add(self, is_new: bool, family: str, wrong: bool | None) -> None:
         if wrong is not None:
             bad, count = self._counts[is_new]
             self._counts[is_new] = (bad + wrong, count + 1)
-        return wrong
+            self.blocks.add(is_new, family, float(wrong))
 
-    def add(self, is_new: bool, episode: Episode) -> None:
-        wrong = self.read(is_new, episode)
-        if wrong is not None:
-            self.settle(self._blocks.add(is_new, episode.family, float(wrong)))
-
-    def settle(self, block: Block | None) -> None:
+    def settle(self) -> None:
+        block = self.blocks.close()
         if block is not None:
             self.against.update(block)
 
     def share(self, is_new: bool) -> float | None:
         bad, count = self._counts[is_new]
         return bad / count if count else None
+
+    def figures(self, needed: float) -> GuardFigures:
+        shares = self.share(True), self.share(False)
+        return GuardFigures(self.name, *shares, self.against.value, needed)
 
 
 class Comparison:
@@ -281,7 +184,12 @@ class Comparison:
     """
 
     def __init__(
-        self, rule: Rule, *, new_share: float = 0.5, old_share: float = 0.5, watches: bool = False
+        self,
+        rule: "PublishOptions",
+        *,
+        new_share: float = 0.5,
+        old_share: float = 0.5,
+        watches: bool = False,
     ) -> None:
         """Begin without episodes.
 
@@ -290,20 +198,22 @@ class Comparison:
         on to do so after the verdict "better".
         """
         self._rule = rule
+        self._low, high = rule.reward_range
+        self._width = high - self._low
         size = block_size(new_share, old_share)
         evidence = ChangeDetector if watches else EProcess
         self._watches = watches
         self._rewards = Blocks(size)
         self._has_rewards = False
         self._blocks: list[Block] = []
-        self._better = EProcess(-rule.margin / rule.width, ABOVE)
+        self._better = EProcess(-rule.margin / self._width, ABOVE)
         self._worse = evidence(0.0, BELOW)
+        self._slowness = _Slowness()
         self._guards = [
-            _Guard("failed requests", lambda _, episode: episode.failed, size, evidence),
-            _Guard("malformed tool calls", lambda _, episode: episode.malformed, size, evidence),
-            _Guard("slow episodes", _Slowness().read, size, evidence),
+            _Guard(name, size, evidence)
+            for name in ("failed requests", "malformed tool calls", "slow episodes")
         ]
-        self._arms = {True: _Arm(rule), False: _Arm(rule)}
+        self._arms = {True: _Arm(), False: _Arm()}
         self._better_needed = 1 / rule.mistakes
         self._worse_needed = 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
@@ -313,43 +223,26 @@ class Comparison:
         self.verdict: Verdict | None = None
 
     def add(self, is_new: bool, episode: Episode) -> None:
-        """Take in one live episode, after all those that began before it.
-
-        A block of which every episode failed without a reward, whatever its version, says nothing:
-        so it is in an outage.
-        """
-        value = self._rule.scaled(episode)
-        self._arms[is_new].add(episode, value)
+        """Take in one live episode, after all those that began before it."""
+        self._take(is_new, episode)
         for guard in self._guards:
-            guard.add(is_new, episode)
-        if value is not None:
-            self._has_rewards |= episode.reward is not None
-            block = self._rewards.add(is_new, episode.family, value)
-            self._settle(block if self._has_rewards else None)
-            self._has_rewards &= self._rewards.is_open
+            if guard.blocks.is_full:
+                guard.settle()
+        if self._rewards.is_full:
+            self._close()
         self._judge()
 
     def add_pair(self, new: Sequence[Episode], old: Sequence[Episode]) -> None:
         """Take in what both versions made of one task: a block of its own.
 
-        A task of which one version has no scored episode says nothing about the reward, nor does
-        one in which all of both failed without one.
+        A task of which one version has no scored episode says nothing about the reward.
         """
-        values: dict[bool, list[float]] = {True: [], False: []}
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
-                value = self._rule.scaled(episode)
-                self._arms[is_new].add(episode, value)
-                if value is not None:
-                    values[is_new].append(value)
-        if any(episode.reward is not None for episode in (*new, *old)):
-            self._settle(_pair(values[True], values[False]))
+                self._take(is_new, episode)
         for guard in self._guards:
-            wrong = [
-                [float(bad) for bad in (guard.read(is_new, one) for one in of) if bad is not None]
-                for is_new, of in ((True, new), (False, old))
-            ]
-            guard.settle(_pair(*wrong))
+            guard.settle()
+        self._close()
         self._judge()
 
     @property
@@ -360,7 +253,7 @@ class Comparison:
     @property
     def difference(self) -> float | None:
         """Return the estimate of new − old, in units of the reward; None before the first block."""
-        return self._rule.width * self._total / self._weight if self._weight else None
+        return self._width * self._total / self._weight if self._weight else None
 
     def mark(self) -> None:
         """Note that another version is the new one from now on, of several that are one arm."""
@@ -388,32 +281,62 @@ class Comparison:
 
         The bounds are taken anew once there are `renewed` times the blocks of the last time.
         """
-        count, width = len(self._blocks), self._rule.width
+        count = len(self._blocks)
         if count > renewed * self._bounds[0]:
-            lower = lower_bound(self._blocks, 1 / self._better_needed)
-            upper = upper_bound(self._blocks, 1 / self._worse_needed)
+            lower = bound(self._blocks, 1 / self._better_needed, ABOVE)
+            upper = bound(self._blocks, 1 / self._worse_needed, BELOW)
             self._bounds = (count, lower, upper)
         return Figures(
-            new=self._arms[True].figures(),
-            old=self._arms[False].figures(),
+            new=self._figures_of(True),
+            old=self._figures_of(False),
             difference=self.difference,
-            lower=self._bounds[1] * width,
-            upper=self._bounds[2] * width,
+            lower=self._bounds[1] * self._width,
+            upper=self._bounds[2] * self._width,
             better=self._better.value,
             better_needed=self._better_needed,
             worse=self._worse.value,
             worse_needed=self._worse_needed,
-            guards=[
-                GuardFigures(
-                    guard.name,
-                    guard.share(True),
-                    guard.share(False),
-                    guard.against.value,
-                    self._guard_needed,
-                )
-                for guard in self._guards
-            ],
+            guards=[guard.figures(self._guard_needed) for guard in self._guards],
         )
+
+    def _figures_of(self, is_new: bool) -> ArmFigures:
+        arm = self._arms[is_new]
+        mean = self._low + self._width * arm.total / arm.scored if arm.scored else None
+        return ArmFigures(arm.episodes, arm.episodes - arm.scored, arm.failed, arm.clipped, mean)
+
+    def _take(self, is_new: bool, episode: Episode) -> None:
+        """Count an episode, and put it into the open blocks.
+
+        One that failed and has no reward counts as the lowest; any other without one is unscored,
+        as is one whose reward is not a number.
+        """
+        wrong = (episode.failed, episode.malformed, self._slowness.read(is_new, episode))
+        for guard, is_wrong in zip(self._guards, wrong, strict=True):
+            guard.add(is_new, episode.family, is_wrong)
+        arm = self._arms[is_new]
+        arm.episodes += 1
+        arm.failed += episode.failed
+        place = 0.0
+        if episode.reward is not None and not isnan(episode.reward):
+            place = (episode.reward - self._low) / self._width
+            arm.clipped += not -ROUNDING <= place <= 1 + ROUNDING
+            self._has_rewards = True
+        elif not episode.failed:
+            return
+        value = min(max(place, 0.0), 1.0)
+        arm.scored += 1
+        arm.total += value
+        self._rewards.add(is_new, episode.family, value)
+
+    def _close(self) -> None:
+        """Settle the bets on the open block of rewards.
+
+        One in which every episode failed without a reward, whatever its version, says nothing: so
+        it is in an outage.
+        """
+        block = self._rewards.close()
+        self._settle(block if self._has_rewards else None)
+        self._has_rewards = False
 
     def _settle(self, block: Block | None) -> None:
         if block is not None:
@@ -434,22 +357,11 @@ class Comparison:
                 return Verdict("worse", f"more {guard.name} than the version before: {shares}")
         if self._worse.value >= self._worse_needed:
             return Verdict("worse", "scores lower than the version before")
-        if self._better.value >= self._better_needed and self._against() is None:
+        is_spoken_against = any(guard.against.value > 1 for guard in self._guards)
+        if self._better.value >= self._better_needed and not is_spoken_against:
             margin = f"{self._rule.margin:g}"
             return Verdict("better", f"scores at most {margin} lower than the version before")
         return None
-
-    def _against(self) -> str | None:
-        """Return the first guard whose evidence is against the new version, if only by chance."""
-        return next((one.name for one in self._guards if one.against.value > 1), None)
-
-
-def _pair(new: Sequence[float], old: Sequence[float]) -> Block | None:
-    """Return what one task says, of values 0 to 1; None if one version has none."""
-    if not new or not old:
-        return None
-    weight = len(new) * len(old) / (len(new) + len(old))
-    return Block(fmean(new) - fmean(old), weight, 1.0)
 
 
 # So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
@@ -459,7 +371,7 @@ LEAST_SHARE: Final = 0.05
 MOST_SHARE: Final = 0.5
 
 
-def canary_share(episodes_per_hour: float, rule: Rule, taken: float = 0.0) -> float:
+def canary_share(episodes_per_hour: float, rule: "PublishOptions", taken: float = 0.0) -> float:
     """Return the share of new episodes with which a decision is expected in time.
 
     Args:

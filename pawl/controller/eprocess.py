@@ -128,23 +128,20 @@ class Blocks:
         self._open: list[tuple[bool, str, float]] = []
         self._centres = Centres()
 
-    def add(self, tested: bool, family: str, value: float) -> Block | None:
-        """Return the block that this value (0 to 1) completes, if it completes one.
-
-        None too where a completed block holds episodes of one arm alone: it says nothing.
-        """
+    def add(self, tested: bool, family: str, value: float) -> None:
+        """Put a value of 0 to 1 into the open block."""
         self._open.append((tested, family, value))
-        if len(self._open) < self._size:
-            return None
-        return self.close()
 
     @property
-    def is_open(self) -> bool:
-        """Return whether a block has begun and is not complete."""
-        return bool(self._open)
+    def is_full(self) -> bool:
+        """Return whether the open block is to be closed."""
+        return len(self._open) >= self._size
 
     def close(self) -> Block | None:
-        """Complete the block that is open, however many it holds, and return what it says."""
+        """Complete the block that is open, however many it holds, and return what it says.
+
+        None where it holds episodes of one arm alone: it says nothing.
+        """
         episodes, self._open = self._open, []
         block = self._compare(episodes)
         for _, one, reward in episodes:
@@ -211,23 +208,12 @@ class Centres:
 STEPS: Final = 500
 
 
-def lower_bound(blocks: Sequence[Block], mistakes: float) -> float:
+def bound(blocks: Sequence[Block], mistakes: float, side: Side) -> float:
     """Return the greatest value, of −1 to 1, that the difference is shown to be above.
 
-    With probability 1 − `mistakes` the bound is at no time above the difference.
-    """
-    return -_bound(blocks, mistakes, ABOVE)
-
-
-def upper_bound(blocks: Sequence[Block], mistakes: float) -> float:
-    """Return the least value, of −1 to 1, that the difference is shown to be below."""
-    return _bound(blocks, mistakes, BELOW)
-
-
-def _bound(blocks: Sequence[Block], mistakes: float, side: Side) -> float:
-    """Return the bound, with its sign turned if `side` is ABOVE.
-
-    Wealth falls with its null on one side and rises on the other, so that bisection finds it.
+    With the side BELOW it is the least that it is shown to be below. The difference is at no time
+    on the other side of it, with probability 1 − `mistakes`. Wealth falls with its null on one side
+    and rises on the other, so that bisection finds it.
     """
     needed = log(1 / mistakes)
     refuted, open_ = STEPS, -STEPS
@@ -237,4 +223,4 @@ def _bound(blocks: Sequence[Block], mistakes: float, side: Side) -> float:
             refuted = middle
         else:
             open_ = middle
-    return refuted / STEPS
+    return -side * refuted / STEPS

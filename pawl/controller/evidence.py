@@ -8,33 +8,26 @@ there was of it a fixed time after it began, whenever it is read.
 import asyncio
 from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
-from typing import Final, Literal
+from typing import Final
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.controller.comparison import Comparison, Episode, Rule
-from store.read.gates import MOST, ArmEpisode, arm_episodes
+from pawl.controller.comparison import Comparison, Episode
+from store.read.gates import arm_episodes
 from store.records import Arm
 from trainer.publishing.publisher import PROXY_REFRESH_S
+from trainer.recipes.recipe import PublishOptions
 
-# Episodes are read in parts of this length, so that none is too large for memory.
+# Episodes are read in parts of this length, and of so many: none takes long, or much memory.
 PART: Final = timedelta(hours=1)
-# The least part of so many that is read at once: an outage is no reason for shorter ones.
-MOST_CUTS: Final = 1024
+MOST: Final = 5_000
 # All proxies know of a change after this long.
 KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
 # What a proxy recorded is in the database after this long, unless that is away.
 STORED: Final = timedelta(seconds=5)
 # A look reads on for so long, and leaves the rest to the next looks: other policies wait for it.
 READ_S: Final = 5.0
-
-Compared = Literal["trial", "watch"]
-
-
-def counted_at(rule: Rule, now: datetime) -> datetime:
-    """Return the time such that episodes that began before it count at `now`."""
-    return now - timedelta(seconds=rule.reward_delay_s) - STORED
 
 
 class Evidence:
@@ -44,74 +37,57 @@ class Evidence:
         key: what is compared: with another key another evidence begins.
         comparison: what was read so far.
         newest: the newest of the new versions of which an episode was read.
-        confirms: whether it was read from the beginning to confirm a decision that is due.
     """
 
     def __init__(
         self,
         policy: str,
-        rule: Rule,
-        new: tuple[Arm, Collection[int]],
-        old: tuple[Arm, Collection[int]],
+        rule: PublishOptions,
+        new: Arm,
         since: datetime,
         comparison: Comparison,
         *,
         key: object = None,
-        confirms: bool = False,
     ) -> None:
-        """Begin with the episodes of `since`; `new` and `old` are arms with their versions."""
+        """Begin with the episodes of `since`; `new` is the arm of what is tried."""
         self.key = key
         self.comparison = comparison
         self.newest = 0
-        self.confirms = confirms
         self._policy = policy
-        self._rule = rule
-        self._new = new[0]
-        self._given: Mapping[Arm, Collection[int]] = dict((new, old))
+        self._delay = timedelta(seconds=rule.reward_delay_s)
+        self._new = new
         self._goes_on_from: UUID | None = None
-        self._cut = 1
         self._at = since + KNOWN
 
-    async def catch_up(self, connection: AsyncConnection, now: datetime) -> bool:
+    async def catch_up(
+        self, connection: AsyncConnection, given: Mapping[Arm, Collection[int]], now: datetime
+    ) -> bool:
         """Read the episodes that count by `now` and are not read yet; return whether none is left.
 
-        It leaves off after READ_S, after a part at least. If it is ended in the middle of a part,
-        the next is half as long, and the one after it as long again: what cannot be read in the
-        time of a look would never be.
+        `given` are the versions of both arms. It leaves off after READ_S, after a part at least.
         """
-        until, clock = counted_at(self._rule, now), asyncio.get_running_loop().time
+        until, clock = now - self._delay - STORED, asyncio.get_running_loop().time
         stop_at = clock() + READ_S
         while self._at < until:
             end = min(self._at + PART, until)
-            cut, self._cut = self._cut, min(2 * self._cut, MOST_CUTS)
             part = await arm_episodes(
                 connection,
                 self._policy,
-                self._given,
+                given,
                 since=self._goes_on_from or self._at,
                 until=end,
-                counts=timedelta(seconds=self._rule.reward_delay_s),
-                most=max(MOST // cut, 1),
+                counts=self._delay,
+                most=MOST,
             )
-            self._cut = max(cut // 2, 1)
-            for episode in part.episodes:
-                if episode.arm == self._new and episode.version > self.newest:
-                    self.newest = episode.version
+            for one in part.episodes:
+                if one.arm == self._new and one.version > self.newest:
+                    self.newest = one.version
                     self.comparison.mark()
-                self.comparison.add(episode.arm == self._new, _episode(episode))
+                read = {name: getattr(one, name) for name in Episode.__struct_fields__}
+                self.comparison.add(one.arm == self._new, Episode(**read))
             self._goes_on_from = part.goes_on_from
             if part.goes_on_from is None:
                 self._at = end
             if self._at < until and clock() >= stop_at:
                 return False
         return True
-
-
-def _episode(one: ArmEpisode) -> Episode:
-    return Episode(
-        family=one.family,
-        reward=one.reward,
-        failed=one.failed,
-        malformed=one.malformed,
-        seconds=one.seconds,
-    )

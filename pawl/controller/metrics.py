@@ -47,8 +47,8 @@ GATE_EPISODES = Gauge(
 )
 GATE_WATCHED = Gauge(
     "pawl_controller_gate_watched",
-    "1 while live rewards may roll back the trained version that serves; 0: it has no control, as"
-    " an operator moved the traffic. Also 1 where `publish.control_share` is 0.",
+    "0 while a trained version serves without proof, and without a control that it could be rolled"
+    " back to, as an operator moved the traffic. Else 1, also where `publish.control_share` is 0.",
     ["policy"],
 )
 GATE_FROZEN = Gauge(
@@ -56,6 +56,6 @@ GATE_FROZEN = Gauge(
 )
 GATE_FAILED = Gauge(
     "pawl_controller_gate_failed",
-    "1 while a policy with a gate cannot be judged, or not in the time of a look.",
+    "1 while a policy's versions cannot be judged, or not in the time of a look.",
     ["policy"],
 )

@@ -13,16 +13,14 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
-from pawl.database import open_engine
-from store.database import explain, is_no_records_fault
 from store.metrics import begin_at_zero
-from store.settings import StoreSettings
 from store.version_queries import list_servable
+from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
 from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
-from trainer.publishing.reconciler import OUTCOMES, Reconciler, is_servable
+from trainer.publishing.reconciler import OUTCOMES, Reconciler
 
 log = structlog.get_logger()
 
@@ -37,53 +35,47 @@ class ServableVersions:
 
     Attributes:
         versions: those versions and each policy's base model; None before the first reading.
-        up: whether the database was there at the last try to read it; None before the first.
+        up: whether the database was there at the last try to read it.
+        reconcilers: those of all replicas.
     """
 
-    def __init__(self, settings: StoreSettings, poll_s: float) -> None:
-        """Store where the database is, and the pause between two readings."""
-        self._settings = settings
-        self._poll_s = poll_s
+    def __init__(self) -> None:
+        """Begin without a reading."""
         self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
-        self.up: bool | None = None
+        self.up = False
+        self.reconcilers: list[Reconciler] = []
 
     def may_load(self, version: PolicyVersion) -> bool:
         """Return whether a version is still servable, and the reading young enough to load it.
 
         A version that had the traffic must first lose it, and be idle, before it is unloaded.
         """
-        if not (is_servable(version) and version in (self.versions or ())):
+        if version not in (self.versions or ()):
             return False
         age_s = asyncio.get_running_loop().time() - self._read_at
         return version.state == "serving" or age_s <= OLDEST_S
 
-    async def follow(self) -> None:
-        """Keep `versions` as the store has them; never return."""
-        while True:
-            try:
-                async with open_engine(self._settings) as engine:
-                    while True:
-                        await self._read(engine)
-                        await asyncio.sleep(self._poll_s)
-            except Exception as error:
-                write = log.warning if is_no_records_fault(error) else log.exception
-                self._note(False, write, reason=f"{type(error).__name__}: {explain(error)}")
-            await asyncio.sleep(self._poll_s)
+    async def look(self, engine: AsyncEngine) -> None:
+        """Read `versions` as the store has them, and unload those that no replica can load.
 
-    async def _read(self, engine: AsyncEngine) -> None:
-        read_at = asyncio.get_running_loop().time()
-        async with asyncio.timeout(READ_S), engine.connect() as connection:
-            self.versions = await list_servable(connection)
-        self._read_at = read_at
-        self._note(True, log.info)
-
-    def _note(self, up: bool, write: "structlog.typing.WrappedLogger", **more: str) -> None:
-        """Show whether the database is read; log it only when that changes."""
-        STORE_UP.set(up)
-        if up is not self.up:
-            write("controller_reads_database" if up else "controller_waits_for_database", **more)
-        self.up = up
+        An episode goes on with what serves then; and no new one gets a control that is lost.
+        """
+        read_at, is_up = asyncio.get_running_loop().time(), False
+        try:
+            async with asyncio.timeout(READ_S), engine.connect() as connection:
+                self.versions = await list_servable(connection)
+            self._read_at, is_up = read_at, True
+        finally:
+            self.up = is_up
+            STORE_UP.set(is_up)
+        for one in self.versions:
+            asked = [each for each in self.reconcilers if one.served_name in each.names]
+            is_lost = bool(asked) and all(each.gave_up(one.served_name) for each in asked)
+            if is_lost and one.state in ("retired", "rolled_back"):
+                async with engine.begin() as connection:
+                    of_version = one.name, [one.version], "no model server can load it"
+                    await mark_unloaded(connection, *of_version, "controller", is_lost=True)
 
 
 class ReplicaController:
@@ -93,6 +85,7 @@ class ReplicaController:
         """Store the replica, what the store lists, and the pause between two looks."""
         url = server.url
         self.reconciler = Reconciler(server, lambda outcome: LOADS.labels(url, outcome).inc())
+        servable.reconcilers.append(self.reconciler)
         self._url = url
         self._servable = servable
         self._poll_s = poll_s

@@ -1,20 +1,24 @@
 """Run the controller's process: start it, answer on its port, and stop it at a signal."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations, evaluate_candidate
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
+from pawl.database import open_engine
 from pawl.processes import stop_event
 from pawl.settings import ControllerSettings
 from store.admin_port import listen_on
+from store.database import explain, is_no_records_fault
 from store.metrics import count_build
+from store.settings import StoreSettings
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.sources import others_files
 
@@ -34,14 +38,14 @@ async def controller(settings: ControllerSettings) -> None:
         replicas = await exits.enter_async_context(
             Replicas(settings.server_urls, settings.adapter_slots, others_files(settings))
         )
-        servable = ServableVersions(settings, poll_s)
+        servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         count_build()
         port = await listen_on(app_of(servable, controllers), settings.controller_listen)
         exits.push_async_callback(port.cleanup)
-        evaluations = Evaluations(evaluate_candidate)
         exits.push_async_callback(evaluations.close)
-        work = [servable.follow(), Deciding(settings, poll_s, evaluations).follow()]
+        looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
+        work = [follow(settings, poll_s, name, look) for name, look in looks.items()]
         work += [controller.follow() for controller in controllers]
         tasks = [asyncio.create_task(part) for part in work]
         log.info("controller_up", replicas=settings.server_urls)
@@ -50,6 +54,35 @@ async def controller(settings: ControllerSettings) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     log.info("controller_down")
+
+
+async def follow(
+    settings: StoreSettings,
+    poll_s: float,
+    name: str,
+    look: Callable[[AsyncEngine], Awaitable[None]],
+) -> None:
+    """Look at the database every `poll_s` seconds; never return.
+
+    Why it cannot is logged, and not again until the reason is another.
+    """
+    trouble: str | None = None
+    while True:
+        try:
+            async with open_engine(settings) as engine:
+                while True:
+                    await look(engine)
+                    if trouble is not None:
+                        log.info(f"{name}_reads_database")
+                    trouble = None
+                    await asyncio.sleep(poll_s)
+        except Exception as error:
+            is_away, before = is_no_records_fault(error), trouble
+            trouble = f"{name}_waits_for_database" if is_away else f"{name}_fails"
+            if trouble != before:
+                write = log.warning if is_away else log.exception
+                write(trouble, reason=f"{type(error).__name__}: {explain(error)}")
+        await asyncio.sleep(poll_s)
 
 
 def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController]) -> web.Application:

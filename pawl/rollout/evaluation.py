@@ -9,19 +9,26 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Final, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pawl.controller.comparison import Comparison, Episode, Figures, Rule, Verdict
+from pawl.controller.comparison import Comparison, Episode, Figures, Verdict
 from pawl.judging.answers import metrics_of
 from pawl.rollout.journal import Ended, Key, Plan
 from pawl.rollout.running import Rollout
 from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, Task, digest
-from store.records import REWARD, Record
+from store.records import REWARD, Feedback, Record
 from store.tenants import task_family
+from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
+
+if TYPE_CHECKING:
+    from trainer.recipes.recipe import PublishOptions
 
 # `stopped`: before the budget was used up; the same evaluation goes on.
 Outcome = Literal["better", "worse", "undecided", "stopped"]
+# All that is said of one run counts as of one time.
+AT: Final = datetime.fromtimestamp(0, UTC)
 # So many intervals are drawn.
 MOST_LOOKS: Final = 60
 
@@ -36,7 +43,8 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     setup: Setup
     new: str
     old: str
-    rule: Rule
+    rule: "PublishOptions"
+    rewards: RewardRule = REWARD_ALONE
     tries: int = 4
     most_runs: int = 2000
     seed: int = 0
@@ -193,7 +201,7 @@ class Pairs:
         self.runs += 1
         if ended.outcome == "failed":
             self._failures[key.task, key.policy, ended.error or "failed"] += 1
-        self._open.setdefault(key.task, {})[key] = _episode(key, ended)
+        self._open.setdefault(key.task, {})[key] = _episode(key, ended, self._job.rewards)
         while self.verdict is None and self.tasks < self.planned:
             episodes = self._open.get(self._order[self.tasks], {})
             if len(episodes) < 2 * self._job.tries:
@@ -265,11 +273,18 @@ def _of(family: tuple[int, Comparison]) -> tuple[int, Figures]:
     return family[0], family[1].figures()
 
 
-def _episode(key: Key, ended: Ended) -> Episode:
+def _episode(key: Key, ended: Ended, rule: RewardRule) -> Episode:
     is_done = ended.outcome == "done"
+    said: dict[str, Any] = {
+        one.get("metric") or REWARD: one["value"]
+        for one in ended.statements
+        if isinstance(one.get("value"), str)
+    }
+    said |= metrics_of(ended.statements)
+    stated = [Feedback(metric=key, value=value, at=AT) for key, value in said.items()]
     return Episode(
         family=task_family(key.task),
-        reward=metrics_of(ended.statements).get(REWARD) if is_done else None,
+        reward=reward_of(stated, rule).value if is_done else None,
         failed=ended.outcome == "failed",
         seconds=ended.seconds if is_done else None,
     )

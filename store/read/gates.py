@@ -48,10 +48,12 @@ _NEWEST_PROMOTED: Final = text(
 )
 # An event from `serving` to `serving` says why a version stays.
 _SERVED_SINCE: Final = text(
-    """
-    SELECT version FROM policy_events WHERE name = :name AND to_state = 'serving'
-        AND from_state IS DISTINCT FROM 'serving' AND at >= :at
-    UNION SELECT version FROM policies WHERE name = :name AND state = 'serving'
+    f"""
+    SELECT version FROM policy_events v WHERE name = :name AND to_state = 'serving'
+        AND version NOT IN (SELECT version FROM policies WHERE name = :name AND {CONTROL})
+        AND from_state IS DISTINCT FROM 'serving' AND at >= COALESCE((
+            SELECT max(at) FROM policy_events b WHERE b.name = v.name AND b.to_state = 'serving'
+                AND b.from_state IS DISTINCT FROM 'serving' AND b.at <= :at), :at)
     """
 )
 _PROVEN: Final = text(
@@ -126,7 +128,7 @@ async def newest_promoted(connection: AsyncConnection, name: str) -> int:
 
 
 async def served_since(connection: AsyncConnection, name: str, at: datetime) -> set[int]:
-    """Return the versions that got the traffic at that time or later, and the one that serves."""
+    """Return the versions that had the traffic at that time or later, but for the control."""
     rows = await connection.execute(_SERVED_SINCE, {"name": name, "at": at})
     return set(rows.scalars())
 
@@ -146,8 +148,6 @@ async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
 
 # What the episodes came to, arm by arm
 
-# So many episodes are read at once; the next part goes on after them.
-MOST: Final = 100_000
 # The first 48 bits of a UUIDv7 are the milliseconds since 1970.
 _BEGAN: Final = """
     to_timestamp(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from math import fsum
+from math import fsum, isnan
 from typing import Final, Literal
 
 import msgspec
@@ -34,7 +34,7 @@ class RewardTerm(Record, frozen=True, kw_only=True):
     def value_of(self, stated: float | str | None) -> float | None:
         """Return what a statement counts for, clipped; None if it counts for nothing."""
         value = self.texts.get(stated) if isinstance(stated, str) else stated
-        return None if value is None else max(self.low, min(self.high, value))
+        return None if value is None or isnan(value) else max(self.low, min(self.high, value))
 
 
 class RewardRule(Record, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ def sums(counts: str = "true") -> str:
     """
     return f"""
     said AS (
-        SELECT p.whole, f.metric, f.at, f.value, f.label,
+        SELECT p.whole, f.metric, f.at, NULLIF(f.value, 'NaN') AS value, f.label,
             CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
         FROM parts p JOIN feedback f ON f.episode_id = p.id
             AND f.metric IN (SELECT metric FROM terms) AND {counts}),

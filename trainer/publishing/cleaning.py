@@ -2,14 +2,16 @@
 
 A version that is written or servable has its files, and its optimiser state with them: what serves,
 what may serve, the control, what a roll-back gives the traffic to, and what old episodes keep. So
-training and a roll-back are always possible. Of what once served, the last and a few older versions
-stay, for a person to go back to. The files of the others go once nobody reads them.
+training and a roll-back are always possible. Of what once served, a few older versions stay without
+their optimiser states, for a person to go back to. The files of the others go once nobody reads
+them.
 
 A version is marked in the store before its folder is renamed and removed, so that a reader finds
 either all of its files or the reason why there are none, and a kill leaves what the next run ends.
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -78,7 +80,11 @@ class Cleaning:
             versions = await versions_with_files(connection, self._policy)
         folders = dict(adapters.folders(self._root, self._policy))
         for number in leftovers(versions, folders):
-            await self._delete(folders[number])
+            await self._delete(folders.pop(number))
+        for one in versions:
+            if one.version in folders and not (one.is_servable or one.state == "written"):
+                state = folders[one.version] / adapters.STATE
+                await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 
     async def _mark(self) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""

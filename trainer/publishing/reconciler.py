@@ -52,11 +52,6 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
 # Which adapters a server should have (pure)
 
 
-def is_servable(version: PolicyVersion) -> bool:
-    """Return whether the version has an adapter that every replica must have loaded."""
-    return version.version > 0 and version.is_servable
-
-
 def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
     """Return the servable versions of the policies whose base model the server has.
 
@@ -66,7 +61,7 @@ def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[Polic
     here = {
         version.name for version in versions if not version.version and version.served_name in bases
     }
-    servable = [version for version in versions if is_servable(version) and version.name in here]
+    servable = [one for one in versions if one.version and one.is_servable and one.name in here]
     return sorted(servable, key=lambda v: (v.state != "serving", -v.version, v.name))
 
 
@@ -181,6 +176,7 @@ class Reconciler:
         server: the model server.
         troubles: why each servable version is not loaded, or not known to be served right, by name.
         missing: how many servable versions the server did not have after the last look.
+        names: the served names of the versions that the server should have.
     """
 
     def __init__(
@@ -190,11 +186,17 @@ class Reconciler:
         self.server = server
         self.troubles: dict[str, TrainerError] = {}
         self.missing = 0
+        self.names: set[str] = set()
         self._count = count
         # When each version that could not be loaded may be tried again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
         # Whether the adapters that the server had when it was first seen were checked.
         self._is_checked = False
+
+    def gave_up(self, name: str) -> bool:
+        """Return whether the server was asked for a minute to serve a version, and refused."""
+        _, pause_s = self._pauses.get(name, (0.0, 0.0))
+        return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 
     async def look(
         self,
@@ -215,8 +217,8 @@ class Reconciler:
         try:
             listed = await self.server.models()
             servable = belonging(versions or (), listed)
-            names = {version.served_name for version in servable}
-            self.troubles = {name: why for name, why in self.troubles.items() if name in names}
+            self.names = {version.served_name for version in servable}
+            self.troubles = {n: why for n, why in self.troubles.items() if n in self.names}
             waiting = to_load(servable, listed)
             self.missing = len(waiting)
             for version in waiting:

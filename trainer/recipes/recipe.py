@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -159,9 +160,9 @@ class ClaimOptions(RecipeOptions):
     max_staleness: Whole = Field(
         default=64,
         description="Versions with traffic that may lie between sampling and training; older "
-        "episodes are consumed, untrained. It only keeps anything from waiting forever: what is "
-        "too far off the policy is measured (off_policy.min_effective_sample). Not less than twice "
-        "the model server's adapter slots, or long episodes are lost.",
+        "episodes only fill their groups, untrained. It keeps anything from waiting forever: what "
+        "is too far off the policy is measured (off_policy.min_effective_sample). Not less than "
+        "twice the model server's adapter slots, or long episodes are lost.",
     )
     call_rewards_after_s: Seconds = Field(
         default=60.0,
@@ -386,10 +387,13 @@ class LoraOptions(RecipeOptions):
     )
 
 
+PublishMode = Literal["immediate", "evaluated", "canary"]
+
+
 class PublishOptions(RecipeOptions):
     """Set `[publish]`: what decides about a version, and how long one is kept."""
 
-    mode: Literal["immediate", "evaluated", "canary"] = Field(
+    mode: PublishMode = Field(
         default="immediate",
         description='What a version must do to get the traffic. "immediate": pass the probe. '
         '"evaluated": answer the tasks of `[evaluation]` no worse than the version that serves. '
@@ -511,7 +515,7 @@ class EvaluationOptions(RecipeOptions):
     judge: Text | None = Field(
         default=None,
         description="Program that scores a run: task and output as JSON on its standard input, a "
-        "number or an object of metrics on its standard output, of which `reward` is compared.",
+        "number or an object of metrics on its standard output, of which `[reward]` makes one.",
     )
     answer: Text | None = Field(
         default=None,
@@ -695,13 +699,14 @@ class Recipe(RecipeOptions):
     def judged_by(self) -> dict[str, Any]:
         """Return what decides about a version, as JSON: `[publish]` with `[evaluation]`.
 
-        Where `[reward]` names metrics, the range is the sum's.
+        `reward` is the sum that is compared; where `[reward]` names metrics, the range is its own.
         """
         rule = self.publish
         if self.reward:
             rule = rule.model_copy(update={"reward_range": self.reward_rule.range})
         evaluation = None if self.evaluation is None else self.evaluation.model_dump(mode="json")
-        return {**rule.model_dump(mode="json"), "evaluation": evaluation}
+        reward = msgspec.to_builtins(self.reward_rule)
+        return {**rule.model_dump(mode="json"), "evaluation": evaluation, "reward": reward}
 
     @property
     def kept(self) -> SftOptions | None:

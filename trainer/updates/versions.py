@@ -52,7 +52,7 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     If that is another sum than before, what is tried is judged by it from now on.
     """
     rule = recipe.reward_rule
-    units = {key: recipe.judged_by[key] for key in ("reward_range", "margin")}
+    units = {key: recipe.judged_by[key] for key in ("reward", "reward_range", "margin")}
     async with engine.begin() as connection:
         changed = await set_reward_rule(connection, policy, rule)
         if changed:

@@ -165,7 +165,7 @@ async def test_set_aside_stale_and_deleted_episodes(engine: AsyncEngine) -> None
     await line(engine, 2)
     await store(engine, call("old", task="o", policy_version=0))
     async with engine.begin() as connection:
-        strict = msgspec.structs.replace(RULE, max_staleness=0)
+        strict = msgspec.structs.replace(RULE, max_staleness=0, max_age_s=1e-6)
         assert await expire(connection, strict, 2, RECIPE) == {"stale": 1}
         [gone] = await ids(connection, "w2/e1")
         receipt = await delete_episode(connection, gone)

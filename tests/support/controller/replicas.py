@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
-from pawl.controller.run import app_of
+from pawl.controller.run import app_of, follow
 from store.claims import begin_update, consume
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
@@ -91,11 +91,12 @@ async def controlling(
     engine: AsyncEngine, *urls: str, files: AdapterFiles | None = None
 ) -> AsyncIterator[RunningController]:
     """Run a controller of these replicas, in this process."""
-    servable = ServableVersions(settings_of(engine), POLL_S)
+    servable = ServableVersions()
     async with AsyncExitStack() as exits:
         replicas = await exits.enter_async_context(Replicas(urls, files=files))
         controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
-        work = [servable.follow(), *(controller.follow() for controller in controllers)]
+        read = follow(settings_of(engine), POLL_S, "controller", servable.look)
+        work = [read, *(controller.follow() for controller in controllers)]
         tasks = [asyncio.create_task(part) for part in work]
         try:
             yield RunningController(servable, controllers)

@@ -10,9 +10,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
-from pawl.controller.comparison import Comparison, Rule
+from pawl.controller.comparison import Comparison
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluate, Evaluations
+from pawl.controller.run import follow
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, consume
 from store.read.gates import Standing
@@ -47,7 +48,7 @@ def settings_of(engine: AsyncEngine) -> ControllerSettings:
     return ControllerSettings.model_validate({"database_url": url})
 
 
-async def never(candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
+async def never(candidate: Standing, serving: Standing, rule: PublishOptions) -> Comparison:
     """Evaluate without coming to an end."""
     await asyncio.Event().wait()
     raise AssertionError
@@ -55,13 +56,13 @@ async def never(candidate: Standing, serving: Standing, rule: Rule) -> Compariso
 
 def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Deciding:
     """Return what decides in a controller that was just started."""
-    return Deciding(settings_of(engine), 0.01, Evaluations(evaluate))
+    return Deciding(Evaluations(evaluate))
 
 
 @asynccontextmanager
-async def following(judge: Deciding) -> AsyncIterator[None]:
+async def following(engine: AsyncEngine, judge: Deciding) -> AsyncIterator[None]:
     """Let a controller look again and again."""
-    task = asyncio.create_task(judge.follow())
+    task = asyncio.create_task(follow(settings_of(engine), 0.01, "gate", judge.look))
     try:
         yield
     finally:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from store.values.rewards import REWARD_ALONE
 from tests.conftest import ROOT
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import PublishOptions, Recipe, load_recipe, parse_recipe
@@ -18,7 +20,7 @@ EVALUATED = "[publish]\nmode = 'evaluated'\n[evaluation]\n"
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
-# By packaged recipe: its learner, and whether it is for live traffic.
+# By packaged recipe: its learner, and whether it takes the machine's precision.
 PACKAGED = {
     **dict.fromkeys(("default", "single", "thinking"), ("grpo", True)),
     **dict.fromkeys(("rollout", "demo", "demo-single"), ("grpo", False)),
@@ -35,8 +37,8 @@ def test_packaged_recipe_serves_each_version_at_once(name: str) -> None:
     learner, is_live = PACKAGED[name]
     assert recipe.learner == learner
     assert recipe.publish.serves_at_once
-    # In a training run every new episode gets the newest version.
-    assert recipe.publish.control_share == (0.05 if is_live else 0.0)
+    # In a training run over tasks every new episode gets the newest version.
+    assert recipe.publish.control_share == (0.0 if name == "rollout" else 0.05)
     # On live traffic the precision is the machine's.
     assert recipe.dtype == "auto" or not is_live
 
@@ -207,7 +209,8 @@ def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> 
     assert recipe.judged_by["evaluation"]["tasks"] == "t"
     assert recipe.publish.reward_range == (0.0, 1.0)
     plain = Recipe().publish.model_dump(mode="json")
-    assert Recipe().judged_by == {**plain, "evaluation": None}
+    reward = msgspec.to_builtins(REWARD_ALONE)
+    assert Recipe().judged_by == {**plain, "evaluation": None, "reward": reward}
     assert PublishOptions.model_validate(plain) == Recipe().publish
 
 

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.commands.policies import events_of
-from pawl.controller.comparison import Comparison, Episode, Rule
+from pawl.controller.comparison import Comparison, Episode
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations
 from store.read.gates import Standing
@@ -20,12 +20,12 @@ from tests.support.controller.trials import (
     controller,
     loaded,
     next_version,
-    settings_of,
     shares,
     states,
 )
 from tests.support.ledger.lineage import promote
 from tests.support.waiting import eventually
+from trainer.recipes.recipe import PublishOptions
 
 EVALUATED = {**RULE, "mode": "evaluated"}
 
@@ -40,7 +40,9 @@ class Evaluator:
         self.may_end = asyncio.Event()
         self._difference, self._tasks = difference, tasks
 
-    async def __call__(self, candidate: Standing, serving: Standing, rule: Rule) -> Comparison:
+    async def __call__(
+        self, candidate: Standing, serving: Standing, rule: PublishOptions
+    ) -> Comparison:
         self.of.append((candidate.version.version, serving.version.version))
         if self.fails:
             self.fails -= 1
@@ -168,7 +170,7 @@ async def test_evaluation_ends_if_another_version_serves_meanwhile(engine: Async
 async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_once(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.0)
+    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.5)
     evaluator = Evaluator(0.4)
     evaluator.fails = 3
     evaluator.may_end.set()
@@ -181,8 +183,8 @@ async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_onc
 
     with capture_logs() as logs:
         await eventually(is_promoted)
-    [failed] = [one for one in logs if one["event"] == "version_not_evaluated"]
-    assert failed["version"] == "m@1"
+    [failed] = [one for one in logs if one["event"] == "policy_not_judged"]
+    assert "the agent does not start" in str(failed["exc_info"])
     assert len(evaluator.of) == 4
 
 
@@ -214,7 +216,7 @@ async def test_evaluations_end_with_the_controller(engine: AsyncEngine) -> None:
     evaluator = Evaluator(0.4)
     evaluations = Evaluations(evaluator)
     await loaded(engine, 0, rule=EVALUATED)
-    await Deciding(settings_of(engine), 0.01, evaluations).look(engine)
+    await Deciding(evaluations).look(engine)
     await eventually(evaluator.has_begun)
     await evaluations.close()
     assert evaluator.ended == 1

@@ -1,9 +1,9 @@
 """What a comparison rests on: the same whoever reads it and when, and none left out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -11,16 +11,17 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller import evidence
-from pawl.controller.comparison import Comparison, Figures, Rule
+from pawl.controller.comparison import Comparison, Figures
 from pawl.controller.evidence import KNOWN, Evidence
 from store.ids import lowest_id_at
-from store.read.gates import ArmPart, arm_episodes
 from store.records import Arm, SpoolRecord
 from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
+from trainer.recipes.recipe import PublishOptions
 
-RULE = Rule(mode="canary", margin=0.2)
+RULE = PublishOptions(mode="canary", margin=0.2)
+GIVEN: Mapping[Arm, set[int]] = {"canary": {2}, "serving": {1}}
 DELAY = timedelta(seconds=RULE.reward_delay_s)
 VERSIONS: dict[Arm, int] = {"control": 0, "serving": 1, "canary": 2}
 ARMS = tuple(VERSIONS)
@@ -55,8 +56,7 @@ def said(key: str, value: float, at: datetime) -> Arrival:
 
 def trial() -> Evidence:
     """Return what a controller that begins now knows of a canary beside what serves."""
-    arms: Any = (("canary", {2}), ("serving", {1}))
-    return Evidence("m", RULE, *arms, BEGAN - KNOWN, Comparison(RULE))
+    return Evidence("m", RULE, "canary", BEGAN - KNOWN, Comparison(RULE))
 
 
 def traffic(random: Random, count: int) -> Iterator[Arrival]:
@@ -74,7 +74,7 @@ def traffic(random: Random, count: int) -> Iterator[Arrival]:
 async def figures(engine: AsyncEngine, read: Evidence, now: datetime) -> Figures:
     """Read to the end, and return what that comes to."""
     async with engine.connect() as connection:
-        assert await read.catch_up(connection, now)
+        assert await read.catch_up(connection, GIVEN, now)
     return read.comparison.figures()
 
 
@@ -102,33 +102,6 @@ async def test_controller_that_ran_on_and_one_that_was_restarted_come_to_the_sam
     assert await figures(engine, trial(), now) == found
     assert found.new.episodes + found.old.episodes > 50
     assert found.new.unscored + found.old.unscored > 10
-
-
-async def test_part_too_long_for_a_look_is_read_in_shorter_ones(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A look is given up in the middle of a part, as reading more than three takes too long."""
-    at = [BEGAN + timedelta(seconds=number) for number in range(30)]
-    arrivals = [begun(f"e-{n}", ARMS[n % 3], one, n) for n, one in enumerate(at)]
-    await Ingester().store(engine, [one.record for one in arrivals])
-    given_up = 0
-
-    async def slow(*words: Any, most: int, **more: Any) -> ArmPart:
-        if most > 3:
-            raise TimeoutError
-        return await arm_episodes(*words, most=most, **more)
-
-    monkeypatch.setattr(evidence, "arm_episodes", slow)
-    monkeypatch.setattr(evidence, "MOST", 20)
-    read, found = trial(), None
-    while found is None:
-        try:
-            found = await figures(engine, read, BEGAN + 2 * DELAY)
-        except TimeoutError:
-            given_up += 1
-    # Three parts are too long at first, and one after each that was not.
-    assert 3 <= given_up < 30
-    assert found.new.episodes + found.old.episodes == 20
 
 
 async def test_episodes_that_an_arm_gave_to_another_version_are_left_out(

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.controller import deciding, evidence
-from pawl.controller.deciding import Deciding, LookTooLong
+from pawl.controller.deciding import Deciding
 from store import version_states
 from store.read.gates import Gated, gated
 from store.version_queries import list_versions
@@ -75,8 +75,8 @@ async def test_look_that_takes_too_long_is_named_and_hinders_no_other_policy(
     assert (await states(engine))[1] == "canary"
     [error] = [one for one in logs if one["log_level"] == "error"]
     assert (error["event"], error["policy"]) == ("policy_not_judged", "a")
-    assert isinstance(error["exc_info"], LookTooLong)
-    assert "given up after 5 s, though the database had let it begin" in str(error["exc_info"])
+    assert isinstance(error["exc_info"], TimeoutError)
+    assert "given up after 5 s" in str(error["exc_info"])
     assert is_shown_as_failed("a")
     await judge.look(engine)
     assert await state_of_a(engine) == "canary"
@@ -95,11 +95,11 @@ async def test_rule_that_cannot_be_read_is_named_once_and_hinders_no_other_polic
     [error] = [one for one in logs if one["log_level"] == "error"]
     assert (error["event"], error["policy"]) == ("policy_not_judged", "a")
     assert "a@1" in str(error["exc_info"])
-    assert "$.margin" in str(error["exc_info"])
+    assert "\nmargin\n" in str(error["exc_info"])
     assert is_shown_as_failed("a")
 
 
-async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
+async def test_policy_whose_look_the_database_ends_hinders_no_other(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database gives queries of its role a time, as some do: that is as if it went away."""
@@ -114,7 +114,7 @@ async def test_policy_whose_look_the_database_ends_lets_the_others_be_judged_fir
     await loaded(engine, 0, name="a")
     await loaded(engine, 0)
     monkeypatch.setattr(deciding, "gated", where_a(too_long))
-    async with following(controller(engine)):
+    async with following(engine, controller(engine)):
         await eventually(is_tried, within_s=120.0)
     assert await state_of_a(engine) == "loaded"
 
@@ -149,8 +149,7 @@ async def test_look_that_is_cut_off_goes_on_with_the_next(
         most, looks = max(most, len(parts)), looks + 1
         assert looks < 40
     assert looks >= 3
-    # The last part of a reading, and the first of the one that confirms it.
-    assert most <= 2
+    assert most == 1
 
 
 async def freezes(connection: AsyncConnection) -> None:
@@ -187,7 +186,7 @@ async def test_look_does_not_undo_what_an_operator_did_meanwhile(
     before = await states(engine)
     await judge.look(engine)
     assert not done
-    after = before if does is freezes else {0: "retired", 1: "canary", 2: "serving"}
+    after = before if does is freezes else {0: "retired", 1: "retired", 2: "serving"}
     assert await states(engine) == after
 
 
@@ -218,7 +217,7 @@ async def test_failure_that_is_no_outage_is_not_called_one(
 
     monkeypatch.setattr(deciding, "gated_policies", broken)
     with capture_logs() as logs:
-        async with following(controller(engine)):
+        async with following(engine, controller(engine)):
             await until(lambda: bool(logs), within_s=120.0)
     assert [one["event"] for one in logs] == ["gate_fails"]
 
@@ -298,7 +297,7 @@ async def test_judging_goes_on_once_the_database_is_back(
 
     real = deciding.gated_policies
     monkeypatch.setattr(deciding, "gated_policies", away)
-    async with following(controller(engine)):
+    async with following(engine, controller(engine)):
         await refused.wait()
         monkeypatch.setattr(deciding, "gated_policies", real)
         await eventually(promoted)

@@ -12,11 +12,14 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
 from store import __version__
+from store.version_queries import numbered_version, rollback_target
+from store.version_states import mark_unloaded, recall
 from tests.support.controller.replicas import (
     POLL_S,
     RunningController,
@@ -31,6 +34,7 @@ from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import PATIENCE_S, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
 from trainer.publishing.probe import ProbeRow
+from trainer.publishing.reconciler import FIRST_PAUSE_S
 
 # What version 1 was trained to say, and what a server says that has another base model.
 TRAINED, OTHER = -2.0, -4.0
@@ -109,6 +113,40 @@ async def test_other_files_under_a_versions_name_are_replaced(
         await until(lambda: server.loaded.get("m@1") == str(tmp_path / "m" / "1"))
         # What is not a version's name is nobody's business.
         assert server.loaded["by-hand"] == "/mine"
+
+
+@pytest.mark.parametrize("share", [0.05, None], ids=["control", "recalled"])
+async def test_retired_version_that_no_replica_can_load_is_unloaded(
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float | None,
+) -> None:
+    """So it keeps no share of new episodes, and no roll-back gives it the traffic."""
+    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
+    await publish(engine, tmp_path, 1, 2)
+    server.refused = {"m@1"}
+    async with engine.begin() as connection:
+        if share is None:
+            await mark_unloaded(connection, "m", [1], "idle", "trainer", is_lost=True)
+            await recall(connection, "m", 1, reason="wanted", actor="operator")
+        values = {"share": share}
+        await connection.execute(
+            text("UPDATE policies SET share = :share WHERE version = 1"), values
+        )
+
+    async def is_unloaded() -> bool:
+        async with engine.connect() as connection:
+            lost = await numbered_version(connection, "m", 1)
+            assert lost is not None
+            target = await rollback_target(connection, "m")
+        assert lost.state == "retired"
+        return lost.unloaded and lost.share is None and target.version == 0
+
+    async with controlling(engine, server.url):
+        await eventually(is_unloaded)
+        await assert_has(server, "m@2")
 
 
 async def test_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
@@ -224,6 +262,7 @@ async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_
             assert (two.altered, two.unread) == (kind == "altered", kind == "unread")
             spoilt.close()
             await assert_has(server, "m@1", "m@2")
+            await until(lambda: not controller.reasons(kind))
             async with asked(controller) as (ready, metrics):
                 assert ready | {"altered": {}, "unread": {}, "status": "ready"} == ready
                 assert "pawl_controller_altered_adapters{" not in metrics

@@ -1,7 +1,6 @@
 """A canary beside what serves: what their episodes came to decides, once, with its reason."""
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ from tests.support.controller.trials import (
 )
 from tests.support.ledger.lineage import promote
 from tests.support.records import ago, call, reward
-from trainer.metrics import VERSION
 
 AT_ONCE = {**RULE, "decide_within_h": 0.5}
 
@@ -78,7 +76,8 @@ async def test_better_version_is_promoted_with_its_evidence_and_what_served_is_i
     await on_trial(engine, judge)
     with capture_logs() as logs:
         await judge.look(engine)
-    assert {"event": "version_promoted", "version": "m@1", "log_level": "info"} in logs
+    [moved] = [one for one in logs if one["event"] == "gate_moved"]
+    assert (moved["version"], moved["to"]) == ("m@1", "serving")
     assert await states(engine) == {0: "retired", 1: "serving"}
     assert await shares(engine) == {0: RULE["control_share"]}
     last = await last_event(engine)
@@ -280,22 +279,6 @@ async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
     assert figures["new"]["episodes"] == figures["old"]["episodes"]
 
 
-async def test_records_stored_late_count_before_a_decision(
-    engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rewards waited for the database, with a proxy; without them it would be promoted."""
-    await begin_trial(engine, judge)
-    bad: dict[tuple[Arm, int], Sequence[float]] = {("serving", 0): GOOD, ("canary", 1): BAD}
-    late = await live(engine, bad, "late", to_s=1900.0, are_late=True)
-    with monkeypatch.context() as earlier:
-        earlier.setattr("pawl.controller.evidence.STORED", timedelta(seconds=1250.0))
-        await judge.look(engine)
-    await Ingester().store(engine, late)
-    await live(engine, {("serving", 0): BAD, ("canary", 1): GOOD}, "b", from_s=1800.0)
-    await judge.look(engine)
-    assert (await states(engine))[1] == "rolled_back"
-
-
 def shown(compared: str, version: str) -> str:
     labels = f'compared="{compared}",policy="m",version="{version}"'
     return f"pawl_controller_gate_episodes{{{labels}}} "
@@ -319,16 +302,3 @@ async def test_figures_of_a_comparison_are_shown_while_it_goes_on(
     assert shown("trial", "new") not in page
     assert shown("watch", "new") + "0.0" in page
     assert 'pawl_controller_gate_moves_total{policy="m",to="serving"}' in page
-
-
-async def test_newest_promoted_version_is_shown_as_a_trainer_shows_it(
-    pawl: Pawl, engine: AsyncEngine, judge: Deciding
-) -> None:
-    await on_trial(engine, judge)
-    # It stays so after a roll-back, and a controller that is started again shows the same.
-    await judge.look(engine)
-    assert (await pawl("policies", "rollback", "m")).exit_code == 0
-    await next_version(engine, 2, 0, RULE)
-    VERSION.clear()
-    await look(engine)
-    assert 'pawl_trained_version{policy="m"} 1.0' in generate_latest().decode()

@@ -23,6 +23,7 @@ from tests.support.controller.trials import (
     live,
     look,
     next_version,
+    pass_time,
     serves,
     shares,
     states,
@@ -174,6 +175,39 @@ async def test_version_without_a_control_is_not_watched_and_shown_so_where_one_i
     await judge.look(engine)
     assert await states(engine) == {0: "retired", 1: "serving"}
     assert is_watched() == (not share)
+
+
+async def test_what_served_before_says_nothing_of_what_an_operator_promotes(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """It may be a repair, and what it repairs has episodes that count only later."""
+    await serves(engine, 1, 0)
+    await next_version(engine, 2, 1, IMMEDIATE)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 2, actor="operator")
+    arms: Any = {("control", 0): GOOD, ("serving", 1): BAD, ("serving", 2): GOOD}
+    await live(engine, arms)
+    await judge.look(engine)
+    assert (await states(engine))[2] == "serving"
+    await pass_time(engine)
+    await live(engine, {("control", 0): GOOD, ("serving", 2): BAD}, "b")
+    await judge.look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
+
+
+async def test_version_that_a_roll_back_brings_back_is_not_shown_as_unwatched(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): BAD, ("serving", 1): FAIR})
+    await judge.look(engine)
+    await serves(engine, 2, 1)
+    await live(engine, {("control", 1): FAIR, ("serving", 2): BAD}, "b")
+    for _ in range(2):
+        await judge.look(engine)
+    assert await states(engine) == {0: "retired", 1: "serving", 2: "rolled_back"}
+    assert await shares(engine) == {}
+    assert is_watched()
 
 
 async def test_canary_falls_with_what_it_was_trained_from(

@@ -8,11 +8,11 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
 
-from pawl.controller.comparison import Rule
 from pawl.controller.evaluating import evaluate_candidate
 from pawl.rollout.evaluation import Evaluation
 from pawl.rollout.proxy import Models, ProxyClient
@@ -22,7 +22,7 @@ from tests.support.proxy.versions import version
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
-from trainer.recipes.recipe import Recipe
+from trainer.recipes.recipe import PublishOptions, Recipe
 
 AGENT = ("--", sys.executable, "agent.py")
 OPTIONS = ("--answer", "a", "--tries", "2", "-k", "2", "--json", "result.json")
@@ -140,7 +140,10 @@ async def test_version_that_is_unloaded_meanwhile_is_not_called_worse(
     [
         ((), "say what to run with `-- PROGRAM ARGUMENTS`"),
         (("--python", "agent:answer"), "say with --answer FIELD or --judge COMMAND"),
-        (("--answer", "a", "--margin", "2", "--", "cat"), "--margin, --range: margin is 2.0"),
+        (
+            ("--answer", "a", "--margin", "2", "--", "cat"),
+            "--range: margin must be smaller",
+        ),
         (("--answer", "a", "--against", "@9", "--", "cat"), "the proxy has no 'm@9'"),
         (("--answer", "a", "--", "no-such-program"), "the program 'no-such-program' is not found"),
     ],
@@ -171,19 +174,22 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     }
     options["url"] = fake.url
     rule = Recipe.model_validate({"publish": {"mode": "evaluated"}, "evaluation": options})
-    new, old = (
-        Standing(
-            version=version(number, state),
-            gate=rule.judged_by,
-            since=datetime.now(UTC),
+    # In a database that is made anew, versions of other updates have the same names.
+    for runs in (1, 2):
+        new, old = (
+            Standing(
+                version=msgspec.structs.replace(version(number, state), update_id=uuid4()),
+                gate=rule.judged_by,
+                since=datetime.now(UTC),
+            )
+            for number, state in ((2, "loaded"), (1, "serving"))
         )
-        for number, state in ((2, "loaded"), (1, "serving"))
-    )
-    comparison = await evaluate_candidate(new, old, Rule(decide_within_h=hours))
-    assert (comparison.verdict and comparison.verdict.kind) == verdict
-    [journal] = runner.folder.glob("pawl-evaluations-*/m@2-1-*.jsonl")
-    # Few runs at once: live traffic comes first.
-    assert journal.read_bytes().count(b"run_abandoned") <= 2
+        comparison = await evaluate_candidate(new, old, PublishOptions(decide_within_h=hours))
+        assert (comparison.verdict and comparison.verdict.kind) == verdict
+        journals = list(runner.folder.glob("pawl-evaluations-*/m@2-1-*.jsonl"))
+        assert len(journals) == runs
+        # Few runs at once: live traffic comes first.
+        assert journals[0].read_bytes().count(b"run_abandoned") <= 2
 
 
 async def test_proxy_tells_which_version_serves(proxy: Proxy) -> None:

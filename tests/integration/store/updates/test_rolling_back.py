@@ -76,16 +76,6 @@ async def test_all_that_served_since_the_control_falls_with_its_lineage(
     await check_told(engine)
 
 
-async def test_something_serves_whatever_falls(engine: AsyncEngine) -> None:
-    """Somebody promoted what was trained on from a canary past it."""
-    async with engine.begin() as connection:
-        await trained(connection, 0, 1)
-        await canary(connection, 1)
-        await promote(connection, "m", 2, rule=RULE)
-        assert await fall(connection, 1) == 0
-    assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
-
-
 async def test_canary_falls_alone_with_what_was_trained_on_from_it(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2, 1)

@@ -6,9 +6,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claim_query import ClaimRule, waiting_updates
-from store.claims import Claim
+from store.claim_query import ClaimRule, find_ready, waiting_updates
+from store.claims import Claim, expire
 from tests.support.ledger.episodes import ingest, keys, store
+from tests.support.ledger.lineage import promote, trained
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -33,6 +34,27 @@ async def group(engine: AsyncEngine, task: str, *values: float, at: int = 0) -> 
     for member, value in enumerate(values):
         name = f"{task}{member}"
         await store(engine, call(name, task=task), reward(value, episode=name, at=at))
+
+
+@pytest.mark.parametrize(("fresh", "stale", "takes"), [(3, 1, 4), (1, 3, 0), (4, 1, 4)])
+async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
+    engine: AsyncEngine, fresh: int, stale: int, takes: int
+) -> None:
+    """As most of the control's are; it is compared with, and consumed untrained."""
+    for member in range(fresh + stale):
+        name, version = str(member), int(member < fresh)
+        made = call(name, task="t", policy_version=version)
+        await store(engine, made, reward(float(member == 0), episode=name))
+    patient, hasty = (
+        rule(group_size=4, groups=1, max_staleness=0, max_age_s=age_s) for age_s in (PATIENT, NOW)
+    )
+    async with engine.begin() as connection:
+        assert len(await find_ready(connection, patient, 1)) == takes
+        await trained(connection, 0)
+        await promote(connection, "m", 1)
+        # So it does not expire while its group may become whole.
+        assert await expire(connection, patient, 1, {}) == {}
+        assert await expire(connection, hasty, 1, {}) == {"stale": stale}
 
 
 def tasks(claim: Claim | None) -> list[str]:

@@ -22,7 +22,7 @@ from store.version_states import (
     change_state,
     ensure_base,
     freeze,
-    hold_gate,
+    lock_policies,
     make_loaded,
     mark_unloaded,
     promote_together,
@@ -34,7 +34,6 @@ from store.version_states import set_state as set_one
 from store.versions import POLICY_STATES, PolicyState
 from tests.support.ledger.lineage import promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, told, version
-from tests.support.waiting import eventually
 
 BY: Final[Any] = {"reason": TEST, "actor": "operator"}
 RULE: Final = {"mode": "immediate", "control_share": 0.05}
@@ -243,11 +242,11 @@ async def test_promoters_of_one_policy_come_one_after_the_other(engine: AsyncEng
     async with engine.begin() as connection:
         await trained(connection, 0, 0, 0, 0)
         for number in range(1, 5):
-            await promote(connection, "m", number, rule=RULE)
+            await promote(connection, "m", number, rule=RULE, actor="trainer")
 
     async def promoted(number: int) -> None:
         async with engine.begin() as connection:
-            await promote(connection, "m", number)
+            await promote(connection, "m", number, actor="trainer")
 
     await asyncio.gather(*(promoted(number) for number in (1, 2, 3, 4, 2, 1)))
     now = await states(engine)
@@ -402,20 +401,17 @@ async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine)
             await freeze(connection, "other", frozen=True, reason=TEST, actor="operator")
 
 
-async def test_a_gate_is_not_held_for_ever_by_one_that_does_nothing_any_more(
+async def test_policy_is_not_held_for_ever_by_one_that_does_nothing_any_more(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a controller does not that is stopped, or whose machine is cut off."""
-
-    async def is_free() -> bool:
-        async with engine.begin() as connection:
-            return await hold_gate(connection, "m")
-
+    async with engine.begin() as connection:
+        await trained(connection)
     async with engine.connect() as stopped:
         monkeypatch.setattr("store.version_states.IDLE_S", 2.0)
-        assert await hold_gate(stopped, "m")
-        assert not await is_free()
-        await eventually(is_free, within_s=120.0)
+        await lock_policies(stopped, ["m"])
+        async with asyncio.timeout(120.0), engine.begin() as connection:
+            await lock_policies(connection, ["m"])
         await stopped.invalidate()
 
 

@@ -162,7 +162,9 @@ async def test_ten_rejections_in_a_row_change_no_byte_of_what_follows(disk: Disk
     assert disk.weights(24) == expected
     await disk.unload()
     await disk.clean()
-    assert disk.there() == disk.states() == [1, 3, 24]
+    assert disk.there() == [1, 3, 24]
+    # What can be trained on from, or gets the traffic by a roll-back, has its optimiser state.
+    assert disk.states() == [3, 24]
 
 
 async def trained_alone(disk: Disk, number: int) -> bytes:
@@ -218,7 +220,8 @@ async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(dis
     for _ in range(2):
         await disk.unload()
         await disk.clean()
-    assert disk.there() == disk.states() == [1, 2, 4]
+    assert disk.there() == [1, 2, 4]
+    assert disk.states() == [1, 4]
     async with disk.engine.connect() as connection:
         assert (await rollback_target(connection, "m")).version == 1
 
@@ -231,11 +234,11 @@ async def test_versions_that_once_served_stay_fewer_the_longer_ago(disk: Disk) -
         await disk.unload()
         await disk.clean()
     assert len(disk.there()) < 12
-    assert disk.there() == disk.states()
+    assert disk.states() == [39, 40]
     for first in range(2, 41):
         # No more is lost than has fallen.
         back = max(number for number in disk.there() if number < first)
-        assert first - back <= 40 - first + 2
+        assert first - back <= 2 * (40 - first + 2)
     async with disk.engine.begin() as connection:
         await roll_back(connection, (await disk.versions())[40], reason="worse", actor="operator")
         await connection.execute(text("UPDATE policies SET ended_at = now() WHERE version = 1"))
@@ -252,7 +255,8 @@ async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
         await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 2"))
     await disk.unload()
     await disk.clean()
-    assert disk.there() == disk.states() == [1, 2, 3, 4]
+    assert disk.there() == [1, 2, 3, 4]
+    assert disk.states() == [2, 4]
 
 
 async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:

@@ -3,6 +3,7 @@
 from itertools import combinations, product
 from math import inf, isclose, isfinite, log
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,9 +23,8 @@ from pawl.controller.eprocess import (
     EProcess,
     Side,
     block_size,
+    bound,
     log_wealth,
-    lower_bound,
-    upper_bound,
 )
 
 SIZE = 8
@@ -50,12 +50,18 @@ FULL_REACH = st.lists(
 MISTAKES = st.sampled_from([0.01, 0.05, 0.3])
 
 
+def closed(blocks: Blocks, *episode: Any) -> Block | None:
+    """Return what the block says that an episode completes."""
+    blocks.add(*episode)
+    return blocks.close() if blocks.is_full else None
+
+
 def last_block(stream: list[tuple[bool, str, float]]) -> Block | None:
     """Return what the last block says, which is closed early if it is not full."""
     blocks = Blocks(SIZE)
     found = None
     for episode in stream:
-        found = blocks.add(*episode)
+        found = closed(blocks, *episode)
     return blocks.close() if len(stream) % SIZE else found
 
 
@@ -82,7 +88,7 @@ def test_mean_difference_over_all_assignments_is_the_effect(tested: int, count: 
 def test_difference_is_within_its_reach(stream: list[tuple[bool, str, float]]) -> None:
     blocks = Blocks(SIZE)
     for episode in stream:
-        block = blocks.add(*episode)
+        block = closed(blocks, *episode)
         if block is not None:
             assert abs(block.difference) <= block.reach + 1e-12
             assert 1 <= block.reach <= 2
@@ -101,8 +107,8 @@ def test_arms_that_change_places_turn_the_sign(stream: list[tuple[bool, str, flo
 
 def test_block_of_one_arm_says_nothing() -> None:
     blocks = Blocks(SIZE)
-    assert [blocks.add(False, "a", 1.0) for _ in range(SIZE)] == [None] * SIZE
-    found = [blocks.add(number == 0, "a", 0.5) for number in range(SIZE)]
+    assert [closed(blocks, False, "a", 1.0) for _ in range(SIZE)] == [None] * SIZE
+    found = [closed(blocks, number == 0, "a", 0.5) for number in range(SIZE)]
     assert found[:-1] == [None] * (SIZE - 1)
     assert found[-1] == Block(pytest.approx(0.0), weight=7 / 8, reach=1.0)
     assert blocks.close() is None
@@ -196,7 +202,7 @@ def test_late_bets_find_a_change_that_early_ones_have_lost_their_money_on() -> N
 def test_bounds_are_where_the_wealth_reaches_what_is_needed(
     blocks: list[Block], mistakes: float
 ) -> None:
-    lower, upper = lower_bound(blocks, mistakes), upper_bound(blocks, mistakes)
+    lower, upper = bound(blocks, mistakes, ABOVE), bound(blocks, mistakes, BELOW)
     needed = log(1 / mistakes)
     assert -1 <= lower < upper <= 1
     if lower > -1:
@@ -206,10 +212,10 @@ def test_bounds_are_where_the_wealth_reaches_what_is_needed(
     assert log_wealth(blocks, lower + 1 / STEPS, ABOVE) < needed
     assert log_wealth(blocks, upper - 1 / STEPS, BELOW) < needed
     turned = [block._replace(difference=-block.difference) for block in blocks]
-    assert lower_bound(turned, mistakes) == -upper
+    assert bound(turned, mistakes, ABOVE) == -upper
 
 
 def test_bounds_close_in_on_the_difference() -> None:
     blocks = [Block(difference, 1.0, 1.0) for difference in (0.6, -0.2)] * 1000
-    lower, upper = lower_bound(blocks, 0.05), upper_bound(blocks, 0.05)
+    lower, upper = bound(blocks, 0.05, ABOVE), bound(blocks, 0.05, BELOW)
     assert 0.15 <= lower < 0.2 < upper <= 0.25

@@ -10,19 +10,22 @@ import pytest
 from rich.console import Console
 
 from pawl.commands.evaluate import draw, report, versions
-from pawl.controller.comparison import Rule
 from pawl.rollout.evaluation import Evaluation, EvaluationJob, Pairs
 from pawl.rollout.journal import Ended, Key
 from pawl.rollout.proxy import Models
 from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, Task
+from store.values.rewards import RewardRule, RewardTerm
+from trainer.recipes.recipe import PublishOptions
 
 NEW, OLD = "m@2", "m@1"
 
 
 def a_job(**options: Any) -> EvaluationJob:
     setup = Setup(tasks=Path("t"), journal=Path("j"), url="", command="agent", answer="a")
-    return EvaluationJob(**{"setup": setup, "new": NEW, "old": OLD, "rule": Rule()} | options)
+    return EvaluationJob(
+        **{"setup": setup, "new": NEW, "old": OLD, "rule": PublishOptions()} | options
+    )
 
 
 def tasks(count: int) -> list[Task]:
@@ -66,6 +69,19 @@ def test_outcome_follows_from_the_runs(new: Ended, old: Ended, outcome: str, rea
     assert found.outcome == outcome
     assert reason in found.reason
     assert (found.tasks < found.planned) == (outcome != "undecided")
+
+
+def test_reward_is_the_sum_that_the_recipe_makes_of_the_judges_metrics() -> None:
+    good = RewardTerm(metric="answer", texts={"good": 1.0, "bad": 0.0})
+    rule = RewardRule(terms=(good, RewardTerm(metric="cost", weight=-0.5)))
+
+    def judged(answer: str, cost: float) -> Ended:
+        said = {"answer": answer, "cost": cost}
+        statements = tuple({"metric": key, "value": value} for key, value in said.items())
+        return Ended(episode="e", outcome="done", seconds=1.0, statements=statements)
+
+    found = evaluated(10, judged("good", 0.5), judged("bad", 0.0), rewards=rule)
+    assert found.figures.difference == 0.75
 
 
 def test_used_up_budget_is_undecided_by_what_was_seen_so_far() -> None:
@@ -121,7 +137,7 @@ def test_at_most_one_in_twenty_versions_is_called_worse_than_itself() -> None:
     chance = random.Random(0)
     outcomes = []
     for _ in range(1000):
-        job = a_job(tries=2, rule=Rule(margin=0.001))
+        job = a_job(tries=2, rule=PublishOptions(margin=0.001))
         pairs = Pairs(job, runs := job.runs(tasks(60)))
         rates = {key.task: chance.random() for key in runs}
         for key in runs:

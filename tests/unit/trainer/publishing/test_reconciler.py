@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.reconciler import belonging, has_other_files, is_servable, to_load
+from trainer.publishing.reconciler import belonging, has_other_files, to_load
 
 BASES: Final = ("base", "other")
 STATES: Final = get_args(PolicyState)
@@ -79,7 +79,7 @@ def test_nothing_is_lacking_after_loading(
     for number in there:
         listed |= adapter("a", number)
     wanted = belonging(versions, listed)
-    assert all(is_servable(one) for one in wanted)
+    assert all(one.version and one.is_servable for one in wanted)
     for one in to_load(wanted, listed):
         listed |= adapter(one.name, one.version)
     assert belonging(versions, listed) == wanted
