@@ -281,9 +281,10 @@ class PolicyGate:
         return reason is not None and reason.startswith(WAITS)
 
     async def _stay(self, connection: AsyncConnection, one: Standing, why: Why) -> list[Move]:
-        """Write down what was found of a version that stays in its state."""
-        state = one.version.state
-        await add_event(connection, self._name, one.version.version, state, before=state, **why)
+        """Write down, once, what was found of a version that stays in its state."""
+        number, state = one.version.version, one.version.state
+        if await why_stays(connection, self._name, number) != why["reason"]:
+            await add_event(connection, self._name, number, state, before=state, **why)
         return []
 
     def _evidence_of(

@@ -70,7 +70,7 @@ class Evidence:
         stop_at = clock() + READ_S
         while self._at < until:
             end = min(self._at + PART, until)
-            part = await arm_episodes(
+            episodes, self._goes_on_from = await arm_episodes(
                 connection,
                 self._policy,
                 given,
@@ -79,14 +79,13 @@ class Evidence:
                 counts=self._delay,
                 most=MOST,
             )
-            for one in part.episodes:
+            for one in episodes:
                 if one.arm == self._new and one.version > self.newest:
                     self.newest = one.version
                     self.comparison.mark()
                 read = {name: getattr(one, name) for name in Episode.__struct_fields__}
                 self.comparison.add(one.arm == self._new, Episode(**read))
-            self._goes_on_from = part.goes_on_from
-            if part.goes_on_from is None:
+            if self._goes_on_from is None:
                 self._at = end
             if self._at < until and clock() >= stop_at:
                 return False

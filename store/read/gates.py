@@ -230,16 +230,6 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     seconds: float
 
 
-class ArmPart(Record, frozen=True, kw_only=True):
-    """Hold some episodes, in the order of their first calls.
-
-    There are more of the time that was asked for if `goes_on_from`, a bound of first calls, is set.
-    """
-
-    episodes: list[ArmEpisode]
-    goes_on_from: UUID | None = None
-
-
 async def arm_episodes(
     connection: AsyncConnection,
     policy: str,
@@ -249,8 +239,10 @@ async def arm_episodes(
     until: datetime,
     counts: timedelta,
     most: int,
-) -> ArmPart:
+) -> tuple[list[ArmEpisode], UUID | None]:
     """Return the episodes that arms gave to their versions by chance, in the order of first calls.
+
+    With them comes a bound of first calls to go on from if there are more of that time, or None.
 
     Args:
         connection: an open connection.
@@ -284,6 +276,4 @@ async def arm_episodes(
         for task, row in rows
         if row.arm in given and row.version in given[row.arm]
     ]
-    is_whole = len(begun) < most
-    after = None if is_whole else UUID(int=begun[-1].first_call_id.int + 1)
-    return ArmPart(episodes=episodes, goes_on_from=after)
+    return episodes, None if len(begun) < most else UUID(int=begun[-1].first_call_id.int + 1)

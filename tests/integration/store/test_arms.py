@@ -39,7 +39,7 @@ async def evidence(
     since: datetime | UUID | None = now - timedelta(seconds=SINCE_S)
     async with engine.connect() as connection:
         while since is not None:
-            part = await arm_episodes(
+            part, since = await arm_episodes(
                 connection,
                 "m",
                 {"control": (0,), "serving": (1,), "canary": (2,)},
@@ -48,8 +48,7 @@ async def evidence(
                 counts=timedelta(seconds=COUNTS_S),
                 most=most,
             )
-            found += part.episodes
-            since = part.goes_on_from
+            found += part
     return found
 
 

@@ -230,6 +230,16 @@ async def test_several_controllers_make_each_change_once(engine: AsyncEngine) ->
     assert await changes(engine) == [("m@1", "canary"), ("m@0", "retired"), ("m@1", "serving")]
 
 
+async def test_several_controllers_write_down_what_is_proven_once(engine: AsyncEngine) -> None:
+    controllers = [controller(engine) for _ in range(3)]
+    await loaded(engine, 0, rule=IMMEDIATE)
+    await serves(engine, 2, 1)
+    await live(engine, {("control", 0): BAD, ("serving", 2): GOOD})
+    for _ in range(3):
+        await asyncio.gather(*(one.look(engine) for one in controllers))
+    assert await changes(engine) == [("m@2", "serving")]
+
+
 async def begins(engine: AsyncEngine, judge: Deciding) -> None:
     await loaded(engine, 0)
 

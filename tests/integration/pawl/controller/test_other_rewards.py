@@ -1,6 +1,6 @@
 """A policy whose reward becomes another sum: rewards in two units are never compared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import pytest
@@ -92,12 +92,15 @@ async def test_look_in_which_rewards_become_another_sum_decides_nothing(
     await on_trial(engine, judge)
     catch_up = Evidence.catch_up
 
-    async def earn_first(self: Evidence, connection: AsyncConnection, now: datetime) -> bool:
+    async def earn_first(
+        self: Evidence, connection: AsyncConnection, given: Mapping[Arm, set[int]], now: datetime
+    ) -> bool:
         monkeypatch.setattr(Evidence, "catch_up", catch_up)
         await earns(engine)
-        return await catch_up(self, connection, now)
+        return await catch_up(self, connection, given, now)
 
     monkeypatch.setattr(Evidence, "catch_up", earn_first)
     for _ in range(2):
         await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
+    assert Evidence.catch_up is catch_up
