@@ -82,6 +82,8 @@ async def figures(engine: AsyncEngine, read: Evidence, now: datetime) -> Figures
 async def test_controller_that_ran_on_and_one_that_was_restarted_come_to_the_same(
     engine: AsyncEngine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Parts of one episode take long on a busy machine.
+    monkeypatch.setattr(evidence, "READ_S", 600.0)
     random = Random(seed)
     arrivals = sorted(traffic(random, 200), key=lambda one: one.at)
     looks = sorted(BEGAN + timedelta(seconds=random.uniform(0, 3200)) for _ in range(12))
