@@ -104,8 +104,9 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Return all findings, the cause most upstream first."""
-    return [finding for check in CHECKS for finding in check(facts)]
+    """Return what needs a person, the cause most upstream first, and then what passes by itself."""
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return sorted(found, key=lambda finding: not finding.needs_person)
 
 
 def _of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Check:
@@ -484,17 +485,12 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
             remedy="give easier tasks, or lower sft.min_reward in the recipe",
             area="learning",
         )
-    of_one = rule.group_size == 1
-    is_flat = (
-        counts.least == counts.most and counts.scored >= FEWEST_EQUAL
-        if of_one
-        else not counts.groups_that_differ
-        and counts.scored >= FEWEST_EQUAL
-        and (counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size)
-    )
-    if not is_flat:
+    all_equal = counts.least == counts.most and rule.call_rewards_after_s is None
+    has_groups = counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size
+    groups_equal = has_groups and not counts.groups_that_differ
+    is_flat = groups_equal if rule.needs_spread else all_equal
+    if counts.scored < FEWEST_EQUAL or not is_flat:
         return None
-    all_equal = counts.least == counts.most
     return Finding(
         title=f"{policy.name}: all rewards are {counts.most:g}, which teaches nothing"
         if all_equal
@@ -764,6 +760,8 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
     counts, rule = policy.counts, policy.rule
     is_ready = policy.updates >= 1 or policy.about.running_since is not None
     if rule is None or is_ready or not counts.scored or counts.most is None:
+        return None
+    if rule.needs_spread and counts.groups and not counts.groups_that_differ:
         return None
     missing = (1 - policy.updates) * rule.groups * rule.group_size
     # Of groups that do not differ as many again are needed.

@@ -64,7 +64,7 @@ T = TypeVar("T")
 async def examine(
     settings: DoctorSettings, engine: AsyncEngine | None = None, tenant: str | None = None
 ) -> list[Finding]:
-    """Return why policies do not learn, or when they will next, the cause most upstream first.
+    """Return why policies do not learn, or when they will next (`pawl.doctor.checks.findings`).
 
     Without an `engine` the database of the settings is asked, if it runs. With `tenant` the
     policies and calls are this tenant's. It raises nothing: what cannot be asked is a finding.

@@ -295,6 +295,28 @@ async def test_system_that_is_wholly_away_is_told_of_in_time(stack: Stack) -> No
         assert any(title.startswith(away) for title in titles), titles
 
 
+async def test_parts_that_take_connections_and_never_answer_are_told_of_in_time(
+    tmp_path: Path,
+) -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        listen = f"127.0.0.1:{port}"
+        addresses = ("admin_listen", "trainer_listen", "controller_listen")
+        settings = DoctorSettings.model_validate(
+            dict.fromkeys(addresses, listen)
+            | {"DATABASE_URL": f"postgresql://pawl:p@{listen}/pawl", "spool_dir": tmp_path}
+            | {"upstream_url": f"http://{listen}/v1"}
+        )
+        began = perf_counter()
+        found = await examine(settings)
+        assert perf_counter() - began < LIMIT_S
+    assert [one.figures.get("error", "")[:16] for one in found][:4] == ["no answer within"] * 4
+
+
 async def test_command_prints_findings_of_a_tenant_and_ends_with_status_1(
     engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,11 +314,26 @@ def test_system_that_works_has_no_findings() -> None:
     assert findings(facts()) == []
 
 
+def test_what_needs_a_person_comes_before_what_passes() -> None:
+    paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
+    found = findings(facts(counted(ended_scored=10), trainer=paused))
+    assert [one.needs_person for one in found] == [True, False]
+
+
 def test_next_update_is_told_by_the_episodes_that_lack_and_todays_rate() -> None:
     """Half of its 16 episodes are there, half of all groups differ, and 40 came in an hour."""
     [found] = findings(facts(policy(updates=0.5, ready=8)))
     assert not found.needs_person
     assert found.figures == {"with_reward": 8, "episodes_more": 16, "an_hour": 40.0, "hours": 0.4}
+
+
+def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compared() -> None:
+    ppo = {
+        "learner": "ppo",
+        "claim": {"group_size": 4, "groups": 4, "smallest_group": 1},
+        "credit": {"baseline": "none", "normalisation": "batch"},
+    }
+    assert findings(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []
 
 
 def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
