@@ -5,6 +5,7 @@ what became different; the second does it for good, unless something else would 
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Final, Literal, get_args
@@ -29,11 +30,12 @@ from pawl.by_hand import (
 from pawl.console.pages import LIMIT_S, Refusal, console_of, form, page, reading, viewer, writing
 from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy
 from store.read.browsing import begin
-from store.read.gates import gated
+from store.read.gates import Gated, Standing, gated
 from store.read.lineage import (
     Node,
     Place,
     PolicyName,
+    Rewards,
     children_of,
     line_of,
     one_version,
@@ -301,6 +303,33 @@ def number_in(request: Request, name: str) -> int | None:
     return int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
 
 
+class Compared(Record, frozen=True):
+    """Say what episodes of two versions came to since both have had new ones."""
+
+    why: str
+    since: datetime
+    new: int
+    old: int
+    rewards: Mapping[int, Rewards]
+
+
+async def compared_now(
+    connection: AsyncConnection, policy: str, standing: Gated | None
+) -> list[Compared]:
+    """Return which versions of a policy the controller compares now, with the evidence so far."""
+    pairs: list[tuple[str, Standing, Standing]] = []
+    if standing is not None and standing.canary is not None:
+        pairs.append(("the canary against what serves", standing.canary, standing.serving))
+    if standing is not None and standing.control is not None and standing.serving.version.version:
+        pairs.append(("what serves against its control", standing.serving, standing.control))
+    found = []
+    for why, one, other in pairs:
+        since, numbers = max(one.since, other.since), (one.version.version, other.version.version)
+        live, _ = await rewards_of(connection, policy, numbers, since)
+        found.append(Compared(why, since, *numbers, live))
+    return found
+
+
 async def versions(request: Request) -> Response:
     """Show the line of a policy."""
     before = number_in(request, "before")
@@ -310,9 +339,12 @@ async def versions(request: Request) -> Response:
             return page(request, "versions.html", policy=None, policies=known)
         nodes = await line_of(connection, policy.name, before, MOST)
         numbers = [node.version.version for node in nodes]
-        live, held_out = await rewards_of(connection, policy.name, nodes)
+        # No episode of a version began before the version was made, but for the base model's.
+        since = None if 0 in numbers else min(node.created_at for node in nodes)
+        live, held_out = await rewards_of(connection, policy.name, numbers, since)
         decided = await why_decided(connection, policy.name, numbers)
         standing = await gated(connection, policy.name)
+        compared = await compared_now(connection, policy.name, standing)
         waits = {node.version.version: await why_waits(connection, node.version) for node in nodes}
     line = [(node.version.version, node.parent) for node in nodes]
     lanes = lanes_of(line)
@@ -326,6 +358,7 @@ async def versions(request: Request) -> Response:
         held_out=held_out,
         decided=decided,
         standing=standing,
+        compared=compared,
         waits={number: event for number, event in waits.items() if event is not None},
         points=[middle_of(row, lane) for row, lane in enumerate(lanes)],
         edges=edges_of(line, lanes),
@@ -342,7 +375,8 @@ async def version(request: Request) -> Response:
     policy, number = request.path_params["policy"], request.path_params["number"]
     async with reading(request) as connection:
         node = await _own_node(connection, policy, number, viewer(request).tenant)
-        live, held_out = await rewards_of(connection, policy, [node])
+        since = node.created_at if number else None
+        live, held_out = await rewards_of(connection, policy, [number], since)
         events = await list_events(connection, policy, number, most=MOST_EVENTS)
         children = await children_of(connection, policy, number)
         waits = await why_waits(connection, node.version)

@@ -4,7 +4,7 @@ Lists go on from a key. What is counted of episodes is bounded: of the newest on
 are very many.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -190,18 +190,16 @@ async def children_of(connection: AsyncConnection, policy: str, version: int) ->
 
 
 async def rewards_of(
-    connection: AsyncConnection, policy: str, nodes: Sequence[Node]
+    connection: AsyncConnection, policy: str, versions: Collection[int], since: datetime | None
 ) -> tuple[dict[int, Rewards], dict[int, Rewards]]:
-    """Return by version what episodes came to: live ones, and those of evaluation."""
-    if not nodes:
-        return {}, {}
-    # No episode of a version began before the version was made.
-    first = lowest_id_at(min(node.created_at for node in nodes))
-    is_base = any(node.version.version == 0 for node in nodes)
+    """Return by version what episodes came to: live ones, and those of evaluation.
+
+    Only episodes that began at `since` or later count (None: all).
+    """
     values = {
         "policy": policy,
-        "first": UUID(int=0) if is_base else first,
-        "versions": [node.version.version for node in nodes],
+        "first": UUID(int=0) if since is None else lowest_id_at(since),
+        "versions": list(versions),
     }
     live: dict[int, Rewards] = {}
     held_out: dict[int, Rewards] = {}

@@ -10,13 +10,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl import by_hand
 from store.grants import Scope
+from store.records import SpoolRecord
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
-from store.version_states import add_event, make_loaded
+from store.version_states import add_event, begin_canary, make_loaded
 from tests.integration.conftest import Reply
 from tests.integration.pawl.console.conftest import Pages
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained, unload
 from tests.support.proxy.keys import bearer, made
+from tests.support.records import ago, call, reward
 from tests.support.servers.fake_server import fake_model_server
 
 EVIDENCE = {"verdict": "better", "episodes": 120}
@@ -97,6 +100,24 @@ async def test_versions_have_state_figures_parent_and_reason(
     assert '"verdict": "better"' in one or "Verdict: better" in one
     assert (await console.get("/versions/m/7")).status == 404
     assert (await console.get("/versions?policy=n")).status == 404
+
+
+async def test_what_is_compared_has_its_evidence_so_far(console: Pages, line: AsyncEngine) -> None:
+    async with line.begin() as connection:
+        canary = (await list_versions(connection, "m"))[2]
+        await begin_canary(connection, canary, 0.5, reason="tried", actor="controller")
+        records: list[SpoolRecord] = [call("before", policy_version=1, **ago(3600))]
+        for number, key in enumerate(("a", "b", "c", "d")):
+            records.append(call(key, policy_version=2 if number < 3 else 1, **ago(-60, number)))
+            records.append(reward(float(number > 0), episode=key))
+        await ingest(connection, [*records, reward(0.0, episode="before")])
+    said = " ".join(text_of(await console.get("/versions")).split())
+    assert "Version 2 is a canary" in said
+    assert "the canary against what serves" in said
+    assert (
+        "version 20.667 0.208 to 0.9393 of 3 episodesversion 11 0.207 to 11 of 1 episodes" in said
+    )
+    assert "what serves against its control" in said
 
 
 async def test_database_without_policies_says_how_one_begins(console: Pages) -> None:
