@@ -95,6 +95,9 @@ def check_environment(environment: Mapping[str, str]) -> None:
     name, endpoint = stated("ENDPOINT")
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise NoSpans(f"{name}: write the collector's URL, such as http://collector:4318")
+    name, headers = stated("HEADERS")
+    if any("=" not in header for header in headers.split(",") if header.strip()):
+        raise NoSpans(f"{name}: write NAME=VALUE, and a comma between two of these")
 
 
 class Spans:

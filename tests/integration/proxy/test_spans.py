@@ -219,6 +219,7 @@ async def test_spans_without_their_packages_are_refused_at_the_start(
     [
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf only"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "secret@collector:4318", "http://collector:4318"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a=1, Bearer secret", "NAME=VALUE"),
     ],
 )
 def test_place_that_spans_cannot_go_to_is_refused(name: str, value: str, remedy: str) -> None:

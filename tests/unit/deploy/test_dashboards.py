@@ -255,11 +255,3 @@ def test_each_rule_has_a_test_and_the_healthy_one_has_all_series() -> None:
     assert not any("exp_samples" in look for look in healthy["promql_expr_test"])
     given = {re.split("[{ ]", one["series"])[0] for one in healthy["input_series"]}
     assert given == {one.series for query in rule_queries() for one in selectors(query.expression)}
-
-
-def test_unwatched_version_raises_an_alert() -> None:
-    """Where a policy has a rule to be judged by, and only there."""
-    [rule] = [rule for rule in rules() if "pawl_controller_gate_watched" in rule["expr"]]
-    judged = Selector("pawl_controller_gate_frozen", frozenset({"policy"}))
-    assert judged in selectors(rule["expr"])
-    assert "pawl policies show" in rule["annotations"]["summary"]
