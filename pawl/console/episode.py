@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.conversation import Added, Said, Space, added, asked_in, reply_in
-from pawl.console.pages import Refusal, fragment, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
 from pawl.console.tokens import TOKENS_A_PAGE, tokens_of
 from pawl.console.worth import explained_for, worth_of
 from store.errors import Damaged
@@ -279,14 +279,15 @@ async def credit(request: Request) -> Response:
     """Show why the calls of an episode have their advantage, for each policy that consumed it."""
     async with reading(request) as connection:
         detail = await _detail(request, connection, None)
+        numbers = {call.id: number for number, call in enumerate(detail.calls, start=1)}
         shown = []
         for fate in detail.fates:
             if fate.update_id is None or fate.update_state != "done":
                 continue
             explained, why = await explained_for(connection, fate.update_id)
-            worth = [] if explained is None else worth_of(explained, detail.id)
+            worth = [] if explained is None else worth_of(explained, detail.id, numbers)
             shown.append((fate, worth, explained, why))
-    return _part_or_page(request, "episode_credit.html", episode=detail, shown=shown)
+    return part(request, "episode_credit.html", episode=detail, shown=shown)
 
 
 async def tokens(request: Request) -> Response:
@@ -302,9 +303,9 @@ async def tokens(request: Request) -> Response:
         if found.update_id is not None:
             explained, why = await explained_for(connection, found.update_id)
     if explained is not None:
-        own = (one for one in explained.plan.credited if one.call.id == found.head.id)
+        own = (one for one in explained.credited if one.call.id == found.head.id)
         credit = next(own, None)
-    return _part_or_page(
+    return part(
         request,
         "episode_tokens.html",
         call=found,
@@ -312,15 +313,15 @@ async def tokens(request: Request) -> Response:
         credit=credit,
         why=why,
         explained=explained,
-        ratios=_ratios(explained.past.metrics if explained else {}),
+        ratios=_ratios(explained.metrics if explained else {}),
         after=first + TOKENS_A_PAGE if first + TOKENS_A_PAGE < len(found.sampled_ids) else None,
     )
 
 
 # What an update keeps of the ratios of policy to sampled; nothing is kept of single tokens.
 _RATIOS: Final = {
-    "effective_sample_size": "of the update's tokens, those that they are worth",
-    "ratio_cut_share": "tokens whose ratio was cut",
+    "effective_sample_size": "effective sample",
+    "ratio_cut_share": "tokens cut",
     "masked_share": "calls too far off to carry loss",
 }
 
@@ -331,26 +332,19 @@ def _ratios(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: share for name, share in shares.items() if isinstance(share, float | int)}
 
 
-def _part_or_page(request: Request, template: str, **context: Any) -> Response:
-    """Return a part for htmx, or a page of it for a browser without scripts."""
-    if "hx-request" in request.headers:
-        return fragment(request, template, **context)
-    return page(request, "episode_part.html", part=template, screen="episodes", **context)
-
-
 async def raw(request: Request) -> Response:
     """Return a request or a reply, byte for byte, as a file."""
-    call, part = request.path_params["id"], request.path_params["part"]
+    call, which = request.path_params["id"], request.path_params["part"]
     body = None
-    if part in ("request", "reply"):
+    if which in ("request", "reply"):
         async with reading(request) as connection:
-            body = await raw_body(connection, call, part, viewer(request).tenant)
+            body = await raw_body(connection, call, which, viewer(request).tenant)
     if body is None:
         raise Refusal(
             HTTPStatus.NOT_FOUND, "There are no such bytes", "The call has none, or is gone."
         )
     headers = {
-        "Content-Disposition": f'attachment; filename="{call}-{part}.txt"',
+        "Content-Disposition": f'attachment; filename="{call}-{which}.txt"',
         "X-Content-Type-Options": "nosniff",
     }
     return Response(body, media_type="text/plain; charset=utf-8", headers=headers)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.conversation import Said, Space, added, asked_in, reply_in
-from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
 from pawl.console.worth import explained_for
 from store.read.detail import (
     FIRST_CALLS,
@@ -27,7 +27,7 @@ from trainer.credit.assign import TransitionCredit
 
 TITLE: Final = ""
 # Calls whose texts are read at once, of each attempt; most attempts part within the first.
-AT_ONCE: Final = 4
+AT_ONCE: Final = 3
 # Of the texts in which attempts part, in characters: for the page, and of one.
 ROOM: Final = 160_000
 EACH: Final = 4000
@@ -96,15 +96,14 @@ def _shared(texts: Sequence[str]) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(least))
 
 
-async def group(request: Request) -> Response:
-    """Show the attempts at a task that an update held, or those that wait for one."""
-    asked = request.query_params
-    policy, task, update = (
-        asked.get("policy", ""),
-        asked.get("task", ""),
-        uuid_in(asked.get("update")),
-    )
-    tenant = viewer(request).tenant
+def _named(request: Request) -> tuple[str, str, UUID | None]:
+    """Return the policy, the task (as it is kept) and the update that an address names.
+
+    Raises:
+        Refusal: one lacks, or the viewer may not know of it.
+    """
+    asked, tenant = request.query_params, viewer(request).tenant
+    policy, task = asked.get("policy", ""), asked.get("task", "")
     if tenant is not None and SEPARATOR not in task:
         task = scoped(tenant, task)
     if not policy or not task or "\0" in policy + task or tenant not in (None, tenant_of(task)):
@@ -113,7 +112,12 @@ async def group(request: Request) -> Response:
             "There is no such group",
             "A group is the attempts at a task: it is named by a policy and a task.",
         )
-    explained, why = None, ""
+    return policy, task, uuid_in(asked.get("update"))
+
+
+async def group(request: Request) -> Response:
+    """Show the attempts at a task that an update held, or those that wait for one."""
+    policy, task, update = _named(request)
     async with reading(request) as connection:
         members = await attempts(connection, policy, task, update)
         updates = await group_updates(connection, policy, task)
@@ -133,11 +137,6 @@ async def group(request: Request) -> Response:
             parting = parting_of(said)
             if all(len(own) <= compared for own in calls.values()):
                 break
-        if update is not None and members:
-            explained, why = await explained_for(connection, update)
-    worth: dict[UUID, list[TransitionCredit]] = {}
-    for credit in explained.plan.credited if explained is not None else ():
-        worth.setdefault(credit.episode_id, []).append(credit)
     space = Space(ROOM, EACH)
     shown: dict[UUID, Message | None] = {}
     for one, message in (parting.next if parting else {}).items():
@@ -157,9 +156,26 @@ async def group(request: Request) -> Response:
         shown=shown,
         last=last,
         compared=compared,
-        worth=worth,
-        why=why,
     )
 
 
-ROUTES: Final = [Route("/groups", group, name="group")]
+async def credit(request: Request) -> Response:
+    """Show what the attempts at a task were worth to an update."""
+    _, task, update = _named(request)
+    if update is None:
+        raise Refusal(HTTPStatus.NOT_FOUND, "No update is named")
+    async with reading(request) as connection:
+        explained, why = await explained_for(connection, update)
+    worth: dict[UUID, list[TransitionCredit]] = {}
+    if explained is not None:
+        members = {one for name, own, _ in explained.groups if name == task for one in own}
+        for one in explained.credited:
+            if one.episode_id in members:
+                worth.setdefault(one.episode_id, []).append(one)
+    return part(request, "group_credit.html", worth=worth, why=why)
+
+
+ROUTES: Final = [
+    Route("/groups", group, name="group"),
+    Route("/groups/credit", credit, name="group_credit"),
+]

@@ -210,6 +210,13 @@ def fragment(request: Request, template: str, **context: Any) -> HTMLResponse:
     return _rendered(request, template, 200, context)
 
 
+def part(request: Request, template: str, **context: Any) -> HTMLResponse:
+    """Return a part that htmx loads; for a browser without scripts, a page of that part alone."""
+    if "hx-request" in request.headers:
+        return fragment(request, template, **context)
+    return page(request, "part.html", part=template, screen="episodes", **context)
+
+
 def _rendered(
     request: Request, template: str, status: int, context: Mapping[str, Any]
 ) -> HTMLResponse:

@@ -1,17 +1,20 @@
 """Show why calls are worth what they are, line by line: the arithmetic of `pawl credit`."""
 
-import math
-from collections.abc import Sequence
-from typing import Any, Final
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from pawl.console.pages import figure
 from pawl.credit import ExplainedUpdate, explain_update
 from store.errors import Damaged, UnknownUpdate
 from store.read.detail import is_explainable
-from store.records import Record
+from store.records import Record, Tokens
 from trainer.credit.assign import TransitionCredit
+from trainer.credit.means import mean_of
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import CreditOptions
 
@@ -49,35 +52,48 @@ class Worth(Record, frozen=True, kw_only=True):
         return ", ".join(f"{one}" if one == end else f"{one} to {end}" for one, end in pairs)
 
 
-def worth_of(explained: ExplainedUpdate, episode: UUID) -> list[Worth]:
-    """Return the credit of an episode's calls, those with equal arithmetic together."""
-    own = [credit for credit in explained.plan.credited if credit.episode_id == episode]
+class Explanation(NamedTuple):
+    """Hold the credit that an update gave, without the texts of its calls.
+
+    Of each group, `groups` has the task, the members, and how many earlier ones were compared.
+    """
+
+    rule: CreditOptions
+    metrics: Mapping[str, Any]
+    notes: Sequence[str]
+    credited: Sequence[TransitionCredit]
+    groups: Sequence[tuple[str, frozenset[UUID], int]]
+
+
+def worth_of(explained: Explanation, episode: UUID, number_of: Mapping[UUID, int]) -> list[Worth]:
+    """Return the credit of an episode's calls, those with equal arithmetic together.
+
+    `number_of` has the numbers of its calls.
+    """
+    own = [credit for credit in explained.credited if credit.episode_id == episode]
+    nobody = "", frozenset[UUID](), 0
+    groups = (group for group in explained.groups if episode in group[1])
+    task, members, earlier = next(groups, nobody)
     finals: dict[UUID, list[float]] = {}
-    group = next((g for g in explained.past.claim.groups if _holds(g.episodes, episode)), None)
-    members = {one.id for one in group.episodes} if group is not None and group.task else {episode}
-    for credit in explained.plan.credited:
-        if credit.episode_id in members and credit.r_final is not None:
+    for credit in explained.credited:
+        compared = credit.episode_id in members if task else credit.episode_id == episode
+        if compared and credit.r_final is not None:
             finals.setdefault(credit.episode_id, []).append(credit.r_final)
-    returns = [math.fsum(own) / len(own) for own in finals.values()]
-    earlier = len(group.earlier) if group is not None else 0
+    returns = [mean_of(values) for values in finals.values()]
     same: dict[tuple[Any, ...], list[TransitionCredit]] = {}
     for credit in own:
         figures = (credit.r_final, credit.r_air, credit.comparison, credit.advantage)
         same.setdefault((*figures, credit.reason, *credit.parts.items()), []).append(credit)
     return [
         Worth(
-            calls=tuple(credit.position + 1 for credit in alike),
+            calls=tuple(number_of.get(credit.call.id, credit.position + 1) for credit in alike),
             weights=tuple(credit.weight for credit in alike),
             reason=alike[0].reason,
-            share=_SHARES[explained.recipe.credit.equal_weight],
-            steps=tuple(_steps(alike[0], explained.recipe.credit, returns, earlier)),
+            share=_SHARES[explained.rule.equal_weight],
+            steps=tuple(_steps(alike[0], explained.rule, returns, earlier)),
         )
         for alike in same.values()
     ]
-
-
-def _holds(episodes: Sequence[Any], wanted: UUID) -> bool:
-    return any(one.id == wanted for one in episodes)
 
 
 _BASELINES: Final = {
@@ -112,7 +128,7 @@ def _steps(
     how = f"{rule.air_lambda:g} × mean score of how its tools ended"
     steps.append(Step(name="tools", how=how, value=credit.r_air))
     if compared is not None:
-        shown = ", ".join(f"{one:.4g}" for one in returns[:16])
+        shown = ", ".join(map(figure, returns[:16]))
         more = f", and {earlier} consumed earlier" if earlier else ""
         against = f" ({shown}{more})" if rule.baseline in ("group", "leave_one_out") else ""
         centred = " − the update's mean" if rule.normalisation == "batch" else ""
@@ -135,8 +151,8 @@ def _steps(
             ),
             Step(
                 name="tools, compared",
-                how=f"{compared.air_weight:.4g} × ({credit.r_air:.4g} − "
-                f"{compared.air_baseline:.4g}{centred}) ÷ {compared.air_divisor:.4g}",
+                how=f"{figure(compared.air_weight)} × ({figure(credit.r_air)} − "
+                f"{figure(compared.air_baseline)}{centred}) ÷ {figure(compared.air_divisor)}",
                 value=compared.air_weight * compared.air / compared.air_divisor,
             ),
         ]
@@ -147,13 +163,44 @@ def _steps(
     return steps
 
 
+# Who looks at an episode looks at its calls and its group too.
+_RECENT: Final[dict[UUID, tuple[float, Explanation]]] = {}
+KEPT: Final = 4
+KEPT_S: Final = 60.0
+
+
 async def explained_for(
     connection: AsyncConnection, update_id: UUID
-) -> tuple[ExplainedUpdate | None, str]:
-    """Return the credit of an update, or why it cannot be shown."""
+) -> tuple[Explanation | None, str]:
+    """Return the credit of an update, or why it cannot be shown; a minute later, computed anew."""
+    made, explanation = _RECENT.get(update_id, (0.0, None))
+    if explanation is not None and time.monotonic() - made < KEPT_S:
+        return explanation, ""
     if not await is_explainable(connection, update_id):
         return None, f"it is too large to compute here: run `pawl credit --update {update_id}`"
     try:
-        return await explain_update(connection, update_id), ""
+        explanation = _without_texts(await explain_update(connection, update_id))
     except (UnknownUpdate, TrainerError, Damaged) as error:
         return None, str(error)
+    _RECENT.pop(update_id, None)
+    _RECENT[update_id] = time.monotonic(), explanation
+    while len(_RECENT) > KEPT:
+        _RECENT.pop(next(iter(_RECENT)))
+    return explanation, ""
+
+
+def _without_texts(explained: ExplainedUpdate) -> Explanation:
+    replace = msgspec.structs.replace
+    return Explanation(
+        rule=explained.recipe.credit,
+        metrics=explained.past.metrics,
+        notes=explained.notes,
+        credited=[
+            replace(one, call=replace(one.call, request=None, reply=None, tokens=Tokens()))
+            for one in explained.plan.credited
+        ],
+        groups=[
+            (group.task, frozenset(one.id for one in group.episodes), len(group.earlier))
+            for group in explained.past.claim.groups
+        ],
+    )

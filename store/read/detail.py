@@ -453,7 +453,7 @@ async def raw_body(
 
 # Those that are compared side by side, and how many calls of each.
 MOST_ATTEMPTS: Final = 16
-FIRST_CALLS: Final = 24
+FIRST_CALLS: Final = 12
 
 _ATTEMPTS: Final = text(
     f"""
