@@ -214,6 +214,7 @@ def small_plan(
         admin_listen=f"127.0.0.1:{free_port()}",
         trainer_listen=f"127.0.0.1:{free_port()}",
         controller_listen=f"127.0.0.1:{free_port()}",
+        console_listen=f"127.0.0.1:{free_port()}",
         data_dir=folder,
         log_dir=folder / "logs",
         settings={

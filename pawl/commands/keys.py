@@ -33,8 +33,8 @@ class KeyFlags(Record, frozen=True, kw_only=True):
         str,
         typer.Option(
             help="What it may be used for, comma-separated: infer (calls), feedback, read "
-            "(metrics), admin (the account at the provider), train (no endpoint yet: it opens "
-            "nothing)."
+            "(metrics, the console), admin (the account at the provider, all tenants in the "
+            "console), train (moving traffic in the console)."
         ),
     ] = "infer,feedback"
     tenant: Annotated[
@@ -95,8 +95,6 @@ def create(flags: KeyFlags) -> None:
     whose = "" if flags.tenant == DEFAULT else f" of tenant {flags.tenant}"
     about = f"key {flags.name} ({new.about.id}){whose} for {','.join(scopes)}"
     print(f"{about}: keep it, it is not shown again", file=sys.stderr)
-    if "train" in scopes:
-        print("no endpoint asks for the scope train yet: it opens nothing", file=sys.stderr)
 
 
 @app.command("list")

@@ -13,7 +13,7 @@ from pawl.commands.common import fail
 from pawl.processes import stop_event
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
-from pawl.settings import StackSettings, read_settings, refuse_unread
+from pawl.settings import ConsoleSettings, StackSettings, read_settings, refuse_unread
 from pawl.stack.model import unpacked_model
 from pawl.stack.preflight import NotReady, check_torch
 from pawl.stack.process import ProcessFailed
@@ -49,7 +49,7 @@ HeldOutEvery = Annotated[
 
 
 def up() -> None:
-    """Run PostgreSQL, vLLM, proxy, trainer and controller on this machine until Ctrl-C.
+    """Run PostgreSQL, vLLM, proxy, trainer, controller and console on this machine until Ctrl-C.
 
     Pawl starts only what you have not configured yourself: no PostgreSQL where DATABASE_URL is
     set, no vLLM where PAWL_UPSTREAM_URL is set. Each process has a log file in PAWL_LOG_DIR.
@@ -181,6 +181,8 @@ async def run_stack(settings: StackSettings) -> None:
                 f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}"
             )
             console.print(f"Rewards go to   POST {stack.feedback_url}")
+            prefix = read_settings(ConsoleSettings).console_prefix
+            console.print(f"Console: http://{plan.console_listen}{prefix}/")
             admin = f"http://{plan.admin_listen}"
             console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
             console.print("Ctrl-C stops everything.")

@@ -11,7 +11,7 @@ import aiohttp
 
 from pawl.database import kept_postgres
 from pawl.processes import run_module
-from pawl.settings import ControllerSettings, StackSettings, read_settings
+from pawl.settings import ConsoleSettings, ControllerSettings, StackSettings, read_settings
 from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports, check_vllm
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import (
@@ -45,6 +45,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         admin_listen: the proxy's admin port, as HOST:PORT.
         trainer_listen: the trainer's metrics port, as HOST:PORT.
         controller_listen: the controller's port, as HOST:PORT.
+        console_listen: the console's port, as HOST:PORT.
         data_dir: folder of the embedded PostgreSQL.
         log_dir: folder of logs.
         database_url: the PostgreSQL to use; None: start the embedded one.
@@ -58,6 +59,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     admin_listen: str
     trainer_listen: str
     controller_listen: str
+    console_listen: str
     data_dir: Path
     log_dir: Path
     database_url: str | None = None
@@ -104,6 +106,7 @@ def configured_plan(
         trainer_listen=trainer.trainer_listen,
         train_gpus=trainer.train_gpus,
         controller_listen=read_settings(ControllerSettings).controller_listen,
+        console_listen=read_settings(ConsoleSettings).console_listen,
         **others,
     )
 
@@ -181,6 +184,7 @@ def preflight(plan: StackPlan) -> None:
         "proxy admin": address(plan.admin_listen)[1],
         "trainer metrics": address(plan.trainer_listen)[1],
         "controller": address(plan.controller_listen)[1],
+        "console": address(plan.console_listen)[1],
     }
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
@@ -210,6 +214,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
         )
     processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
     processes.append(Process("controller", [*pawl, "controller"], environment, plan.log_dir))
+    processes.append(Process("console", [*pawl, "console"], environment, plan.log_dir))
     # The proxy finishes its calls and stores their records before it may be killed.
     settings = ProxySettings()
     stop_s = settings.drain_delay_s + settings.stop_grace_s + STOP_MARGIN_S
@@ -225,6 +230,7 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_ADMIN_LISTEN": plan.admin_listen,
         "PAWL_TRAINER_LISTEN": plan.trainer_listen,
         "PAWL_CONTROLLER_LISTEN": plan.controller_listen,
+        "PAWL_CONSOLE_LISTEN": plan.console_listen,
         "PAWL_DATA_DIR": str(plan.data_dir.resolve()),
         "PYTHONWARNINGS": "ignore",
     }
@@ -244,6 +250,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
         "proxy": f"http://{plan.admin_listen}/readyz",
         "trainer": f"http://{plan.trainer_listen}/metrics",
         "controller": f"http://{plan.controller_listen}/healthz",
+        "console": f"http://{plan.console_listen}/healthz",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",
     }
     waiting = {name: url for name, url in health_urls.items() if name in stack.processes}

@@ -34,12 +34,6 @@ async def test_new_key_is_printed_once_and_only_its_hash_is_stored(
         assert key[22:] not in shown.output
 
 
-async def test_scope_train_is_said_to_open_nothing(pawl: Pawl) -> None:
-    made = await pawl("keys", "create", "trainer", "--scope", "train,read")
-    assert "no endpoint asks for the scope train yet" in made.stderr
-    assert "train" not in (await pawl("keys", "create", "agent")).stderr
-
-
 async def test_json_output_has_each_keys_fields(pawl: Pawl) -> None:
     options = ("--scope", "read,infer", "--per-minute", "60", "--at-once", "8", "--json")
     made = json.loads((await pawl("keys", "create", "ci", *options)).stdout)

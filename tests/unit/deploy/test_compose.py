@@ -16,7 +16,12 @@ import jsonschema
 import pytest
 import yaml
 
-from pawl.settings import ControllerSettings, known_variables, refuse_unread
+from pawl.settings import (
+    ConsoleSettings,
+    ControllerSettings,
+    known_variables,
+    refuse_unread,
+)
 from pawl.stack import vllm
 from pawl.stack.compose import GRAFANA, write_secrets, write_vllm_config
 from pawl.stack.compose import main as setup
@@ -31,7 +36,7 @@ ROOT: Final = Path(__file__).parents[3]
 COMPOSE: Final = ROOT / "docker-compose.yml"
 ENV_EXAMPLE: Final = ROOT / ".env.example"
 DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
-PUBLISHED: Final = {"proxy", "grafana"}
+PUBLISHED: Final = {"proxy", "console", "grafana"}
 # What setup gives to those that need it, and what they must not see of it.
 PASSWORDS: Final = ("POSTGRES_PASSWORD", "GRAFANA_ADMIN_PASSWORD")
 # Each profile, with the services that it adds to those that are always there.
@@ -172,7 +177,7 @@ def test_a_profile_has_a_model_server_and_a_trainer_or_what_watches_them(profile
 
 def test_without_a_profile_there_is_what_one_with_a_model_server_of_their_own_needs() -> None:
     found = {name for name in SERVICES if "profiles" not in service(name)}
-    assert found == {"setup", "postgres", "proxy", "controller"}
+    assert found == {"setup", "postgres", "proxy", "controller", "console"}
     assert ENV_EXAMPLE.read_text().count("\nCOMPOSE_PROFILES=gpu,watch\n") == 1
 
 
@@ -185,7 +190,9 @@ def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
         }
         assert shown == set()
     readers = {name for name in SERVICES if "secrets" in mounts(name)}
-    assert readers == {"setup", "postgres", "proxy", "controller", "trainer", "trainer-cpu"}
+    assert readers == {
+        *("setup", "postgres", "proxy", "controller", "console", "trainer", "trainer-cpu")
+    }
     assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {(str(SECRETS), "ro")}
     for name in readers - {"setup"}:
         assert {one["condition"] for one in awaited(name)["setup"]} == {
@@ -259,14 +266,15 @@ def test_the_controller_is_the_proxys_image_with_another_command() -> None:
     assert "8103" in line
 
 
-def test_only_the_data_port_and_grafana_are_published_and_only_to_this_machine() -> None:
+def test_only_what_people_and_agents_ask_is_published_and_only_to_this_machine() -> None:
     published = {name: service(name)["ports"] for name in SERVICES if service(name).get("ports")}
     assert set(published) == PUBLISHED
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert published["proxy"] == ["127.0.0.1:8100:8100"]
-    assert compose(BIND="0.0.0.0", PROXY_PORT="80")["services"]["proxy"]["ports"] == [
-        "0.0.0.0:80:8100"
-    ]
+    reached = compose(BIND="0.0.0.0", PROXY_PORT="80", CONSOLE_PORT="81")["services"]
+    assert reached["proxy"]["ports"] == ["0.0.0.0:80:8100"]
+    # Without a key it shows everybody everything.
+    assert reached["console"]["ports"] == ["127.0.0.1:81:8105"]
 
 
 def test_all_named_volumes_and_networks_are_declared_and_used() -> None:
@@ -357,6 +365,7 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     proxy, trainer = read(ProxySettings, "proxy"), read(TrainerSettings, "trainer")
     controller = read(ControllerSettings, "controller")
+    console = read(ConsoleSettings, "console")
     assert address(proxy.listen) == ("0.0.0.0", 8100)
     assert proxy.database_url is not None
     assert proxy.upstream_url == trainer.upstream_url
@@ -364,6 +373,8 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert controller.database_url == proxy.database_url
     assert controller.server_urls == trainer.server_urls
     assert address(controller.controller_listen) == ("0.0.0.0", 8103)
+    assert address(console.console_listen) == ("0.0.0.0", 8105)
+    assert console.database_url == proxy.database_url
     assert trainer.model == service("vllm")["command"][0]
     # With a file of policies all of them, and else what the server serves.
     assert trainer.policy is None

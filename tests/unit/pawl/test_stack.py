@@ -219,7 +219,7 @@ def test_no_vllm_is_started_where_a_model_server_is_configured(tmp_path: Path) -
         "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1"
     )
     started = [process.name for process in _processes(plan, "postgresql://h/d")]
-    assert started == ["trainer", "controller", "proxy"]
+    assert started == ["trainer", "controller", "console", "proxy"]
 
 
 class Noted:
