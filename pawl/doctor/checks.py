@@ -39,6 +39,8 @@ Check = Callable[[Facts], Iterable[Finding]]
 # Beyond this without a call nothing arrives; and a proxy with younger ones works, wherever it is.
 SILENT: Final = timedelta(days=1)
 RECENT: Final = timedelta(minutes=5)
+# A trainer begins its policies one by one, and tests the model servers first.
+BEGINS: Final = timedelta(minutes=30)
 # Evaluation may take as long before the first work.
 EVALUATED: Final = timedelta(hours=1)
 # Records that wait on disk, as the alert PawlSpoolGrows has it.
@@ -273,11 +275,16 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
     if facts.trainer.answers or any(policy.about.is_held for policy in facts.policies):
         idle = [p.name for p in facts.policies if not p.about.is_held and not left.get(p.name)]
         if idle or facts.unbegun:
+            started_s = facts.trainer.value("process_start_time_seconds") or 0.0
+            begins = facts.now.timestamp() - started_s < BEGINS.total_seconds()
             yield Finding(
                 title=f"No trainer works on {_named([*idle, *facts.unbegun])}",
                 since=since if idle else None,
-                remedy="read why in the trainer's log (trainer_waits); PAWL_POLICY, if set, and"
+                remedy="wait: the trainer has just been started, and begins one after the other"
+                if begins
+                else "read why in the trainer's log (trainer_waits); PAWL_POLICY, if set, and"
                 " PAWL_POLICIES must name all policies that it is to train",
+                needs_person=not begins,
                 area="learning",
             )
         return

@@ -140,6 +140,7 @@ SFT = {
     "claim": {"group_size": 1, "groups": 4},
     "credit": {"baseline": "none", "normalisation": "none"},
 }
+YOUNG = sample("process_start_time_seconds", ago(minutes=9).timestamp())
 LONGEST = sample("pawl_longest_call_tokens", 512.0)
 DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
 
@@ -180,6 +181,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             "wait",
             False,
         ),
+        (facts(unbegun=("w",), trainer=trainer(YOUNG)), "No trainer works on w", "wait", False),
         (facts(unbegun=("writer",)), "No trainer works on writer", "PAWL_POLICIES", True),
         (
             facts(policy(about=replace(policy().about, base="qwen"))),
