@@ -14,6 +14,7 @@ from store.records import FeedbackRecord, SpoolRecord
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply
 from tests.integration.pawl.console.conftest import OpenConsole, Pages
+from tests.support.browser import WIDE, chromium, view
 from tests.support.ledger.episodes import ingest
 from tests.support.proxy.keys import bearer, made, taken
 from tests.support.records import START, ago, call, reward, statement
@@ -164,3 +165,13 @@ async def test_score_needs_scope_its_tenant_our_page_and_a_proxy(
             sent = await console.ask("POST", path, bearer(key) | more, **form)
             assert sent.status == status, sent.body
         assert b"send it again, which counts once" in sent.body
+
+
+async def test_person_scores_and_skips_by_keys(reviewed: Pages) -> None:
+    async with chromium() as browser, view(browser, reviewed.address, WIDE) as tab:
+        await tab.open("/review?policy=m")
+        await tab.page.keyboard.press("s")
+        await tab.page.get_by_role("heading", name="new").wait_for()
+        await tab.page.keyboard.press("5")
+        await tab.page.get_by_text("Posted reward 1.0: new").wait_for()
+        await tab.page.get_by_role("heading", name="old").wait_for()
