@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, figure, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from store.read.lineage import (
     MOST_MEMBERS,
@@ -115,6 +115,14 @@ def groups_of(members: Sequence[Member]) -> dict[str | None, list[Member]]:
     return groups
 
 
+def _as_figure(value: str) -> str:
+    """Return a value in JSON as people read it, a number with six digits."""
+    try:
+        return figure(float(value), 6)
+    except ValueError:
+        return value.strip('"')
+
+
 async def updates(request: Request) -> Response:
     """List the updates of a policy."""
     before = uuid_in(request.query_params.get("before"))
@@ -164,7 +172,7 @@ async def update(request: Request) -> Response:
         request,
         "update.html",
         update=one,
-        figures=[(name, value) for name, value in flat(figures) if value != "null"],
+        figures=[(name, _as_figure(value)) for name, value in flat(figures) if value != "null"],
         stages=stages_of(one, events),
         recipe=dict(flat(recipe)),
         differences=[] if before is None else differences(before, recipe),

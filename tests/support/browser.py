@@ -25,6 +25,8 @@ AXE: Final = files("axe_playwright_python").joinpath("axe.min.js")
 GRAVE: Final = ("serious", "critical")
 # What hostile text writes into the page's window if it runs.
 RAN: Final = "window.ran"
+# What htmx marks while it asks for a part, and while it puts it into its place.
+_BUSY: Final = ".htmx-request, .htmx-swapping, .htmx-settling, .htmx-added"
 # Chromium's own word for a reply that is no 2xx, which pages about errors have on purpose.
 _STATUS: Final = re.compile(r"Failed to load resource: the server responded with a status of \d+")
 
@@ -56,12 +58,16 @@ class View:
         page.on("popup", lambda popup: self.wrongs.append(f"popup: {popup.url}"))
 
     async def open(self, path: str) -> int:
-        """Go to a path after the prefix, wait until it is quiet, and return its size in bytes."""
+        """Go to a path after the prefix, wait for all its parts, and return its size in bytes."""
         reply = await self.page.goto(self._address + path)
         assert reply is not None
-        size = len(await reply.body())
-        await self.page.wait_for_load_state("networkidle")
-        return size
+        await self.settled()
+        return len(await reply.body())
+
+    async def settled(self) -> None:
+        """Wait until htmx has put all parts of the page into their places."""
+        await self.page.wait_for_load_state()
+        await self.page.wait_for_function("busy => !document.querySelector(busy)", arg=_BUSY)
 
     async def grave_findings(self) -> list[str]:
         """Return what axe-core finds serious or critical, with the first element of each."""
@@ -74,6 +80,15 @@ class View:
             for one in found["violations"]
             if one["impact"] in GRAVE
         ]
+
+    async def focus(self, label: str) -> None:
+        """Press the tab key until the control of this label has the focus."""
+        wanted = self.page.get_by_label(label, exact=True)
+        for _ in range(60):
+            await self.page.keyboard.press("Tab")
+            if await wanted.evaluate("one => one === document.activeElement"):
+                return
+        pytest.fail(f"no key gets to {label!r}")
 
     async def overflow(self) -> int:
         """Return by how many pixels the page itself is wider than the window."""

@@ -104,6 +104,7 @@ def _texts() -> Iterator[str]:
 TEXTS: Final = tuple(_texts())
 # Of what names things: clients cannot make them longer.
 LONGEST_NAME: Final = 200
+NAMES: Final = tuple(dict.fromkeys(text.replace("\0", "")[:LONGEST_NAME] for text in TEXTS))
 
 
 def records() -> list[SpoolRecord]:

@@ -85,7 +85,12 @@
     return [{
       height: spec.small ? 150 : 210, series, bands, legend: { show: Boolean(spec.small) }, cursor,
       axes: [axis(colour, { size: 38, space: 64 }), axis(colour, { size: 56 })],
-      scales: spec.range ? { y: { range: spec.range } } : {}, hooks: { draw: [marks] },
+      // A single time has an hour around it, not years.
+      scales: {
+        x: { range: (_, first, last) => (first === last ? [first - 1800, last + 1800] : [first, last]) },
+        ...(spec.range && { y: { range: spec.range } }),
+      },
+      hooks: { draw: [marks] },
     }, data];
   }
 

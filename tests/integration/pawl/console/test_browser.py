@@ -2,17 +2,46 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Final
+from urllib.parse import quote
 
+import asyncpg
 import pytest
 from playwright.async_api import Browser
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.ledger import fill
+from benchmarks.ledger import LONG_RUN, fill
+from pawl.console.filters import FIELDS
+from pawl.console.pages import LARGEST_PAGE
 from store.embedded import EmbeddedPostgres
+from store.keys import create_key
 from tests.conftest import Psql, database_of
 from tests.integration.pawl.console.conftest import OpenConsole
-from tests.support.browser import NARROW, WIDE, chromium, view
+from tests.support import hostile
+from tests.support.browser import NARROW, RAN, WIDE, chromium, view
+from tests.support.ledger.episodes import store
+from tests.support.records import call
 
 pytestmark = pytest.mark.timeout(600)
+
+# What judges, trainers and servers say, in their own rows.
+_HOSTILE_ROWS: Final = """
+    WITH said AS (
+        SELECT one, place FROM unnest(CAST(:texts AS text[])) WITH ORDINALITY t (one, place)),
+    judged AS (
+        INSERT INTO judgements (episode_id, judge, outcome, reason, attempts, last_call_at)
+        SELECT e.id, one, 'cannot_tell', one, 1, now() FROM said
+            JOIN (SELECT id, row_number() OVER () AS place FROM episodes) e USING (place)),
+    decided AS (
+        INSERT INTO policy_events (id, name, version, from_state, to_state, reason, actor, evidence)
+        SELECT uuidv7(), 'm', 0, 'serving', 'serving', one, 'operator', jsonb_build_object(one, one)
+        FROM said)
+    INSERT INTO updates (id, policy, parent_version, state, recipe, metrics, finished_at)
+    SELECT uuidv7(), 'm', 0, 'abandoned', jsonb_build_object(one, one),
+        jsonb_build_object('error', one, one, one, 'dropped', jsonb_build_object(one, 1)), now()
+    FROM said WHERE place % 10 = 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +59,22 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 async def screens(url: str) -> list[str]:
-    """Return an address of every screen, and of those that say that something is wrong."""
-    return ["/", "/nowhere"]
+    """Return an address of every screen, and of pages that say that something is wrong."""
+    connection = await asyncpg.connect(url)
+    trained, update = await connection.fetchrow(
+        "SELECT episode_id, update_id FROM consumptions WHERE trained AND policy = 'sql' LIMIT 1"
+    )
+    long_run = await connection.fetchval("SELECT id FROM episodes WHERE key = $1", LONG_RUN)
+    failed = await connection.fetchval("SELECT id FROM episodes WHERE failed AND root IS NULL")
+    await connection.close()
+    return [
+        *("/?span=30d", "/episodes", "/episodes?state=scored&low=0.2&high=0.9&agent=coder"),
+        *("/episodes?policy=nobody", "/episodes?low=x"),
+        *(f"/episodes/{one}" for one in (trained, long_run, failed)),
+        *("/groups?policy=sql&task=sql%2F0", "/groups?policy=sql&task=nothing"),
+        *("/versions?policy=sql", "/versions/sql/30", "/versions/sql/30/promote"),
+        *("/updates?policy=sql", f"/updates/{update}", "/review", "/nowhere"),
+    ]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -53,3 +96,83 @@ async def test_every_screen_is_sound_and_accessible(
                 found[path] = findings
             tab.wrongs.clear()
     assert found == {}
+
+
+async def test_hostile_texts_are_shown_as_text_and_do_nothing(
+    engine: AsyncEngine, open_console: OpenConsole, browser: Browser
+) -> None:
+    await store(engine, *hostile.records())
+    async with engine.begin() as connection:
+        await connection.execute(text(_HOSTILE_ROWS), {"texts": list(hostile.NAMES)})
+        rows = (await connection.execute(text("SELECT id, key, task FROM episodes"))).all()
+        updates = (await connection.execute(text("SELECT id FROM updates"))).scalars().all()
+    assert len(rows) >= 200
+    lists = ["/", "/episodes", "/versions?policy=m", "/versions/m/0", "/updates", "/review"]
+    paths = [f"/episodes/{row.id}" for row in rows] + [f"/updates/{one}" for one in updates]
+    paths += [f"/groups?policy=m&task={quote(row.task)}" for row in rows[::10]]
+    paths += [f"/episodes?{name}={quote(row.task)}" for row in rows[::20] for name in FIELDS]
+    wrong: dict[str, list[str]] = {}
+    async with open_console() as console, view(browser, console.address, NARROW) as tab:
+        for path in (*lists, *paths):
+            size = await tab.open(path)
+            if size > LARGEST_PAGE:
+                tab.wrongs.append(f"{size} bytes")
+            if await tab.page.evaluate(RAN) is not None:
+                tab.wrongs.append("a text ran")
+            if wider := await tab.overflow():
+                tab.wrongs.append(f"{wider} pixels wider than the window")
+            if tab.wrongs:
+                wrong[path] = tab.wrongs[:]
+                tab.wrongs.clear()
+    assert wrong == {}
+
+
+async def test_person_logs_in_with_a_key_and_gets_to_the_page_that_was_asked_for(
+    engine: AsyncEngine, open_console: OpenConsole, browser: Browser
+) -> None:
+    async with engine.begin() as connection:
+        key = (await create_key(connection, "anna", ("read",))).key
+    async with (
+        open_console(console_prefix="/pawl") as console,
+        view(browser, console.address) as tab,
+    ):
+        await tab.open("/episodes?state=scored")
+        for given in ("pawl_wrong", key):
+            await tab.page.keyboard.type(given)
+            await tab.page.keyboard.press("Enter")
+            await tab.settled()
+        assert tab.page.url.endswith("/pawl/episodes?state=scored")
+        assert await tab.page.get_by_role("heading", level=1).inner_text() == "Episodes"
+        assert await tab.page.evaluate("document.cookie") == ""
+        await tab.page.get_by_role("button", name="Log out").press("Enter")
+        await tab.page.get_by_role("heading", name="Log in").wait_for()
+    assert tab.wrongs == []
+
+
+async def test_list_shows_new_episodes_while_it_is_looked_at(
+    engine: AsyncEngine, open_console: OpenConsole, browser: Browser
+) -> None:
+    await store(engine, call("the-first"))
+    async with open_console() as console, view(browser, console.address) as tab:
+        await tab.open("/episodes")
+        await tab.page.get_by_text("the-first").wait_for()
+        await store(engine, call("the-second"))
+        await tab.page.get_by_text("the-second").wait_for()
+    assert tab.wrongs == []
+
+
+async def test_filters_are_set_by_keys_alone_and_stay_in_the_address(
+    ledger: str, open_console: OpenConsole, browser: Browser
+) -> None:
+    async with open_console(ledger) as console, view(browser, console.address) as tab:
+        await tab.open("/episodes")
+        keys = tab.page.keyboard
+        await keys.press("Tab")
+        await keys.press("Enter")
+        assert await tab.page.evaluate("location.hash") == "#main"
+        await tab.focus("Policy")
+        await keys.type("sql")
+        await keys.press("Enter")
+        await tab.page.wait_for_url("**policy=sql**")
+        await tab.page.go_back()
+    assert tab.wrongs == []

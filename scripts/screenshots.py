@@ -1,0 +1,99 @@
+"""Take pictures of the console's screens, for the pages about it: `docs/images/console-*.png`.
+
+`python -m scripts.screenshots DEMO EXAMPLE` reads two folders as `make demo` and `make example
+NAME=sql` leave them (`var/demo`, `var/examples/sql`). Needs Chromium (Debian: `chromium`).
+"""
+
+import argparse
+import asyncio
+import io
+from pathlib import Path
+from typing import Final
+
+import asyncpg
+from PIL import Image
+from playwright.async_api import Browser
+
+from pawl.console.app import serving
+from pawl.settings import ConsoleSettings
+from store.embedded import EmbeddedPostgres
+from tests.support.browser import NARROW, WIDE, chromium, view
+
+IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
+# What is below is cut off: a picture is to show what a screen is like.
+TALLEST: Final = {WIDE: 1100, NARROW: 1100}
+COLOURS: Final = 48
+# Addresses of screens, made of the ledger.
+_LONGEST: Final = """
+    SELECT e.id FROM episodes e JOIN consumptions c ON c.episode_id = e.id AND c.trained
+    JOIN transitions t ON t.episode_id = e.id WHERE e.root IS NULL
+    GROUP BY e.id ORDER BY count(*) DESC, e.id LIMIT 1
+"""
+_GROUP: Final = """
+    SELECT policy, task FROM episode_policies WHERE task IS NOT NULL AND reward IS NOT NULL
+    GROUP BY policy, task ORDER BY count(DISTINCT reward) DESC, count(*) DESC, task LIMIT 1
+"""
+_UPDATE: Final = """
+    SELECT policy, version, id FROM updates WHERE state = 'done' AND version IS NOT NULL
+    ORDER BY claimed_at DESC OFFSET 1 LIMIT 1
+"""
+
+
+def main() -> None:
+    """Take the pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("demo", type=Path)
+    parser.add_argument("example", type=Path)
+    options = parser.parse_args()
+    asyncio.run(_take(options.demo, options.example))
+
+
+async def _take(demo: Path, example: Path) -> None:
+    async with chromium() as browser:
+        for folder, wanted in (
+            (demo, ("overview", "versions", "version", "updates", "update")),
+            (example, ("episodes", "episode", "group", "review")),
+        ):
+            server = EmbeddedPostgres(folder / "data")
+            url = server.ensure_running()
+            try:
+                addresses = await _addresses(url)
+                async with serving(ConsoleSettings(console_listen="127.0.0.1:0"), url) as address:
+                    for name in wanted:
+                        for width in (WIDE, NARROW):
+                            picture = await _picture(browser, address, addresses[name], width)
+                            picture.save(IMAGES / f"console-{name}-{width}.png", optimize=True)
+            finally:
+                server.stop()
+
+
+async def _addresses(url: str) -> dict[str, str]:
+    connection = await asyncpg.connect(url)
+    episode = await connection.fetchval(_LONGEST)
+    policy, task = await connection.fetchrow(_GROUP)
+    own, version, update = await connection.fetchrow(_UPDATE)
+    await connection.close()
+    return {
+        "overview": "/?span=7d",
+        "episodes": "/episodes",
+        "episode": f"/episodes/{episode}",
+        "group": f"/groups?policy={policy}&task={task}",
+        "versions": f"/versions?policy={own}",
+        "version": f"/versions/{own}/{version}",
+        "updates": f"/updates?policy={own}",
+        "update": f"/updates/{update}",
+        "review": "/review",
+    }
+
+
+async def _picture(browser: Browser, address: str, path: str, width: int) -> Image.Image:
+    async with view(browser, address, width) as tab:
+        await tab.open(path)
+        png = await tab.page.screenshot(full_page=True, animations="disabled")
+    whole = Image.open(io.BytesIO(png)).convert("RGB")
+    shown = whole.crop((0, 0, width, min(whole.height, TALLEST[width])))
+    return shown.quantize(COLOURS, dither=Image.Dither.NONE)
+
+
+if __name__ == "__main__":
+    main()
