@@ -17,11 +17,12 @@ from pawl.console.pages import LARGEST_PAGE
 from store.embedded import EmbeddedPostgres
 from store.keys import create_key
 from tests.conftest import Psql, database_of
+from tests.integration.conftest import Proxy
 from tests.integration.pawl.console.conftest import OpenConsole
 from tests.support import hostile
 from tests.support.browser import NARROW, RAN, WIDE, chromium, view
 from tests.support.ledger.episodes import store
-from tests.support.records import call
+from tests.support.records import ago, call
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -175,4 +176,17 @@ async def test_filters_are_set_by_keys_alone_and_stay_in_the_address(
         await keys.press("Enter")
         await tab.page.wait_for_url("**policy=sql**")
         await tab.page.go_back()
+    assert tab.wrongs == []
+
+
+async def test_person_scores_episodes_by_number_keys_alone(
+    proxy: Proxy, engine: AsyncEngine, open_console: OpenConsole, browser: Browser
+) -> None:
+    await store(engine, *(call(key, **ago(3600, place)) for place, key in enumerate("ab")))
+    listen = proxy.url.removeprefix("http://")
+    async with open_console(listen=listen) as console, view(browser, console.address) as tab:
+        await tab.open("/review?policy=m")
+        for pressed, posted in (("5", "Posted reward 1.0: b"), ("1", "Posted reward 0.0: a")):
+            await tab.page.keyboard.press(pressed)
+            await tab.page.get_by_text(posted).wait_for()
     assert tab.wrongs == []
