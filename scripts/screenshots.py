@@ -9,6 +9,7 @@ import asyncio
 import io
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 import asyncpg
 from PIL import Image
@@ -23,11 +24,11 @@ IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
 # What is below is cut off: a picture is to show what a screen is like.
 TALLEST: Final = {WIDE: 1100, NARROW: 1100}
 COLOURS: Final = 48
-# Addresses of screens, made of the ledger.
+# Of the ledger: an episode of many calls, if possible a trained one; a group; a version's update.
 _LONGEST: Final = """
-    SELECT e.id FROM episodes e JOIN consumptions c ON c.episode_id = e.id AND c.trained
-    JOIN transitions t ON t.episode_id = e.id WHERE e.root IS NULL
-    GROUP BY e.id ORDER BY count(*) DESC, e.id LIMIT 1
+    SELECT e.id FROM episodes e JOIN transitions t ON t.episode_id = e.id
+    LEFT JOIN consumptions c ON c.episode_id = e.id WHERE e.root IS NULL
+    GROUP BY e.id ORDER BY bool_or(c.trained) DESC NULLS LAST, count(*) DESC, e.id LIMIT 1
 """
 _GROUP: Final = """
     SELECT policy, task FROM episode_policies WHERE task IS NOT NULL AND reward IS NOT NULL
@@ -71,13 +72,14 @@ async def _addresses(url: str) -> dict[str, str]:
     connection = await asyncpg.connect(url)
     episode = await connection.fetchval(_LONGEST)
     policy, task = await connection.fetchrow(_GROUP)
-    own, version, update = await connection.fetchrow(_UPDATE)
+    made = await connection.fetchrow(_UPDATE)
     await connection.close()
+    own, version, update = made or (policy, 0, None)
     return {
-        "overview": "/?span=7d",
+        "overview": "/?span=24h",
         "episodes": "/episodes",
         "episode": f"/episodes/{episode}",
-        "group": f"/groups?policy={policy}&task={task}",
+        "group": f"/groups?policy={policy}&task={quote(task)}",
         "versions": f"/versions?policy={own}",
         "version": f"/versions/{own}/{version}",
         "updates": f"/updates?policy={own}",

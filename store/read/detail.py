@@ -300,15 +300,18 @@ class CallTexts(NamedTuple):
     reply: bytes | None
 
 
-# Each id once: the comparison of bodies that `UNION` would make is left out.
+# Each id once: the comparison of bodies that `UNION` would make is left out. The planner takes a
+# chain for long, and would read all calls for it: with a limit each one is looked up by its id.
 _CHAIN: Final = text(
     """
     WITH RECURSIVE chain AS (
         SELECT id, parent_id FROM transitions WHERE id = ANY(:ids)
             AND octet_length(request) + COALESCE(request_prefix + request_suffix, 0) <= :most
-        UNION SELECT t.id, t.parent_id FROM chain c JOIN transitions t ON t.id = c.parent_id)
-    SELECT t.id, t.parent_id, t.request, t.request_prefix, t.request_suffix
-    FROM chain c JOIN transitions t ON t.id = c.id
+        UNION SELECT t.* FROM chain c CROSS JOIN LATERAL (
+            SELECT id, parent_id FROM transitions WHERE id = c.parent_id LIMIT 1) t)
+    SELECT t.* FROM chain c CROSS JOIN LATERAL (
+        SELECT id, parent_id, request, request_prefix, request_suffix
+        FROM transitions WHERE id = c.id LIMIT 1) t
     """
 )
 _REPLIES: Final = text(
