@@ -104,10 +104,14 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         *("reason=alone", "reason=error_reply", "reason=greedy&policy=code", tasks[0], tasks[1]),
     ]
     return {
-        "overview": ["/", *(f"/?policy={policy}" for policy in POLICIES)],
+        "overview": [f"/?days={days}" for days in (1, 7, 30)],
+        "overview's rewards": [f"/overview/rewards?days={days}" for days in (1, 7, 30)],
+        "overview's traffic": [f"/overview/calls?days={days}" for days in (1, 7, 30)],
         "episodes": [f"/episodes?{one}" for one in filters],
+        "episodes' counts": [f"/episodes/counts?{one}" for one in filters],
         "episode": [f"/episodes/{row['id']}" for row in some],
         "episode of 200 calls": [f"/episodes/{long_run}"],
+        "credit": [f"/episodes/{row['id']}/credit" for row in some],
         "group": [f"/groups?{one}" for one in tasks],
         "versions": ["/versions", *(f"/versions?policy={policy}" for policy in POLICIES)],
         "version": [f"/versions/{one}" for one in versions],

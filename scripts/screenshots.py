@@ -23,7 +23,7 @@ from tests.support.browser import NARROW, WIDE, chromium, view
 IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
 # What is below is cut off: a picture is to show what a screen is like.
 TALLEST: Final = {WIDE: 1100, NARROW: 1100}
-COLOURS: Final = 48
+COLOURS: Final = 128
 # Of the ledger: an episode of many calls, if possible a trained one; a group; a version's update.
 _LONGEST: Final = """
     SELECT e.id FROM episodes e JOIN transitions t ON t.episode_id = e.id
@@ -76,7 +76,7 @@ async def _addresses(url: str) -> dict[str, str]:
     await connection.close()
     own, version, update = made or (policy, 0, None)
     return {
-        "overview": "/?span=24h",
+        "overview": "/?days=1",
         "episodes": "/episodes",
         "episode": f"/episodes/{episode}",
         "group": f"/groups?policy={policy}&task={quote(task)}",

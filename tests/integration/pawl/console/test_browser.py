@@ -69,7 +69,7 @@ async def screens(url: str) -> list[str]:
     failed = await connection.fetchval("SELECT id FROM episodes WHERE failed AND root IS NULL")
     await connection.close()
     return [
-        *("/?span=30d", "/episodes", "/episodes?state=scored&low=0.2&high=0.9&agent=coder"),
+        *("/?days=30", "/episodes", "/episodes?state=scored&low=0.2&high=0.9&agent=coder"),
         *("/episodes?policy=nobody", "/episodes?low=x"),
         *(f"/episodes/{one}" for one in (trained, long_run, failed)),
         *("/groups?policy=sql&task=sql%2F0", "/groups?policy=sql&task=nothing"),
