@@ -31,8 +31,9 @@ _LONGEST: Final = """
     GROUP BY e.id ORDER BY bool_or(c.trained) DESC NULLS LAST, count(*) DESC, e.id LIMIT 1
 """
 _GROUP: Final = """
-    SELECT policy, task FROM episode_policies WHERE task IS NOT NULL AND reward IS NOT NULL
-    GROUP BY policy, task ORDER BY count(DISTINCT reward) DESC, count(*) DESC, task LIMIT 1
+    SELECT policy, task, claimed_by FROM episode_policies WHERE task IS NOT NULL
+    GROUP BY policy, task, claimed_by
+    ORDER BY claimed_by IS NULL, count(DISTINCT reward) DESC, count(*) DESC, task LIMIT 1
 """
 _UPDATE: Final = """
     SELECT policy, version, id FROM updates WHERE state = 'done' AND version IS NOT NULL
@@ -52,8 +53,8 @@ def main() -> None:
 async def _take(demo: Path, example: Path) -> None:
     async with chromium() as browser:
         for folder, wanted in (
-            (demo, ("overview", "versions", "version", "updates", "update")),
-            (example, ("episodes", "episode", "group", "review")),
+            (demo, ("overview", "versions", "version", "updates", "update", "group", "review")),
+            (example, ("episodes", "episode")),
         ):
             server = EmbeddedPostgres(folder / "data")
             url = server.ensure_running()
@@ -71,7 +72,7 @@ async def _take(demo: Path, example: Path) -> None:
 async def _addresses(url: str) -> dict[str, str]:
     connection = await asyncpg.connect(url)
     episode = await connection.fetchval(_LONGEST)
-    policy, task = await connection.fetchrow(_GROUP)
+    policy, task, claimed_by = await connection.fetchrow(_GROUP)
     made = await connection.fetchrow(_UPDATE)
     await connection.close()
     own, version, update = made or (policy, 0, None)
@@ -79,7 +80,7 @@ async def _addresses(url: str) -> dict[str, str]:
         "overview": "/?days=1",
         "episodes": "/episodes",
         "episode": f"/episodes/{episode}",
-        "group": f"/groups?policy={policy}&task={quote(task)}",
+        "group": f"/groups?policy={policy}&task={quote(task)}&update={claimed_by or ''}",
         "versions": f"/versions?policy={own}",
         "version": f"/versions/{own}/{version}",
         "updates": f"/updates?policy={own}",
