@@ -123,6 +123,7 @@ async def group(request: Request) -> Response:
         updates = await group_updates(connection, policy, task)
         calls = await first_calls(connection, [one.id for one in members])
         parting, compared = None, 0
+        texts: dict[UUID, CallTexts] = {}
         while len(members) > 1 and parting is None and compared < FIRST_CALLS:
             compared += AT_ONCE
             wanted = {call.id for own in calls.values() for call in own[:compared]}
@@ -132,7 +133,7 @@ async def group(request: Request) -> Response:
                 for call in own[:compared]
                 if call.parent_id
             }
-            texts = await call_texts(connection, wanted)
+            texts |= await call_texts(connection, wanted - texts.keys())
             said = {one: messages_of(own[:compared], texts) for one, own in calls.items()}
             parting = parting_of(said)
             if all(len(own) <= compared for own in calls.values()):

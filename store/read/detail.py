@@ -456,7 +456,7 @@ async def raw_body(
 
 # Those that are compared side by side, and how many calls of each.
 MOST_ATTEMPTS: Final = 16
-FIRST_CALLS: Final = 12
+FIRST_CALLS: Final = 6
 
 _ATTEMPTS: Final = text(
     f"""
