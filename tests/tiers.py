@@ -12,6 +12,7 @@ SLOW: Final = (
     "tests/e2e/test_processes_killed.py",
     "tests/e2e/test_responses.py",
     "tests/e2e/with_own_server/test_cpu_lora_server.py",
+    "tests/e2e/with_own_server/test_gate.py",
     "tests/e2e/with_own_server/test_mixture.py",
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
     "tests/e2e/with_own_server/test_scenario.py::test_an_example_learns_and_reports[3]",
