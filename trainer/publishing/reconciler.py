@@ -55,14 +55,17 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
 def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
     """Return the servable versions of the policies whose base model the server has.
 
-    Those with the traffic come first, then the newest: what most requests ask for.
+    Those with the traffic come first, then a canary and the control, then the newest: what most
+    requests ask for.
     """
     bases = {name for name, model in listed.items() if model.get("parent") is None}
     here = {
         version.name for version in versions if not version.version and version.served_name in bases
     }
     servable = [one for one in versions if one.version and one.is_servable and one.name in here]
-    return sorted(servable, key=lambda v: (v.state != "serving", -v.version, v.name))
+    return sorted(
+        servable, key=lambda v: (v.state != "serving", v.share is None, -v.version, v.name)
+    )
 
 
 def has_other_files(version: PolicyVersion, listed: Listed) -> bool:

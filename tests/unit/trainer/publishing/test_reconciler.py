@@ -13,7 +13,12 @@ STATES: Final = get_args(PolicyState)
 
 
 def version(
-    name: str, number: int, state: PolicyState = "serving", *, unloaded: bool = False
+    name: str,
+    number: int,
+    state: PolicyState = "serving",
+    *,
+    unloaded: bool = False,
+    share: float | None = None,
 ) -> PolicyVersion:
     return PolicyVersion(
         name=name,
@@ -23,6 +28,7 @@ def version(
         adapter_path=f"/a/{name}/{number}" if number else None,
         update_id=None,
         unloaded=unloaded,
+        share=share,
     )
 
 
@@ -34,10 +40,10 @@ def adapter(name: str, number: int, root: str | None = None) -> dict[str, dict[s
 BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent": None}}
 
 
-def test_serving_version_comes_first_then_the_newest() -> None:
+def test_serving_version_comes_first_then_what_has_a_share_then_the_newest() -> None:
     versions = [
         version("a", 0, "retired"),
-        version("a", 1, "retired"),
+        version("a", 1, "retired", share=0.05),
         version("a", 2, "serving"),
         version("a", 3, "written"),
         version("a", 4, "rejected"),
@@ -46,7 +52,7 @@ def test_serving_version_comes_first_then_the_newest() -> None:
         version("a", 7, "rolled_back", unloaded=True),
         version("a", 8, "loaded"),
     ]
-    assert [one.version for one in belonging(versions, BASE)] == [2, 8, 6, 1]
+    assert [one.version for one in belonging(versions, BASE)] == [2, 1, 8, 6]
 
 
 def test_an_adapter_of_another_base_belongs_elsewhere() -> None:
