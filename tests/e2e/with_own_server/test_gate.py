@@ -173,7 +173,7 @@ class World:
             self.episodes += 1
 
     async def decided_at(self, stands: Gated) -> datetime:
-        """Return when the last episode began that the watch of what serves needed, by the ledger."""
+        """Return when the last episode began that the watch of what serves needed."""
         rule, control = msgspec.convert(dict(stands.serving.gate or {}), Rule), stands.control
         assert control is not None
         shares = {"new_share": 1 - rule.control_share, "old_share": rule.control_share}
