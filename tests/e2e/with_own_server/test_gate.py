@@ -20,17 +20,19 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.stack import small_plan
-from pawl.controller.comparison import Comparison, Rule
-from pawl.controller.evidence import KNOWN, Evidence, counted_at
+from pawl.controller.comparison import Comparison
+from pawl.controller.evidence import KNOWN, STORED, Evidence
 from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
 from store.read.gates import Gated, gated
+from store.records import Arm
 from store.version_queries import list_events, list_versions
 from store.versions import PolicyEvent
 from tests.support.controller.one_word import PROMPT, THINGS, word
 from tests.support.training import write_adapter
 from tests.support.waiting import awaited, until
 from trainer.importing import import_adapter
+from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
 # On a machine that others slow down, it takes ten minutes.
@@ -174,25 +176,22 @@ class World:
 
     async def decided_at(self, stands: Gated) -> datetime:
         """Return when the last episode began that the watch of what serves needed."""
-        rule, control = msgspec.convert(dict(stands.serving.gate or {}), Rule), stands.control
+        rule, control = load_recipe(self._settings.recipe).publish, stands.control
         assert control is not None
+        given: dict[Arm, set[int]] = {
+            "serving": {stands.serving.version.version},
+            "control": {control.version.version},
+        }
         shares = {"new_share": 1 - rule.control_share, "old_share": rule.control_share}
-        evidence = Evidence(
-            POLICY,
-            rule,
-            ("serving", {stands.serving.version.version}),
-            ("control", {control.version.version}),
-            control.since,
-            Comparison(rule, **shares, watches=True),
-        )
+        comparison = Comparison(rule, **shares, watches=True)
+        evidence = Evidence(POLICY, rule, "serving", control.since, comparison)
         now, end = control.since + KNOWN, (await self.gated()).now
         async with self.engine.connect() as connection:
             while now < end:
                 now += LOOK
-                await evidence.catch_up(connection, now)
-                verdict = evidence.comparison.verdict
-                if verdict is not None and verdict.kind == "worse":
-                    return counted_at(rule, now)
+                await evidence.catch_up(connection, given, now)
+                if comparison.verdict is not None and comparison.verdict.kind == "worse":
+                    return now - timedelta(seconds=rule.reward_delay_s) - STORED
         raise AssertionError("the evidence does not suffice")
 
 
