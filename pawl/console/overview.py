@@ -55,7 +55,9 @@ async def doctor(request: Request) -> Response:
     console = console_of(request)
     # It asks all processes: once at a time, however many people look.
     async with console.examining:
-        found = await examine(console.settings, console.engine, viewer(request).tenant)
+        tenant = viewer(request).tenant
+        of_parts = tenant is None
+        found = await examine(console.settings, console.engine, tenant, of_parts=of_parts)
     return fragment(request, "overview_doctor.html", found=found)
 
 

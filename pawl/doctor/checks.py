@@ -105,9 +105,13 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
 }
 
 
-def findings(facts: Facts) -> list[Finding]:
-    """Return what needs a person, the cause most upstream first, and then what passes by itself."""
-    found = [finding for check in CHECKS for finding in check(facts)]
+def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
+    """Return what needs a person, the cause most upstream first, and then what passes by itself.
+
+    Unless `of_parts`, processes, servers and disks, which all tenants share, are left out.
+    """
+    checks = [check for check in CHECKS if of_parts or check not in OF_PARTS]
+    found = [finding for check in checks for finding in check(facts)]
     return sorted(found, key=lambda finding: not finding.needs_person)
 
 
@@ -807,4 +811,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(paused, no_slot, spent_untrained, drifted),
     *(frozen, not_as_trained, controller_away, undecided),
     *(missing_key, too_long, waits_for_signal),
+)
+OF_PARTS: Final[tuple[Check, ...]] = (
+    *(unusable_files, database_away, disk_full, records_wait),
+    *(proxy_away, server_away, trainer_away, no_slot, controller_away, missing_key),
 )

@@ -62,14 +62,18 @@ T = TypeVar("T")
 
 
 async def examine(
-    settings: DoctorSettings, engine: AsyncEngine | None = None, tenant: str | None = None
+    settings: DoctorSettings,
+    engine: AsyncEngine | None = None,
+    tenant: str | None = None,
+    *,
+    of_parts: bool = True,
 ) -> list[Finding]:
     """Return why policies do not learn, or when they will next (`pawl.doctor.checks.findings`).
 
     Without an `engine` the database of the settings is asked, if it runs. With `tenant` the
     policies and calls are this tenant's. It raises nothing: what cannot be asked is a finding.
     """
-    return findings(await gather(settings, engine, tenant))
+    return findings(await gather(settings, engine, tenant), of_parts=of_parts)
 
 
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:

@@ -105,3 +105,9 @@ async def test_key_of_a_tenant_sees_its_own_alone(console: Pages, engine: AsyncE
         page = await shown(console, "/episodes", {"Authorization": f"Bearer {key.key}"})
         seen[name] = ("e-of-all" in page, "episode-of-acme" in page)
     assert seen == {"acme": (False, True), "default": (True, False), "admin": (True, True)}
+    # Nor what the processes are, which all tenants share; none runs here.
+    doctor = {}
+    for name, key in keys.items():
+        page = await shown(console, "/overview/doctor", {"Authorization": f"Bearer {key.key}"})
+        doctor[name] = "127.0.0.1" in page
+    assert doctor == {"acme": False, "default": False, "admin": True}
