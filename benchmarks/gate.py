@@ -221,15 +221,20 @@ class Policy:
                 self._offer(waiting)
 
     def _judge(self, watched: Comparison) -> None:
-        """Roll back what serves, to its control, or note that it is proven."""
-        if watched.verdict is None:
+        """Give the traffic back to the control, or note that what serves is proven."""
+        is_unproven = self._control_share > self._rule.control_share
+        is_given_back = watched.verdict is None and is_unproven and watched.tells_against
+        if watched.verdict is None and not is_given_back:
             return
         self._note(0)
-        if watched.verdict.kind == "worse":
+        if is_given_back or (watched.verdict and watched.verdict.kind == "worse"):
             assert self._control is not None
             self.serving, self._control, self._watch = self._control, None, None
             self._control_share = 0.0
-            self._no_canary()
+            if is_given_back and self._canary is not None:
+                self._trial = Live(self._rule, self._tried(), begins=self._now, watches=False)
+            else:
+                self._no_canary()
         elif not self.serving.proven:
             self.serving.proven = True
             self._control_share = self._rule.control_share
@@ -327,7 +332,7 @@ def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     heads = ["mode", "episodes a day", *(_signed(effect) for effect in EFFECTS)]
     title = "One version: share that serves after 30 days (median days, or tasks, to a decision)"
     bars = [Bar(f"0.10 better, promoted within {SOON} tasks", soon, FOUND, at_least=True)]
-    for way, rates in ((EVALUATED, RATES), (CANARY, RATES[1:]), (KEEPS, RATES)):
+    for way, rates in ((EVALUATED, RATES), (CANARY, RATES), (KEEPS, RATES)):
         worst = max(harmful[way, per_day] for per_day in rates)
         name = f"0.05 worse, serves after 30 days: {way.name}, from {rates[0]} episodes a day"
         bars.append(Bar(name, worst, MISTAKES))

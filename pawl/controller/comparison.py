@@ -37,6 +37,9 @@ GUARD_MARGIN: Final = 0.05
 FEWEST_OWN: Final = 4
 # A guard's evidence that keeps a version without proof from the traffic at the end of its time.
 SUSPICIOUS: Final = 2.0
+# So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
+# + m) of the arms' episodes, rewards of 0 or 1.
+INFORMATION: Final = 200.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
 # The median is of the newest TIMES episodes of the old version, and is first taken of FIRST_TIMES.
@@ -266,6 +269,11 @@ class Comparison:
         return len(self._blocks) - blocks >= FEWEST_OWN and self._total >= total
 
     @property
+    def tells_against(self) -> bool:
+        """Return whether as much is known as decides a trial, and the new version scores lower."""
+        return self._weight >= INFORMATION and self._total < 0
+
+    @property
     def points_to_harm(self) -> bool:
         """Return whether what was seen so far, however little, speaks against the new version.
 
@@ -364,9 +372,6 @@ class Comparison:
         return None
 
 
-# So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
-# + m) of the arms' episodes, rewards of 0 or 1.
-INFORMATION: Final = 200.0
 LEAST_SHARE: Final = 0.05
 MOST_SHARE: Final = 0.5
 

@@ -166,6 +166,9 @@ class PolicyGate:
         verdict = evidence.comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return partial(self._fall, connection, serving, _why(evidence.comparison, rule))
+        is_unproven = _share_of(control) > rule.control_share
+        if verdict is None and is_unproven and evidence.comparison.tells_against:
+            return partial(self._give_back, connection, serving, control, evidence.comparison, rule)
         # Its own episodes have to speak for it: it will itself be the control of what comes next.
         is_own = evidence.newest == number and evidence.comparison.is_borne_out
         if verdict is None or not is_own or await is_proven(connection, self._name, number):
@@ -178,6 +181,23 @@ class PolicyGate:
         """Write down that what serves is no worse than its control, whose share gets smaller."""
         await set_control_share(connection, self._name, rule.control_share)
         return await self._stay(connection, serving, why)
+
+    async def _give_back(
+        self,
+        connection: AsyncConnection,
+        serving: Standing,
+        control: Standing,
+        comparison: Comparison,
+        rule: PublishOptions,
+    ) -> list[Move]:
+        """Let the control serve in place of a version without proof, which is only retired."""
+        why, version = _why(comparison, rule), control.version
+        await promote(connection, self._name, version.version, **why)
+        taken = f"{version.served_name} took the traffic"
+        return [
+            Move(serving.version, "retired", taken),
+            Move(version, "serving", why["reason"]),
+        ]
 
     async def _try(self, connection: AsyncConnection, stands: Gated) -> Act | None:
         """Compare the canary with what serves: do its episodes suffice, or is its time over?

@@ -152,6 +152,27 @@ async def test_proof_moves_the_control_with_the_next_promotion_only(
     assert await states(engine) == {**before, 2: "serving", 3: "rolled_back"}
 
 
+@pytest.mark.parametrize(("share", "serving"), [(0.5, 0), (RULE["control_share"], 1)])
+async def test_trial_that_showed_nothing_goes_on_and_may_give_the_traffic_back(
+    engine: AsyncEngine, judge: Deciding, share: float, serving: int
+) -> None:
+    """As much is known in the end as a trial needs, and it tells, without proof, against it."""
+    await serves(engine, 1, 0, {**IMMEDIATE, "margin": 0.05})
+    async with engine.begin() as connection:
+        await set_control_share(connection, "m", share)
+    await pass_time(engine)
+    await next_version(engine, 2, 1)
+    arms: Any = {("control", 0): [0.0, 1.0, 0.55], ("serving", 1): [0.0, 1.0, 0.45]}
+    await live(engine, arms, many=300)
+    await judge.look(engine)
+    assert (await states(engine))[1] == "serving"
+    await live(engine, arms, "b", many=150)
+    await look(engine)
+    # What was trained on it is not thrown away.
+    assert await states(engine) == {serving: "serving", 1 - serving: "retired", 2: "written"}
+    assert await shares(engine) == ({} if serving == 0 else {0: share})
+
+
 async def test_version_after_a_roll_back_is_watched_again(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
