@@ -272,7 +272,7 @@ def waits_for(fate: Fate, episode: EpisodeDetail) -> str:
         if applies:
             return why
     size = f" of the {fate.group_size} that the last update took" if fate.group_size else ""
-    return f"the next update: {fate.ready} scored attempts at its task wait{size}"
+    return f"it waits for the next update: {fate.ready} scored attempts at its task wait{size}"
 
 
 async def credit(request: Request) -> Response:

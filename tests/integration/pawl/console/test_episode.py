@@ -184,7 +184,7 @@ async def test_episode_is_shown_with_what_was_said_and_what_came_of_it(
     # What was said before is not said again.
     assert page.count("How many customers") == 1
     later = await console.get(f"/episodes/{known['run-2']}/credit")
-    assert "mean of the attempts (0, 0.25, 0.5, 0.75)" in later.body.decode()
+    assert "mean of the attempts (0, 0.250, 0.500, 0.750)" in later.body.decode()
     assert (await console.get(f"/episodes/{new_id()}")).status == 404
 
 
