@@ -298,10 +298,11 @@ class BadQuery(StoreError):
     """Report a query that cannot be read; the message names the field and the remedy."""
 
 
-def read_query(query: str) -> str | Selection:
+def read_query(query: str, *, zoned: bool = False) -> str | Selection:
     """Read an episode's key or id, or conditions `FIELD=VALUE` between commas (pure).
 
-    A comma in a value is part of it unless a field follows.
+    A comma in a value is part of it unless a field follows. A time without a zone is in this
+    machine's, or with `zoned` refused.
 
     Raises:
         BadQuery: a value is missing or is no time, a field comes twice, or an episode's name has
@@ -320,12 +321,18 @@ def read_query(query: str) -> str | Selection:
         values[field] = value
         if field.endswith(("since", "before")):
             try:
-                values[field] = datetime.fromisoformat(value).astimezone()
-            except ValueError as error:
+                time = datetime.fromisoformat(value)
+                values[field] = time.astimezone()
+            except (ValueError, OverflowError) as error:
                 raise BadQuery(
                     f"{where}: {value!r} is no time: write it as 2026-11-22 or 2026-11-22T14:30,"
                     " with a zone (+01:00) or in this machine's"
                 ) from error
+            if zoned and time.tzinfo is None:
+                raise BadQuery(
+                    f"{where}: {value!r} has no zone: write {time:%Y-%m-%dT%H:%M}Z for UTC, or"
+                    " +01:00 or another in place of Z"
+                )
     if "episode" not in values:
         names = {"before": "begun_before"}
         return Selection(
@@ -434,6 +441,8 @@ def as_text(retrained: Retrained) -> str:
             f"\n{retrained.serves} learned from {retrained.learned} of the episodes to leave out:"
             " start at an earlier version"
         )
+    if retrained.abandoned is not None:
+        text += f"\nupdate {retrained.abandoned}, which runs, is abandoned"
     if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
         text += (
             f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"

@@ -89,6 +89,7 @@ class Retrained(Record, frozen=True, kw_only=True):
         freed: episodes that may be claimed again, by `trained`, or why they had not been.
         left_out: episodes that were left out, of those freed and of those that waited.
         learned: episodes to leave out that `serves`, or a version before it, was trained on.
+        abandoned: the update that ran, and lost its claim, if any.
         ended: how many versions ended.
         max_staleness: the limit of the last recipe: once the new line has so many versions, what
             still waits of the old one expires.
@@ -99,6 +100,7 @@ class Retrained(Record, frozen=True, kw_only=True):
     freed: Mapping[str, int]
     left_out: int
     learned: int
+    abandoned: UUID | None = None
     ended: int = 0
     max_staleness: int | None = None
 
@@ -150,6 +152,7 @@ async def retrain(
         freed=dict(freed),
         left_out=len(reasons),
         learned=(await run(_LEARNED))[0],
+        abandoned=running,
         ended=len(await run(_END)),
         max_staleness=recipes[0].get("claim", {}).get("max_staleness"),
     )

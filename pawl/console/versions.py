@@ -5,11 +5,12 @@ what became different; the second does it for good, unless something else would 
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from hashlib import sha256
 from http import HTTPStatus
 from typing import Final, Literal, get_args
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -45,6 +46,7 @@ from store.read.lineage import (
     why_decided,
 )
 from store.records import Record
+from store.selecting import Selection
 from store.version_queries import list_events
 from store.version_states import lock_policies
 from store.versions import PolicyVersion
@@ -168,16 +170,18 @@ class Order(Record, frozen=True, kw_only=True):
 class Effects(Record, frozen=True, kw_only=True):
     """Say what a change makes different, one sentence each; `notes` may be others a moment later.
 
+    `basis` is what else a person confirms: the evidence, or which update and how many episodes.
     `waits_for` is a version that the servers have to load first.
     """
 
-    sentences: tuple[str, ...]
+    sentences: tuple[str, ...] = ()
+    basis: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     waits_for: PolicyVersion | None = None
 
     def digest(self, order: Order) -> str:
         """Return what tells these effects of an order from all others."""
-        said = [order.action, order.named, *sorted(order.without), *self.sentences]
+        said = [order.action, order.named, *sorted(order.without), *self.sentences, *self.basis]
         return sha256("\n".join(said).encode()).hexdigest()[:24]
 
 
@@ -217,10 +221,19 @@ def sentences_of(policy: str, before: Mapping[int, Place], after: Mapping[int, P
     return said
 
 
-async def _carry_out(
-    connection: AsyncConnection, order: Order, tenant: str | None
-) -> tuple[PolicyVersion | None, tuple[str, ...]]:
-    """Do what an order says; return the version that was recalled for it, if any, and notes."""
+def times_of(without: Sequence[str | Selection]) -> list[str]:
+    """Return the times of a retraining's queries in UTC (pure)."""
+    return [
+        f"{name.replace('_', ' ')}: {value.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        for one in without
+        if isinstance(one, Selection)
+        for name, value in msgspec.structs.asdict(one).items()
+        if isinstance(value, datetime)
+    ]
+
+
+async def _carry_out(connection: AsyncConnection, order: Order, tenant: str | None) -> Effects:
+    """Do what an order says, and return its effects without the sentences."""
     match order.action:
         case "promote":
             version, waits = await find_to_promote(connection, order.named, tenant)
@@ -228,20 +241,27 @@ async def _carry_out(
                 await recall(connection, version, order.reason)
             evidence = None if waits is None else waits.evidence
             await promote_as_seen(connection, version, order.reason, evidence)
-            return (version if version.unloaded else None), ()
+            return Effects(
+                basis=() if waits is None else (str(waits.id),),
+                waits_for=version if version.unloaded else None,
+            )
         case "rollback":
             await roll_back_by_hand(connection, order.named, order.reason, tenant)
         case "freeze" | "unfreeze":
             is_frozen = order.action == "freeze"
             await freeze_by_hand(connection, order.policy, order.reason, tenant, frozen=is_frozen)
         case "retrain":
-            without = [read_query(query) for query in order.without]
+            without = [read_query(query, zoned=True) for query in order.without]
             start, retrain = await prepare_retraining(
                 connection, order.policy, order.number, without, order.reason, tenant
             )
-            notes = as_text(await retrain(connection)).splitlines()
-            return (start if start.unloaded else None), tuple(notes)
-    return None, ()
+            done = await retrain(connection)
+            return Effects(
+                notes=(*as_text(done).splitlines(), *times_of(without)),
+                basis=tuple(map(str, (done.left_out, done.learned, done.abandoned))),
+                waits_for=start if start.unloaded else None,
+            )
+    return Effects()
 
 
 async def carry_out(connection: AsyncConnection, order: Order, tenant: str | None) -> Effects:
@@ -253,12 +273,12 @@ async def carry_out(connection: AsyncConnection, order: Order, tenant: str | Non
     await begin(connection, CHANGE_S)
     await lock_policies(connection, [order.policy])
     before = await places_of(connection, order.policy, [order.number])
-    waits_for, notes = await _carry_out(connection, order, tenant)
+    effects = await _carry_out(connection, order, tenant)
     after = await places_of(connection, order.policy, before.keys())
     said = tuple(sentences_of(order.policy, before, after))
-    if not said:
+    if not said and order.action != "retrain":
         raise StateChanged(f"{order.action} of {order.named} changes nothing: it is so already")
-    return Effects(sentences=said, notes=notes, waits_for=waits_for)
+    return msgspec.structs.replace(effects, sentences=said)
 
 
 # Pages
@@ -437,7 +457,7 @@ async def attempt(request: Request, order: Order, saw: str | None) -> tuple[Effe
     await wait_until_loaded(effects.waits_for)
     async with writing(request, "train") as connection:
         again = await carry_out(connection, order, tenant)
-        if again.sentences != effects.sentences:
+        if again.digest(order) != saw:
             raise StateChanged(f"while {order.named} was loaded the versions changed: look again")
     return effects, True
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl import by_hand
 from store.grants import Scope
+from store.ids import new_id
 from store.records import SpoolRecord
+from store.schema.tables import updates
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.version_states import add_event, begin_canary, make_loaded
@@ -204,6 +207,43 @@ async def test_change_is_refused_once_it_comes_to_something_else(
     assert (stale.status, "Nothing was done" in text_of(stale)) == (409, True)
     assert await states(line) == before
     assert (await console.ask("POST", "/versions/m/2/promote", saw=seen_in(stale))).status == 303
+
+
+async def test_approval_is_refused_once_there_is_other_evidence(
+    console: Pages, line: AsyncEngine
+) -> None:
+    await wait(line, 2)
+    seen = seen_in(await console.get("/versions/m/2/promote"))
+    await wait(line, 2)
+    assert (await console.ask("POST", "/versions/m/2/promote", saw=seen)).status == 409
+    assert (await states(line))[2] == "loaded"
+
+
+async def test_retraining_is_refused_once_it_leaves_out_more_or_abandons_an_update(
+    console: Pages, line: AsyncEngine
+) -> None:
+    path, without = "/versions/m/3/retrain", "since=2026-01-01T01:00+01:00"
+    async with line.begin() as connection:
+        await promote(connection, "m", 3)
+        await ingest(connection, [call("a", policy_version=3), reward(1.0, episode="a")])
+    noon = await console.ask("POST", path, without="since=2026-01-01T01:00")
+    assert (noon.status, "since: '2026-01-01T01:00' has no zone" in text_of(noon)) == (409, True)
+    asked = await console.ask("POST", path, without=without)
+    assert "episodes left out: 1" in text_of(asked)
+    assert "since: 2026-01-01 00:00:00 UTC" in text_of(asked)
+    async with line.begin() as connection:
+        await ingest(connection, [call("b", policy_version=3), reward(1.0, episode="b")])
+    more = await console.ask("POST", path, without=without, saw=seen_in(asked))
+    assert (more.status, "episodes left out: 2" in text_of(more)) == (409, True)
+    async with line.begin() as connection:
+        claim, now = new_id(), {"policy": "m", "parent_version": 3, "state": "running"}
+        await connection.execute(insert(updates).values(id=claim, recipe={}, **now))
+    running = await console.ask("POST", path, without=without, saw=seen_in(more))
+    assert running.status == 409
+    assert f"update {claim}, which runs, is abandoned" in text_of(running)
+    # Nothing is newer than what serves: the episodes that wait are left out all the same.
+    done = await console.ask("POST", path, without=without, saw=seen_in(running))
+    assert done.status == 303
 
 
 async def test_change_needs_scope_confirmation_and_our_own_page(

@@ -83,6 +83,7 @@ def test_confirmation_is_of_the_effects_and_not_of_figures_that_move_on() -> Non
     seen = Effects(sentences=("m@1 serves.",), notes=("4 freed",)).digest(order)
     assert Effects(sentences=("m@1 serves.",), notes=("5 freed",)).digest(order) == seen
     assert Effects(sentences=("m@1 serves.", "m@2 ends.")).digest(order) != seen
+    assert Effects(sentences=("m@1 serves.",), basis=("4000",)).digest(order) != seen
     other = Order(action="retrain", policy="m", number=1, without=("task=b",))
     assert Effects(sentences=("m@1 serves.",)).digest(other) != seen
 
