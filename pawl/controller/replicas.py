@@ -59,7 +59,8 @@ class ServableVersions:
     async def look(self, engine: AsyncEngine) -> None:
         """Read `versions` as the store has them, and unload those that no replica can load.
 
-        An episode goes on with what serves then; and no new one gets a control that is lost.
+        An episode goes on with what serves then; and no new one gets a control that is lost. But
+        where what serves is in trouble too, the server is at fault, or the disk with the files.
         """
         read_at, is_up = asyncio.get_running_loop().time(), False
         try:
@@ -69,9 +70,15 @@ class ServableVersions:
         finally:
             self.up = is_up
             STORE_UP.set(is_up)
+        if not all(each.is_checked for each in self.reconcilers):
+            return
+        serving = {one.name: one.served_name for one in self.versions if one.state == "serving"}
         for one in self.versions:
             asked = [each for each in self.reconcilers if one.served_name in each.names]
-            is_lost = bool(asked) and all(each.gave_up(one.served_name) for each in asked)
+            is_lost = bool(asked) and all(
+                each.gave_up(one.served_name) and serving.get(one.name) not in each.troubles
+                for each in asked
+            )
             if is_lost and one.state in ("retired", "rolled_back"):
                 async with engine.begin() as connection:
                     of_version = one.name, [one.version], "no model server can load it"

@@ -180,6 +180,7 @@ class Reconciler:
         troubles: why each servable version is not loaded, or not known to be served right, by name.
         missing: how many servable versions the server did not have after the last look.
         names: the served names of the versions that the server should have.
+        is_checked: whether it was looked at since it was last away, and what it had was checked.
     """
 
     def __init__(
@@ -193,8 +194,7 @@ class Reconciler:
         self._count = count
         # When each version that could not be loaded may be tried again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
-        # Whether the adapters that the server had when it was first seen were checked.
-        self._is_checked = False
+        self.is_checked = False
 
     def gave_up(self, name: str) -> bool:
         """Return whether the server was asked for a minute to serve a version, and refused."""
@@ -222,6 +222,9 @@ class Reconciler:
             servable = belonging(versions or (), listed)
             self.names = {version.served_name for version in servable}
             self.troubles = {n: why for n, why in self.troubles.items() if n in self.names}
+            self._pauses = {
+                name: pause for name, pause in self._pauses.items() if name in self.names
+            }
             waiting = to_load(servable, listed)
             self.missing = len(waiting)
             for version in waiting:
@@ -229,7 +232,7 @@ class Reconciler:
             for version in servable:
                 if version not in waiting:
                     await self._check(version)
-            self._is_checked |= versions is not None
+            self.is_checked |= versions is not None
             for version in unserved:
                 if version.served_name in listed and (
                     is_unserved is None or await is_unserved(version)
@@ -238,7 +241,7 @@ class Reconciler:
         except UpstreamAway:
             # It may be another server when it is back, or one that was put right.
             self._pauses.clear()
-            self._is_checked = False
+            self.is_checked = False
             self.troubles.clear()
             raise
 
@@ -257,7 +260,7 @@ class Reconciler:
         except (PublishError, FilesUnread, NotFetched) as error:
             self._note_failure(name, error)
             return False
-        self.troubles.pop(name, None)
+        self._note_success(name)
         self._count("replaced" if name in listed else "loaded")
         log.info("adapter_loaded", version=name, replica=self.server.url)
         return True
@@ -266,7 +269,7 @@ class Reconciler:
         """Check a version that others loaded: before the first look, or after it was in trouble."""
         name = version.served_name
         is_in_trouble = name in self.troubles
-        if (self._is_checked and not is_in_trouble) or self._is_paused(name):
+        if (self.is_checked and not is_in_trouble) or self._is_paused(name):
             return
         try:
             if is_in_trouble:
@@ -277,7 +280,7 @@ class Reconciler:
         except (PublishError, FilesUnread, NotFetched, AdapterError) as error:
             self._note_failure(name, error)
             return
-        self.troubles.pop(name, None)
+        self._note_success(name)
 
     async def _unload(self, name: str) -> None:
         if await unload_if_possible(self.server, name):
@@ -286,6 +289,11 @@ class Reconciler:
     def _is_paused(self, name: str) -> bool:
         again_at, _ = self._pauses.get(name, (0.0, 0.0))
         return asyncio.get_running_loop().time() < again_at
+
+    def _note_success(self, name: str) -> None:
+        """Forget what was wrong; if anything was, the server may have been put right for all."""
+        if self.troubles.pop(name, None) is not None:
+            self._pauses.clear()
 
     def _note_failure(self, name: str, error: TrainerError) -> None:
         """Count and log why a version is not loaded; it is tried again after a longer pause."""

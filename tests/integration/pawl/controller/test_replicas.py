@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
 from store import __version__
-from store.version_queries import numbered_version, rollback_target
+from store.version_queries import list_servable, numbered_version, rollback_target
 from store.version_states import mark_unloaded, recall
 from tests.support.controller.replicas import (
     POLL_S,
@@ -33,8 +33,9 @@ from tests.support.faults.unreadable import unreadable
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import PATIENCE_S, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
-from trainer.publishing.reconciler import FIRST_PAUSE_S
+from trainer.publishing.reconciler import FIRST_PAUSE_S, Reconciler
 
 # What version 1 was trained to say, and what a server says that has another base model.
 TRAINED, OTHER = -2.0, -4.0
@@ -147,6 +148,57 @@ async def test_retired_version_that_no_replica_can_load_is_unloaded(
     async with controlling(engine, server.url):
         await eventually(is_unloaded)
         await assert_has(server, "m@2")
+
+
+@pytest.mark.parametrize("at_fault", ["server", "replica that is away"])
+async def test_version_is_not_given_up_while_servers_are_at_fault(
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_fault: str,
+) -> None:
+    """As with an empty mount point: what serves cannot be loaded there either."""
+    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
+    await publish(engine, tmp_path, 1, 2)
+    port, is_away = free_port(), at_fault != "server"
+    urls = [server.url] + [f"http://127.0.0.1:{port}/v1"] * is_away
+    server.refused = {"m@1"} if is_away else {"m@1", "m@2"}
+    async with controlling(engine, *urls), AsyncExitStack() as exits:
+        await until(lambda: server.tries["m@1"] >= 3)
+        if is_away:
+            await assert_has(await exits.enter_async_context(fake_model_server(port)), "m@1", "m@2")
+        server.refused = set()
+        await assert_has(server, "m@1", "m@2")
+    [_, one, _] = await versions_of(engine, "m")
+    assert not one.unloaded
+
+
+async def test_recalled_version_is_given_up_no_sooner_than_before(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", 2 * FIRST_PAUSE_S)
+    await publish(engine, tmp_path, 1)
+    server.refused = {"m@1"}
+    async with engine.connect() as connection:
+        base, version = await list_servable(connection, "m")
+    async with Replicas([server.url]) as replicas:
+        reconciler = Reconciler(replicas.each[0])
+
+        async def is_given_up() -> bool:
+            await reconciler.look([base, version])
+            return reconciler.gave_up("m@1")
+
+        await eventually(is_given_up)
+        before = server.tries["m@1"]
+        await reconciler.look([base])
+
+        async def is_tried_again() -> bool:
+            await reconciler.look([base, version])
+            return server.tries["m@1"] > before
+
+        await eventually(is_tried_again)
+        assert not reconciler.gave_up("m@1")
 
 
 async def test_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
