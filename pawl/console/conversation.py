@@ -5,7 +5,8 @@ before. All three APIs with turns write messages in shapes of their own, which d
 each other: `said_in` reads them all, and shows what it does not know as JSON.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, Literal
 
 import msgspec
@@ -21,7 +22,9 @@ from proxy.formats.registry import FORMATS
 from store.records import Record
 from store.values.documents import nests_too_deep
 
-Kind = Literal["text", "thought", "call", "result", "media", "other"]
+Kind = Literal["text", "thought", "call", "result", "media", "other", "more"]
+# Of a message, and of each list in one: what is left out is a part of kind `more`.
+MOST_PARTS: Final = 200
 # What instructions are written into, beside messages, in the API that has it.
 _INSTRUCTIONS: Final = ("system", "instructions")
 _TEXTS: Final = frozenset({None, "text", "input_text", "output_text", "refusal"})
@@ -158,13 +161,37 @@ def _read(raw: bytes, role: str) -> Said:
 def said_in(member: Any, role: str) -> Said:
     """Return what a message says, or an item of one; `role` speaks where it names none."""
     if not isinstance(member, dict):
-        return Said(role=role, parts=tuple(_parts(member)))
+        return Said(role=role, parts=_first(_parts(member)))
     kind, named = member.get("type"), member.get("role")
     if kind in _RESULTS:
-        return Said(role="tool", parts=tuple(_part(member)))
+        return Said(role="tool", parts=_first(_part(member)))
     if not isinstance(named, str):
-        return Said(role="assistant" if isinstance(kind, str) else role, parts=tuple(_part(member)))
-    return Said(role=named[:40], parts=tuple(_of_message(named, member)))
+        return Said(
+            role="assistant" if isinstance(kind, str) else role, parts=_first(_part(member))
+        )
+    return Said(role=named[:40], parts=_first(_of_message(named, member)))
+
+
+def _first(parts: Iterator[Part]) -> tuple[Part, ...]:
+    kept = tuple(islice(parts, MOST_PARTS + 1))
+    return kept if next(parts, None) is None else (*kept, _more("others"))
+
+
+def _listed(
+    members: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Iterable[Part]]
+) -> Iterator[Part]:
+    for member in islice(members, MOST_PARTS):
+        yield from read(member)
+    if len(members) > MOST_PARTS:
+        yield _more(f"{len(members) - MOST_PARTS:,}")
+
+
+def _more(what: str) -> Part:
+    return Part(kind="more", text="", title=f"{what} are not shown")
+
+
+def _text_of(content: Any) -> str:
+    return "\n".join(part.text or part.title for part in _first(_parts(content)))
 
 
 def _of_message(role: str, message: dict[str, Any]) -> Iterator[Part]:
@@ -172,7 +199,7 @@ def _of_message(role: str, message: dict[str, Any]) -> Iterator[Part]:
     if isinstance(thought, str):
         yield Part(kind="thought", text=thought)
     if role in ("tool", "function"):
-        text = "\n".join(part.text for part in _parts(message.get("content")))
+        text = _text_of(message.get("content"))
         tool_id, name = message.get("tool_call_id"), message.get("name")
         yield Part(kind="result", text=text, title=_name(name), tool_id=string_or_none(tool_id))
         return
@@ -180,13 +207,16 @@ def _of_message(role: str, message: dict[str, Any]) -> Iterator[Part]:
     refusal = message.get("refusal")
     if isinstance(refusal, str):
         yield Part(kind="text", text=refusal, title="refusal")
-    for call in objects(message.get("tool_calls")):
-        of_kind = call.get("custom" if call.get("type") == "custom" else "function")
-        given = of_kind if isinstance(of_kind, dict) else {}
-        yield _call(call.get("id"), given.get("name"), given.get("arguments", given.get("input")))
+    yield from _listed(list(objects(message.get("tool_calls"))), _tool_call)
     function = message.get("function_call")
     if isinstance(function, dict):
         yield _call(None, function.get("name"), function.get("arguments"))
+
+
+def _tool_call(call: dict[str, Any]) -> Iterator[Part]:
+    of_kind = call.get("custom" if call.get("type") == "custom" else "function")
+    given = of_kind if isinstance(of_kind, dict) else {}
+    yield _call(call.get("id"), given.get("name"), given.get("arguments", given.get("input")))
 
 
 def _parts(content: Any) -> Iterator[Part]:
@@ -194,8 +224,7 @@ def _parts(content: Any) -> Iterator[Part]:
     if isinstance(content, str):
         yield Part(kind="text", text=content)
     elif isinstance(content, list) and all(isinstance(one, dict) for one in content):
-        for part in content:
-            yield from _part(part)
+        yield from _listed(content, _part)
     elif content is not None:
         yield Part(kind="other", text=_json(content))
 
@@ -207,8 +236,7 @@ def _part(part: dict[str, Any]) -> Iterator[Part]:
         identifier = part.get("call_id", part.get("id"))
         yield _call(identifier, part.get("name"), part.get("arguments", part.get("input")))
     elif kind in _RESULTS:
-        content = part.get("output", part.get("content"))
-        text = "\n".join(one.text for one in _parts(content))
+        text = _text_of(part.get("output", part.get("content")))
         failed = "error" if part.get("is_error") is True else ""
         tool_id = string_or_none(part.get("tool_use_id", part.get("call_id")))
         yield Part(kind="result", text=text, title=failed, tool_id=tool_id)
@@ -255,31 +283,35 @@ def reply_in(body: bytes | None) -> tuple[Said, ...]:
         return (
             Said(role="reply", parts=(Part(kind="other", text=body.decode(errors="replace")),)),
         )
-    choices = list(objects(reply.get("choices")))
-    if choices:
-        return tuple(said_in(one.get("message", one.get("text")), "assistant") for one in choices)
-    if isinstance(reply.get("output"), list):
-        return tuple(said_in(item, "assistant") for item in objects(reply["output"]))
+    choices = [one.get("message", one.get("text")) for one in objects(reply.get("choices"))]
+    if choices or isinstance(reply.get("output"), list):
+        said = choices or list(objects(reply["output"]))
+        left = len(said) - MOST_MESSAGES
+        shown = tuple(said_in(one, "assistant") for one in said[:MOST_MESSAGES])
+        return (*shown, Said(role="reply", parts=(_more(f"{left:,}"),))) if left > 0 else shown
     if "content" in reply and "error" not in reply:
-        return (Said(role="assistant", parts=tuple(_parts(reply["content"]))),)
+        return (Said(role="assistant", parts=_first(_parts(reply["content"]))),)
     role = "error" if "error" in reply else "reply"
     return (Said(role=role, parts=(Part(kind="other", text=_json(reply)),)),)
 
 
 class Space:
-    """Give out the characters that a page has room for, so that it stays below its limit."""
+    """Give out what a page has room for, characters and parts, so that it stays below its limit."""
 
-    def __init__(self, characters: int, each: int) -> None:
+    def __init__(self, characters: int, each: int, parts: int = 1000) -> None:
         """Begin with room for so many, of one text `each` at most."""
-        self._left, self._each = characters, each
+        self._left, self._each, self._parts = characters, each, parts
 
     def fit(self, said: Sequence[Said]) -> tuple[Said, ...]:
         """Return messages with how much of each part is shown."""
-        return tuple(
-            msgspec.structs.replace(one, parts=tuple(map(self._fitted, one.parts))) for one in said
-        )
+        return tuple(msgspec.structs.replace(one, parts=self._fitting(one.parts)) for one in said)
+
+    def _fitting(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        kept = tuple(map(self._fitted, parts[: self._parts]))
+        self._parts -= len(kept)
+        return kept if len(kept) == len(parts) else (*kept, _more(f"{len(parts) - len(kept):,}"))
 
     def _fitted(self, part: Part) -> Part:
         shown = min(len(part.text), self._each, self._left)
-        self._left -= shown
+        self._left = max(self._left - shown - len(part.title), 0)
         return msgspec.structs.replace(part, shown=shown)

@@ -43,6 +43,8 @@ CALLS_A_PAGE: Final = 20
 ROOM: Final = 160_000
 EACH: Final = 3000
 MOST_LANES: Final = 12
+# Of the marks of tools, and of those of feedback.
+MOST_MARKS: Final = 300
 # The least width of a call on the time axis, in percent.
 LEAST_WIDTH: Final = 0.4
 
@@ -62,10 +64,14 @@ class Mark(Record, frozen=True, kw_only=True):
 
 
 class Lanes(Record, frozen=True, kw_only=True):
-    """Hold the marks of each agent, and of feedback, between two times; `ticks` are in seconds."""
+    """Hold the marks of each agent, and of feedback, between two times; `ticks` are in seconds.
+
+    `more` counts tools and statements without a mark.
+    """
 
     lanes: tuple[tuple[str, tuple[Mark, ...]], ...]
     ticks: tuple[tuple[float, float], ...]
+    more: int = 0
 
 
 def look_of(call: CallHead) -> str:
@@ -93,6 +99,7 @@ def lanes_of(calls: Sequence[CallHead], statements: Sequence[Stated], earlier: i
         return round(100 * min(max(share, 0.0), 1.0), 3)
 
     lanes: dict[str, list[Mark]] = {}
+    tools = 0
     for number, call in enumerate(calls, start=earlier + 1):
         agent = call.agent
         if agent not in lanes and len(lanes) >= MOST_LANES:
@@ -114,19 +121,21 @@ def lanes_of(calls: Sequence[CallHead], statements: Sequence[Stated], earlier: i
                 call=call.id,
             )
         )
-        for event in call.tool_events:
+        for event in call.tool_events[: max(MOST_MARKS - tools, 0)]:
             look = "ok" if event.status == "ok" else "failed"
-            title = f"{event.name or 'a tool'}: {event.status}"
+            title = f"{(event.name or 'a tool')[:80]}: {event.status}"
             lane.append(Mark(x=at(time_of(event.id)), width=0.0, look=look, title=title))
+        tools += len(call.tool_events)
     said = [
-        Mark(x=at(one.at), width=0.0, look="said", title=f"{one.metric} = {one.value}")
-        for one in statements
+        Mark(x=at(one.at), width=0.0, look="said", title=f"{one.metric[:80]} = {one.value}"[:160])
+        for one in statements[-MOST_MARKS:]
     ]
     ticks = tuple((25.0 * step, length * step / 4) for step in range(5))
     return Lanes(
         lanes=tuple((agent, tuple(marks)) for agent, marks in lanes.items())
         + ((("feedback", tuple(said)),) if said else ()),
         ticks=ticks,
+        more=sum(max(count - MOST_MARKS, 0) for count in (tools, len(statements))),
     )
 
 

@@ -280,6 +280,31 @@ async def test_hostile_text_is_shown_as_text_on_a_page_of_bounded_size(
         assert not re.search(r"<(script>|img|svg onload)|[\x00\x1b\x07\u202e\u2066\u200b]", body)
 
 
+async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    parts = [{"role": "user", "content": [{}] * 9000}]
+    made = call("busy", task="t", request=json.dumps({"messages": parts}).encode(), **ago(200))
+    calls = [
+        call(
+            "busy",
+            task="t",
+            tool_events=tuple(tool_event("error", f"t{n}-{one}") for one in range(25)),
+            **ago(100 - n / 10),
+        )
+        for n in range(90)
+    ]
+    said = [reward(n / 1000, at=n, episode="busy") for n in range(900)]
+    await store(engine, made, *calls, *said)
+    [episode] = await episodes(engine)
+    page = await console.get(f"/episodes/{episode.id}")
+    body = page.body.decode()
+    assert page.status == 200
+    assert len(page.body) <= 700_000
+    for more in ("8,800", "600 earlier statements", "more marks of tools and feedback", "5 more"):
+        assert more in body
+
+
 async def test_only_its_own_tenant_sees_an_episode(
     engine: AsyncEngine, open_console: OpenConsole
 ) -> None:

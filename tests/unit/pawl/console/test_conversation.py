@@ -7,6 +7,7 @@ import pytest
 
 from pawl.console.conversation import (
     MOST_MESSAGES,
+    MOST_PARTS,
     Added,
     Said,
     Space,
@@ -209,3 +210,38 @@ def test_page_has_room_for_so_many_characters() -> None:
     said = asking("completions", {"prompt": "x" * 10_000}).said
     space = Space(5000, 3000)
     assert [space.fit(said)[0].parts[0].shown for _ in range(3)] == [3000, 2000, 0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{}] * 50_000},
+        {"role": "assistant", "tool_calls": [CALL] * 50_000},
+    ],
+)
+def test_of_many_parts_of_a_message_the_first_are_shown(message: Any) -> None:
+    [said] = asking("chat", {"messages": [message]}).said
+    assert len(said.parts) == MOST_PARTS + 1
+    assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "49,800 are not shown")
+
+
+@pytest.mark.parametrize("reply", [{"choices": [{"text": "a"}] * 1000}, {"output": [{}] * 1000}])
+def test_of_many_messages_of_a_reply_the_first_are_shown(reply: Any) -> None:
+    said = reply_in(json.dumps(reply).encode())
+    assert len(said) == MOST_MESSAGES + 1
+    assert said[-1].parts[0].title == "960 are not shown"
+
+
+def test_nested_parts_are_as_many_as_those_of_one_list() -> None:
+    nested: list[Any] = [{"content": [{"content": [{}] * 100}] * 100}] * 10
+    [said] = asking("chat", {"messages": [{"role": "user", "content": nested}]}).said
+    assert len(said.parts) == MOST_PARTS + 2
+    assert said.parts[-1].title == "others are not shown"
+
+
+def test_page_has_room_for_so_many_parts() -> None:
+    said = asking("chat", {"messages": [{"role": "user", "content": [{}] * 10}]}).said
+    space = Space(5000, 3000, parts=15)
+    fitted = [space.fit(said)[0].parts for _ in range(3)]
+    assert [len(parts) for parts in fitted] == [10, 6, 1]
+    assert fitted[1][-1].title == "5 are not shown"

@@ -9,11 +9,12 @@ from uuid import UUID
 import pytest
 
 from pawl.console.conversation import Part, Said
-from pawl.console.episode import MOST_LANES, lanes_of, waits_for
+from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, waits_for
 from pawl.console.group import Message, parting_of
 from pawl.console.tokens import texts_in
 from store.read.detail import CallHead, EpisodeDetail, Fate, Stated, whole_requests
 from store.values.packing import delta
+from tests.support.records import tool_event
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 
@@ -64,6 +65,18 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
     assert lanes.ticks[-1] == (100.0, 4.0)
     many = lanes_of([head(number, agent=f"agent {number}") for number in range(50)], [])
     assert [len(many.lanes), many.lanes[-1][0]] == [MOST_LANES + 1, "(others)"]
+
+
+def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
+    said = Stated(
+        metric="m" * 999, value="v" * 999, at=NOW, who=None, call=None, counts=True, late=False
+    )
+    called = head(0, tool_events=tuple(tool_event("ok", str(n)) for n in range(99)))
+    lanes = lanes_of([called] * 10, [said] * 1000)
+    marks = [mark for _, own in lanes.lanes for mark in own]
+    assert len(marks) == 10 + 2 * MOST_MARKS
+    assert lanes.more == 990 + 1000 - 2 * MOST_MARKS
+    assert max(len(mark.title) for mark in marks) <= 160
 
 
 @pytest.mark.parametrize(
