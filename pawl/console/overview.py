@@ -12,7 +12,6 @@ from starlette.routing import Route
 from pawl.console.pages import console_of, fragment, page, reading, viewer
 from pawl.doctor.examine import examine
 from store.read.browsing import (
-    MOST_CALLS_COUNTED,
     MOST_COUNTED,
     Fate,
     Figures,
@@ -72,7 +71,6 @@ async def calls(request: Request) -> Response:
         request,
         "overview_calls.html",
         calls=found,
-        most_calls=MOST_CALLS_COUNTED,
         chart=chart,
         waits=waits,
     )

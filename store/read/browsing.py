@@ -163,12 +163,10 @@ class _Query:
         return {**self.values, "last": last, "before": before, "calls_since": since}
 
 
-_LAST_OF_CHUNK: Final = text(
-    """
-    SELECT id FROM episodes WHERE deleted_at IS NULL AND id < :before AND id >= :since
+_LAST_OF_CHUNK: Final = """
+    SELECT id FROM episodes e WHERE deleted_at IS NULL AND id < :before AND id >= :since{own}
     ORDER BY id DESC OFFSET :chunk - 1 LIMIT 1
-    """
-)
+"""
 # So many policies may one episode have calls of, to be shown with all of them.
 _POLICIES: Final = 32
 _LINES: Final = f"""
@@ -225,6 +223,16 @@ class EpisodePage(Record, frozen=True, kw_only=True):
     is_full: bool
 
 
+async def _last_of(
+    connection: AsyncConnection, bounds: Mapping[str, Any], tenant: str | None = None
+) -> UUID | None:
+    """Return the last of a chunk of episodes, of a tenant's own; None: there are fewer."""
+    own = "" if tenant is None else f" AND {_whose(tenant)}"
+    query = text(_LAST_OF_CHUNK.format(own=own))
+    last: UUID | None = await connection.scalar(query, {**bounds, **_who(tenant)})
+    return last
+
+
 async def browse(
     connection: AsyncConnection,
     chosen: EpisodeFilter,
@@ -251,7 +259,7 @@ async def browse(
     chunk, began = query.first, monotonic()
     while True:
         bounds = {"before": upto, "since": query.since, "chunk": chunk}
-        last: UUID | None = await connection.scalar(_LAST_OF_CHUNK, bounds)
+        last = await _last_of(connection, bounds)
         values = query.within(last or query.since, upto)
         rows = await connection.execute(lines, values | {"rows": most + _POLICIES - len(found)})
         found += rows
@@ -321,7 +329,7 @@ async def count_episodes(
     query = _Query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
     chunk = MOST_COUNTED if query.first == _FIRST else 5 * query.first
     bounds = {"before": query.before, "since": query.since, "chunk": chunk}
-    last: UUID | None = await connection.scalar(_LAST_OF_CHUNK, bounds)
+    last = await _last_of(connection, bounds, tenant)
     values = query.within(last or query.since, query.before)
     rows = (await connection.execute(text(_COUNTED.format(chosen=query.sql)), values)).all()
     states: dict[State, int] = {}
@@ -343,15 +351,22 @@ async def count_episodes(
 
 # A time is shown in so many parts.
 PARTS: Final = 40
-# So many of the newest calls are counted.
+# So many of the newest calls are counted; of a tenant, those of so many of its newest episodes.
 MOST_CALLS_COUNTED: Final = 10_000
+MOST_OWN: Final = 500
+_OWN_CALLS: Final = """
+    (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {whose}
+        ORDER BY e.id DESC LIMIT :own) own
+    CROSS JOIN LATERAL (SELECT * FROM transitions c WHERE c.episode_id = own.id
+        ORDER BY c.started_at DESC LIMIT :of_each) t"""
 _LAST_OF_CALLS: Final = text(
     "SELECT id FROM transitions WHERE id >= :since ORDER BY id DESC OFFSET :most - 1 LIMIT 1"
 )
 _FIGURES: Final = f"""
     WITH found AS MATERIALIZED (
-        SELECT p.policy, {SPLIT} AS split, p.version, {_REWARD} AS reward, {_STATE} AS state,
-            {_REASON} AS reason,
+        SELECT p.policy, {SPLIT} AS split, p.version,
+            CASE WHEN e.quarantined_reason IS NULL THEN {_REWARD} END AS reward,
+            {_STATE} AS state, {_REASON} AS reason,
             date_bin(CAST(:width AS interval), p.last_call_at, CAST(:at AS timestamptz)) AS bucket
         {{chosen}} AND p.policy IS NOT NULL)
     SELECT policy, split, version, state, reason, bucket, count(*) AS episodes,
@@ -362,17 +377,14 @@ _FIGURES: Final = f"""
 """
 _TRAFFIC: Final = """
     WITH called AS MATERIALIZED (
-        SELECT t.started_at, t.trainable, t.reason, t.episode_id,
+        SELECT t.started_at, t.trainable, t.reason,
             t.status <> 'complete' OR t.http_status >= 400 AS failed
-        FROM transitions t WHERE t.id >= :last ORDER BY t.id DESC LIMIT :most)
+        FROM {calls} WHERE t.id >= :last)
     SELECT LEAST(GREATEST(floor(extract(epoch FROM started_at - :at) / :seconds), 0), :parts - 1)
         AS part, reason, count(*) AS calls, count(*) FILTER (WHERE failed) AS failed,
         count(*) FILTER (WHERE trainable) AS trainable
-    FROM called {of_tenant} GROUP BY GROUPING SETS ((part), (reason))
+    FROM called GROUP BY GROUPING SETS ((part), (reason))
 """
-_OF_TENANT: Final = (
-    "WHERE EXISTS (SELECT FROM episodes e WHERE e.id = called.episode_id AND {condition})"
-)
 _WAITING: Final = text(
     """
     SELECT name AS policy, version, state, changed_at AS since, NULL::uuid AS update_id
@@ -401,8 +413,8 @@ class Rewards(Record, frozen=True, kw_only=True):
     """Describe the rewards of some episodes of a policy.
 
     `at` is the beginning of their time, or `version` the lowest version that served a call of them.
-    `mean` and `spread`, the sample standard deviation, are of the `scored` ones. `graded`: some
-    rewards are neither 0 nor 1.
+    `mean` and `spread`, the sample standard deviation, are of the `scored` ones, without those that
+    are quarantined, as gates read them. `graded`: some rewards are neither 0 nor 1.
     """
 
     policy: str
@@ -446,6 +458,7 @@ class Waiting(Record, frozen=True, kw_only=True):
 class Traffic(Record, frozen=True, kw_only=True):
     """Count the newest calls since a time, and those that cannot be trained by reason.
 
+    Of a tenant they are those of its `MOST_OWN` newest episodes, `MOST_CALLS` of each.
     `parts` are `PARTS` parts of `width` from then on, each with its calls and how many of them
     failed. `is_cut`: there are older calls of the time that was asked for.
     """
@@ -476,7 +489,7 @@ async def figures(connection: AsyncConnection, tenant: str | None, since: dateti
     """Return what the newest `MOST_COUNTED` episodes since then came to, in `PARTS` of time."""
     query = _Query(EpisodeFilter(since=since), tenant)
     bounds = {"before": query.before, "since": query.since, "chunk": MOST_COUNTED}
-    last: UUID | None = await connection.scalar(_LAST_OF_CHUNK, bounds)
+    last = await _last_of(connection, bounds, tenant)
     first = since if last is None else time_of(last)
     width = (datetime.now(UTC) - first) / PARTS
     values = query.within(last or query.since, query.before) | {"width": width, "at": first}
@@ -512,23 +525,39 @@ async def figures(connection: AsyncConnection, tenant: str | None, since: dateti
     )
 
 
+def calls_of(tenant: str | None, begun: datetime) -> tuple[str, dict[str, Any]]:
+    """Return SQL for calls `t`, and its values: of all, or of a tenant's newest episodes.
+
+    Those are begun at `begun` or later, so that a tenant's calls are found beside any others.
+    """
+    if tenant is None:
+        return "transitions t", {}
+    own = {"begun": lowest_id_at(begun), "own": MOST_OWN, "of_each": MOST_CALLS, **_who(tenant)}
+    return _OWN_CALLS.format(whose=_whose(tenant)), own
+
+
 async def traffic(connection: AsyncConnection, tenant: str | None, since: datetime) -> Traffic:
-    """Count the newest `MOST_CALLS_COUNTED` calls since then, in `PARTS` of time."""
-    bounds = {"since": lowest_id_at(since), "most": MOST_CALLS_COUNTED}
-    last: UUID | None = await connection.scalar(_LAST_OF_CALLS, bounds)
+    """Count the newest calls since then, in `PARTS` of time, of a tenant or of all."""
+    last: UUID | None
+    begun = since - _APART
+    if tenant is None:
+        bounds = {"since": lowest_id_at(since), "most": MOST_CALLS_COUNTED}
+        last = await connection.scalar(_LAST_OF_CALLS, bounds)
+    else:
+        bounds = {"since": lowest_id_at(begun), "before": _NEWEST, "chunk": MOST_OWN}
+        last = await _last_of(connection, bounds, tenant)
+        last = None if last is None or time_of(last) < since else last
     first = since if last is None else time_of(last)
-    of_tenant = _OF_TENANT.format(condition=_whose(tenant)) if tenant is not None else ""
     width = (datetime.now(UTC) - first) / PARTS
     values = {
-        "last": last or bounds["since"],
+        "last": last or lowest_id_at(since),
         "at": first,
         "seconds": width.total_seconds(),
         "parts": PARTS,
-        "most": MOST_CALLS_COUNTED,
-        **_who(tenant),
     }
-    query = text(_TRAFFIC.format(of_tenant=of_tenant))
-    rows = (await connection.execute(query, values)).all()
+    calls, own = calls_of(tenant, begun)
+    query = text(_TRAFFIC.format(calls=calls))
+    rows = (await connection.execute(query, values | own)).all()
     parts = [(0, 0)] * PARTS
     for row in rows:
         if row.part is not None:

@@ -12,9 +12,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
+from store.read.browsing import calls_of
 from store.records import EVAL, OWN_EPISODE, Record, Split
 from store.schema.tables import SPLIT
-from store.tenants import DEFAULT, SEPARATOR
 
 # How far back, and how many calls, and episodes of a policy, are looked at.
 WINDOW: Final = timedelta(days=7)
@@ -25,23 +25,16 @@ MOST_KINDS: Final = 50
 # An episode is over for as long without a call, and a reward would have come.
 OVER: Final = timedelta(minutes=10)
 
-_TENANT: Final = f"""
-    CASE WHEN strpos(e.key, '{SEPARATOR}') > 1 THEN split_part(e.key, '{SEPARATOR}', 1)
-        ELSE '{DEFAULT}' END
-"""
-_CALLS: Final = text(
-    f"""
+_CALLS: Final = f"""
     WITH newest AS MATERIALIZED (
-        SELECT episode_id, policy, served_model, reason, http_status, split, started_at
-        FROM transitions WHERE id >= :first ORDER BY id DESC LIMIT {MOST_CALLS})
+        SELECT t.policy, t.served_model, t.reason, t.http_status, t.split, t.started_at
+        FROM {{calls}} WHERE t.id >= :first ORDER BY t.id DESC LIMIT :most)
     SELECT n.policy, CASE WHEN n.policy IS NULL THEN n.served_model END AS model, n.reason,
         n.http_status, n.split, count(*) AS calls, min(n.started_at) AS first_at,
         max(n.started_at) AS last_at
-    FROM newest n JOIN episodes e ON e.id = n.episode_id
-    WHERE CAST(:tenant AS text) IS NULL OR {_TENANT} = :tenant
+    FROM newest n
     GROUP BY 1, 2, 3, 4, 5 ORDER BY calls DESC, 1, 2, 3, 4, 5 LIMIT {MOST_KINDS}
-    """
-)
+"""
 # The lock is the one of `store.claims.hold_policy`; its two halves are those of a bigint.
 _POLICIES: Final = text(
     """
@@ -171,10 +164,12 @@ async def newest_calls(
 ) -> list[CallKind]:
     """Return the newest calls of the last `WINDOW` by how they ended, the most frequent first.
 
-    With `tenant` they are this tenant's among the newest of all.
+    With `tenant` they are those of this tenant's newest episodes.
     """
-    values = {"first": lowest_id_at(now - WINDOW), "tenant": tenant}
-    return [CallKind(**row._mapping) for row in await connection.execute(_CALLS, values)]
+    calls, own = calls_of(tenant, now - WINDOW)
+    values = {"first": lowest_id_at(now - WINDOW), "most": MOST_CALLS, **own}
+    rows = await connection.execute(text(_CALLS.format(calls=calls)), values)
+    return [CallKind(**row._mapping) for row in rows]
 
 
 async def tended_policies(connection: AsyncConnection, tenant: str | None = None) -> list[Tended]:

@@ -65,14 +65,14 @@ _REWARDS: Final = text(
     WITH newest AS (
         SELECT episode_id, version, reward, claimable, claimed_by FROM episode_policies
         WHERE policy = :policy AND episode_id >= :first
+            AND version = ANY(CAST(:versions AS integer[]))
         ORDER BY episode_id DESC LIMIT {MOST_EPISODES})
     SELECT n.version, n.claimable, count(*) AS episodes, count(n.reward) AS scored,
         avg(n.reward) AS mean, stddev_samp(n.reward) AS spread,
         COALESCE(bool_and(n.reward IN (0, 1)), false) AS zero_or_one
     FROM newest n LEFT JOIN episodes e ON e.id = n.episode_id AND NOT n.claimable
-    WHERE n.version = ANY(CAST(:versions AS integer[])) AND (n.claimable
-        OR {SPLIT} = '{EVAL}' AND e.root IS NULL AND e.quarantined_reason IS NULL
-            AND e.deleted_at IS NULL AND n.claimed_by IS NULL)
+    WHERE n.claimable OR {SPLIT} = '{EVAL}' AND e.root IS NULL
+        AND e.quarantined_reason IS NULL AND e.deleted_at IS NULL AND n.claimed_by IS NULL
     GROUP BY n.version, n.claimable
     """
 )

@@ -149,19 +149,15 @@
     line.hidden = !text;
   }
 
-  // Keys press what names them in `data-key`, and a slider's value is written beside it.
+  // Keys press what names them in `data-key`.
   document.addEventListener("keydown", (event) => {
-    const typing = event.target.closest("input:not([type=range]), textarea, select");
+    const typing = event.target.closest("input, textarea, select");
     if (typing || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
     const pressed = document.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
     if (pressed) {
       event.preventDefault();
       pressed.click();
     }
-  });
-  document.addEventListener("input", (event) => {
-    const shown = document.querySelector(`output[for="${CSS.escape(event.target.id)}"]`);
-    if (shown) shown.textContent = event.target.value;
   });
 
   function fill(part) {

@@ -4,9 +4,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claim_query import ClaimRule
+from store.read import browsing, health
 from store.read.browsing import (
     EpisodeFilter,
     EpisodePage,
@@ -102,6 +104,35 @@ async def test_tenant_sees_its_own_episodes_alone(ledger: AsyncEngine) -> None:
         assert (await traffic(connection, "acme", since)).calls == 1
         assert [f.episodes for f in (await figures(connection, "acme", since)).fates] == [1]
         assert await waiting(connection, "acme") == []
+
+
+async def test_tenant_beside_a_busy_one_sees_its_own_newest(
+    ledger: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, limit in ((browsing, "MOST_CALLS_COUNTED"), (browsing, "MOST_COUNTED")):
+        monkeypatch.setattr(module, limit, 1)
+    monkeypatch.setattr(health, "MOST_CALLS", 1)
+    since = NOW - timedelta(days=1)
+    async with ledger.connect() as connection:
+        assert (await traffic(connection, "acme", since)).calls == 1
+        assert [f.episodes for f in (await figures(connection, "acme", since)).fates] == [1]
+        assert (await count_episodes(connection, EpisodeFilter(), "acme")).looked_at == 1
+        assert [kind.calls for kind in await health.newest_calls(connection, NOW, "acme")] == [1]
+        monkeypatch.setattr(browsing, "MOST_OWN", 1)
+        busy = await traffic(connection, "default", since)
+    assert (busy.calls, busy.is_cut) == (1, True)
+
+
+async def test_rewards_are_without_quarantined_episodes_as_gates_read_them(
+    ledger: AsyncEngine,
+) -> None:
+    async with ledger.begin() as connection:
+        await connection.execute(
+            text("UPDATE episodes SET quarantined_reason = 'lost' WHERE key = 'c'")
+        )
+        outcome = await figures(connection, None, NOW - timedelta(days=1))
+    [zero] = [one for one in outcome.by_version if (one.split, one.version) == ("train", 0)]
+    assert (zero.scored, zero.mean) == (1, 1.0)
 
 
 async def test_parts_of_a_list_have_each_episode_once(ledger: AsyncEngine) -> None:

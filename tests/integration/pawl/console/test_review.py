@@ -96,6 +96,15 @@ def fields(reply: Reply) -> dict[str, str]:
     return {name: html.unescape(value) for name, value in named}
 
 
+async def test_nothing_is_stated_before_a_value_is_chosen(
+    console: Pages, ledger: AsyncEngine
+) -> None:
+    [field] = re.findall(
+        r'<input [^>]*name="value:[^>]*>', (await console.get("/review?policy=m")).body.decode()
+    )
+    assert (" required" in field, " value=" in field) == (True, False)
+
+
 async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
     reviewed: Pages, proxy: Proxy, ledger: AsyncEngine
 ) -> None:
