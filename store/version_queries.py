@@ -114,9 +114,9 @@ _WAITED_FOR: Final = text(
 _ONCE_SERVED: Final = text(
     """
     WITH served AS (
-        SELECT version, floor(log(2, GREATEST(
-            rank() OVER (ORDER BY max(at) DESC, version DESC) - 1, 1))) AS span
-        FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0
+        SELECT version, floor(log(2, rank() OVER (ORDER BY max(at) DESC, version DESC))) AS span
+        FROM policy_events e JOIN policies p USING (name, version)
+        WHERE name = :name AND to_state = 'serving' AND version > 0 AND p.state <> 'serving'
         GROUP BY version)
     SELECT DISTINCT ON (span) version FROM policies JOIN served USING (version)
     WHERE name = :name AND state = 'retired' AND ended_at IS NULL AND files_deleted_at IS NULL

@@ -249,6 +249,14 @@ async def test_versions_that_once_served_stay_fewer_the_longer_ago(disk: Disk) -
     assert versions[40].files_deleted
 
 
+async def test_the_last_that_served_stays_once_the_base_model_serves_again(disk: Disk) -> None:
+    await serve(disk, 1, 2, 3, 4)
+    await disk.end(0, good=True)
+    await disk.unload()
+    await disk.clean()
+    assert disk.there() == [1, 2, 4]
+
+
 async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     async with disk.engine.begin() as connection:
