@@ -216,13 +216,14 @@ class Policy:
         if comparison.verdict or (is_over and comparison.difference is not None):
             canary, share = self._canary, self._canary_share
             waiting, verdict = self._no_canary(), comparison.verdict
-            self._end(canary, comparison, self._rule.control_share if verdict else share)
+            rule_share = self._rule.control_share
+            self._end(canary, comparison, rule_share if verdict else max(share, rule_share))
             if waiting is not None and not (verdict and verdict.kind == "worse"):
                 self._offer(waiting)
 
     def _judge(self, watched: Comparison) -> None:
         """Give the traffic back to the control, or note that what serves is proven."""
-        is_unproven = self._control_share > self._rule.control_share
+        is_unproven = self._rule.mode == "canary" and not self.serving.proven
         is_given_back = watched.verdict is None and is_unproven and watched.tells_against
         if watched.verdict is None and not is_given_back:
             return
@@ -268,6 +269,8 @@ class Policy:
             # Blocks are those of the rule's share, whatever share the control has for now.
             control = self._rule.control_share
             self._watch = Live(self._rule, (1 - control, control), begins=self._now, watches=True)
+        elif self._watch is not None:
+            self._watch.comparison.mark()
         self.serving = version
 
 

@@ -33,8 +33,6 @@ Kind = Literal["better", "worse"]
 ROUNDING: Final = 1e-9
 # The share of episodes by which a new version must go wrong more often to be worse for it.
 GUARD_MARGIN: Final = 0.05
-# Blocks of its own that a version needs to be called no worse, where several are one arm.
-FEWEST_OWN: Final = 4
 # A guard's evidence that keeps a version without proof from the traffic at the end of its time.
 SUSPICIOUS: Final = 2.0
 # So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
@@ -221,7 +219,8 @@ class Comparison:
         self._worse_needed = 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
         self._total = self._weight = 0.0
-        self._marked = (0, 0.0)
+        # Of the newest version alone, where several are one arm.
+        self._own_total = self._own_weight = 0.0
         self._bounds = (0, -1.0, 1.0)
         self.verdict: Verdict | None = None
 
@@ -259,19 +258,20 @@ class Comparison:
         return self._width * self._total / self._weight if self._weight else None
 
     def mark(self) -> None:
-        """Note that another version is the new one from now on, of several that are one arm."""
-        self._marked = (len(self._blocks), self._total)
+        """Begin anew what speaks for the new version: from now on it is another one.
 
-    @property
-    def is_borne_out(self) -> bool:
-        """Return whether the blocks since the mark, some at least, speak for the new version."""
-        blocks, total = self._marked
-        return len(self._blocks) - blocks >= FEWEST_OWN and self._total >= total
+        Several that follow each other are one arm; what speaks against one speaks against all.
+        """
+        self._close()
+        self._better = EProcess(-self._rule.margin / self._width, ABOVE)
+        self._own_total = self._own_weight = 0.0
+        if self.verdict is not None and self.verdict.kind == "better":
+            self.verdict = None
 
     @property
     def tells_against(self) -> bool:
-        """Return whether as much is known as decides a trial, and the new version scores lower."""
-        return self._weight >= INFORMATION and self._total < 0
+        """Return whether as much is known as decides a trial, and the newest version is lower."""
+        return self._own_weight >= INFORMATION and self._own_total < 0
 
     @property
     def points_to_harm(self) -> bool:
@@ -349,8 +349,12 @@ class Comparison:
     def _settle(self, block: Block | None) -> None:
         if block is not None:
             self._blocks.append(block)
-            self._total += block.weight * block.difference
-            self._weight += block.weight
+            told = block.weight * block.difference
+            self._total, self._own_total = self._total + told, self._own_total + told
+            self._weight, self._own_weight = (
+                self._weight + block.weight,
+                self._own_weight + block.weight,
+            )
             self._better.update(block)
             self._worse.update(block)
 

@@ -37,6 +37,7 @@ from store.read.gates import (
     gated_policies,
     is_proven,
     served_since,
+    verdicts,
 )
 from store.records import Arm
 from store.version_queries import why_stays
@@ -65,6 +66,7 @@ LOOK_S: Final = 60.0
 # The bounds, which are for people, are taken anew once there are this many times the blocks.
 RENEWED: Final = 1.05
 WAITS: Final = "it waits for approval (`pawl policies promote`): "
+UNDECIDED: Final = "undecided"
 NOTHING_SHOWN: Final = "nothing was shown in time"
 PASSED: Final = "it passed its probe"
 
@@ -166,14 +168,16 @@ class PolicyGate:
         verdict = evidence.comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return partial(self._fall, connection, serving, _why(evidence.comparison, rule))
-        is_unproven = _share_of(control) > rule.control_share
-        if verdict is None and is_unproven and evidence.comparison.tells_against:
-            return partial(self._give_back, connection, serving, control, evidence.comparison, rule)
-        # Its own episodes have to speak for it: it will itself be the control of what comes next.
-        is_own = evidence.newest == number and evidence.comparison.is_borne_out
-        if verdict is None or not is_own or await is_proven(connection, self._name, number):
+        found = await verdicts(connection, self._name, number)
+        # Only its own episodes speak for it: it will itself be the control of what comes next.
+        if evidence.newest != number or "better" in found:
             return None
-        return partial(self._prove, connection, serving, rule, _why(evidence.comparison, rule))
+        if verdict is not None:
+            return partial(self._prove, connection, serving, rule, _why(evidence.comparison, rule))
+        was_tried = rule.mode == "canary" and UNDECIDED in found
+        if was_tried and evidence.comparison.tells_against:
+            return partial(self._give_back, connection, serving, control, evidence.comparison, rule)
+        return None
 
     async def _prove(
         self, connection: AsyncConnection, serving: Standing, rule: PublishOptions, why: Why
@@ -191,7 +195,8 @@ class PolicyGate:
         rule: PublishOptions,
     ) -> list[Move]:
         """Let the control serve in place of a version without proof, which is only retired."""
-        why, version = _why(comparison, rule), control.version
+        evidence, version = _why(comparison, rule)["evidence"], control.version
+        why = _because(f"{serving.version.served_name} scores lower so far", evidence)
         await promote(connection, self._name, version.version, **why)
         taken = f"{version.served_name} took the traffic"
         return [
@@ -221,7 +226,7 @@ class PolicyGate:
             return None
         comparison = evidence.comparison
         self._show("trial", comparison)
-        is_over = stands.now - canary.since >= timedelta(hours=rule.decide_within_h)
+        is_over = stands.now - since >= timedelta(hours=rule.decide_within_h)
         may_end = comparison.difference is not None or stands.candidate is not None
         if comparison.verdict is None and not (is_over and may_end):
             return None
@@ -281,7 +286,9 @@ class PolicyGate:
             waits = _because(WAITS + why["reason"], why["evidence"])
             return await self._stay(connection, tried, waits)
         # What is not proven is watched, if at all, with as many episodes as it was tried with.
-        share = version.share if verdict is None and rule.control_share else None
+        share = None
+        if verdict is None and rule.control_share and version.share is not None:
+            share = max(version.share, rule.control_share)
         await promote(connection, self._name, version.version, control_share=share, **why)
         return [Move(version, "serving", why["reason"])]
 
@@ -379,7 +386,7 @@ def _because(reason: str, evidence: Mapping[str, Any] | None = None) -> Why:
 def _why(comparison: Comparison, rule: PublishOptions) -> Why:
     """Return the reason of a decision, and the evidence that is stored with it."""
     verdict, difference = comparison.verdict, comparison.difference
-    kind = "undecided" if verdict is None else verdict.kind
+    kind = UNDECIDED if verdict is None else verdict.kind
     if verdict is not None:
         reason = verdict.reason
     elif difference is None:

@@ -49,7 +49,8 @@ class Evaluations:
         If there is none of these two it begins, in place of that of another candidate.
         """
         name = candidate.version.name
-        key = candidate.version.version, serving.version.version, rule
+        # With the rewards' sum, which the rule does not have.
+        key = candidate.version.version, serving.version.version, candidate.gate
         if name not in self._tasks or self._tasks[name][0] != key:
             await self.forget(name)
             task = asyncio.create_task(self._until_done(candidate, serving, rule))

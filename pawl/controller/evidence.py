@@ -81,8 +81,9 @@ class Evidence:
             )
             for one in episodes:
                 if one.arm == self._new and one.version > self.newest:
+                    if self.newest:
+                        self.comparison.mark()
                     self.newest = one.version
-                    self.comparison.mark()
                 read = {name: getattr(one, name) for name in Episode.__struct_fields__}
                 self.comparison.add(one.arm == self._new, Episode(**read))
             if self._goes_on_from is None:

@@ -56,10 +56,11 @@ _SERVED_SINCE: Final = text(
                 AND b.from_state IS DISTINCT FROM 'serving' AND b.at <= :at), :at)
     """
 )
-_PROVEN: Final = text(
+_VERDICTS: Final = text(
     """
-    SELECT EXISTS (SELECT FROM policy_events WHERE name = :name AND version = :version
-        AND to_state = 'serving' AND evidence->>'verdict' = 'better')
+    SELECT DISTINCT evidence->>'verdict' FROM policy_events
+    WHERE name = :name AND version = :version AND to_state = 'serving'
+        AND evidence->>'verdict' IS NOT NULL
     """
 )
 _NEW_EPISODES: Final = text(
@@ -135,8 +136,13 @@ async def served_since(connection: AsyncConnection, name: str, at: datetime) -> 
 
 async def is_proven(connection: AsyncConnection, name: str, version: int) -> bool:
     """Return whether a version was ever found to be better than its control, or no worse."""
+    return "better" in await verdicts(connection, name, version)
+
+
+async def verdicts(connection: AsyncConnection, name: str, version: int) -> set[str]:
+    """Return with which verdicts a version got the traffic, or kept it."""
     values = {"name": name, "version": version}
-    return bool(await connection.scalar(_PROVEN, values))
+    return set((await connection.execute(_VERDICTS, values)).scalars())
 
 
 async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:

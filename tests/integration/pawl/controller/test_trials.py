@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
@@ -143,6 +144,18 @@ async def test_difference_so_far_decides_at_the_deadline(
     assert last.evidence["verdict"] == "undecided"
     async with engine.connect() as connection:
         assert not await is_proven(connection, "m", 1)
+
+
+async def test_time_of_a_trial_begins_anew_with_what_it_is_compared_with(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await begin_trial(engine, judge, {**AT_ONCE, "margin": 0.01})
+    async with engine.begin() as connection:
+        later = "UPDATE policies SET changed_at = now() - interval '25 min' WHERE version = 0"
+        await connection.execute(text(later))
+    await live(engine, {("serving", 0): MORE, ("canary", 1): LESS}, from_s=1400.0)
+    await judge.look(engine)
+    assert (await states(engine))[1] == "canary"
 
 
 async def test_trial_without_any_reward_goes_on_past_its_deadline_until_a_newer_version_waits(

@@ -152,14 +152,18 @@ async def test_proof_moves_the_control_with_the_next_promotion_only(
     assert await states(engine) == {**before, 2: "serving", 3: "rolled_back"}
 
 
-@pytest.mark.parametrize(("share", "serving"), [(0.5, 0), (RULE["control_share"], 1)])
-async def test_trial_that_showed_nothing_goes_on_and_may_give_the_traffic_back(
-    engine: AsyncEngine, judge: Deciding, share: float, serving: int
+@pytest.mark.parametrize(("verdict", "serving"), [("undecided", 0), (None, 1)])
+async def test_canary_that_was_promoted_without_proof_may_give_the_traffic_back(
+    engine: AsyncEngine, judge: Deciding, verdict: str | None, serving: int
 ) -> None:
-    """As much is known in the end as a trial needs, and it tells, without proof, against it."""
-    await serves(engine, 1, 0, {**IMMEDIATE, "margin": 0.05})
+    """As much is known in the end as a trial needs, and it tells against it; not so if a person
+    promoted it. What was trained on it is not thrown away.
+    """
+    evidence = verdict and {"verdict": verdict}
+    await next_version(engine, 1, 0, {**RULE, "margin": 0.05})
     async with engine.begin() as connection:
-        await set_control_share(connection, "m", share)
+        why: Any = {"reason": "it", "actor": "controller", "evidence": evidence}
+        await promote(connection, "m", 1, control_share=0.5, **why)
     await pass_time(engine)
     await next_version(engine, 2, 1)
     arms: Any = {("control", 0): [0.0, 1.0, 0.55], ("serving", 1): [0.0, 1.0, 0.45]}
@@ -168,9 +172,30 @@ async def test_trial_that_showed_nothing_goes_on_and_may_give_the_traffic_back(
     assert (await states(engine))[1] == "serving"
     await live(engine, arms, "b", many=150)
     await look(engine)
-    # What was trained on it is not thrown away.
     assert await states(engine) == {serving: "serving", 1 - serving: "retired", 2: "written"}
-    assert await shares(engine) == ({} if serving == 0 else {0: share})
+    assert await shares(engine) == ({} if serving == 0 else {0: 0.5})
+
+
+@pytest.mark.parametrize(("first", "second", "serving"), [(0.35, 0.55, 2), (0.75, 0.45, 0)])
+async def test_canary_is_given_back_for_its_own_episodes_alone(
+    engine: AsyncEngine, first: float, second: float, serving: int
+) -> None:
+    """Others without proof served before it, and are compared with the same control."""
+    rule = {**RULE, "margin": 0.05}
+    for number, like, to_s in ((1, first, 1900.0), (2, second, TO_S)):
+        await next_version(engine, number, number - 1, rule)
+        async with engine.begin() as connection:
+            why: Any = {"reason": "it", "actor": "controller"}
+            undecided = {"verdict": "undecided"}
+            share = {"control_share": 0.5}
+            await promote(connection, "m", number, evidence=undecided, **share, **why)
+        if number == 1:
+            await pass_time(engine)
+        arms: Any = {("control", 0): [0.0, 1.0, 0.5], ("serving", number): [0.0, 1.0, like]}
+        many = 330 if number == 1 else 480
+        await live(engine, arms, str(number), to_s + 1100.0, many, to_s=to_s)
+    await look(engine)
+    assert [one for one, state in (await states(engine)).items() if state == "serving"] == [serving]
 
 
 async def test_version_after_a_roll_back_is_watched_again(

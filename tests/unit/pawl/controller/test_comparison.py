@@ -53,7 +53,7 @@ def sometimes(share: float, **values: object) -> Callable[[Random], Episode]:
 
 OLD = scored(0.5, malformed=False)
 CASES = (
-    Case("better", scored(0.8, malformed=False), "better", "no lower"),
+    Case("better", scored(0.8, malformed=False), "better", "at most 0.05 lower"),
     Case("worse", scored(0.2, malformed=False), "worse", "scores lower"),
     Case("fails", sometimes(0.4, reward=None, failed=True), "worse", ""),
     Case("calls tools badly", scored(0.9, malformed=True), "worse", "malformed tool calls"),
