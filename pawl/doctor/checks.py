@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Final, Literal, get_args
 
+from msgspec.structs import replace
+
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import free_slots
@@ -108,10 +110,15 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
 def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
     """Return what needs a person, the cause most upstream first, and then what passes by itself.
 
-    Unless `of_parts`, processes, servers and disks, which all tenants share, are left out.
+    Unless `of_parts`, processes, servers and disks, which all tenants share, are left out, and so
+    are figures that name them.
     """
     checks = [check for check in CHECKS if of_parts or check not in OF_PARTS]
-    found = [finding for check in checks for finding in check(facts)]
+    found = [
+        finding if of_parts or check not in NAME_PARTS else replace(finding, figures=NO_FIGURES)
+        for check in checks
+        for finding in check(facts)
+    ]
     return sorted(found, key=lambda finding: not finding.needs_person)
 
 
@@ -177,6 +184,17 @@ def database_away(facts: Facts) -> Iterator[Finding]:
             title="The database cannot be used: records wait on disk, and nothing is trained",
             figures={"error": facts.database},
             remedy="start PostgreSQL, or correct DATABASE_URL; without tables run `pawl migrate`",
+            area="storage",
+        )
+
+
+def database_slow(facts: Facts) -> Iterator[Finding]:
+    """Find that the database took too long to say all."""
+    if facts.is_late:
+        yield Finding(
+            title="The database took too long: some policies and calls were not looked at",
+            figures={"policies_looked_at": len(facts.policies)},
+            remedy="ask again when the database has less to do",
             area="storage",
         )
 
@@ -307,7 +325,8 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
 def no_calls(facts: Facts) -> Iterator[Finding]:
     """Find that no call was recorded for a day, and whether callers are refused."""
     last = facts.last_call_at
-    if facts.database is not None or (last is not None and facts.now - last < SILENT):
+    is_unknown = facts.database is not None or (facts.is_late and last is None)
+    if is_unknown or (last is not None and facts.now - last < SILENT):
         return
     refused = facts.proxy.value("pawl_refused_total", reason="NoKey") or 0
     remedy = f"set OPENAI_BASE_URL={facts.data_url}/v1 where the agent runs"
@@ -570,7 +589,9 @@ def paused(facts: Facts) -> Iterator[Finding]:
 
 def _is_shown(facts: Facts, name: str) -> bool:
     """Return whether a policy is one of those that were asked for, as far as that is known."""
-    return facts.database is not None or any(policy.name == name for policy in facts.policies)
+    if facts.tenant is None and (facts.database is not None or facts.is_late):
+        return True
+    return any(policy.name == name for policy in facts.policies)
 
 
 def _of(
@@ -805,7 +826,7 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 # In order of importance: what is upstream comes first.
 CHECKS: Final[tuple[Check, ...]] = (
-    *(unusable_files, database_away, disk_full, records_wait),
+    *(unusable_files, database_away, database_slow, disk_full, records_wait),
     *(proxy_away, server_away, trainer_away, no_calls, unanswered),
     *(broken, untrainable, only_evaluation, quarantined, unrewarded, equal_rewards, alone),
     *(paused, no_slot, spent_untrained, drifted),
@@ -813,6 +834,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(missing_key, too_long, waits_for_signal),
 )
 OF_PARTS: Final[tuple[Check, ...]] = (
-    *(unusable_files, database_away, disk_full, records_wait),
+    *(unusable_files, disk_full, records_wait),
     *(proxy_away, server_away, trainer_away, no_slot, controller_away, missing_key),
 )
+NAME_PARTS: Final[tuple[Check, ...]] = (database_away, not_as_trained)

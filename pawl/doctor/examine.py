@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.by_hand import why_waits
@@ -27,7 +28,7 @@ from proxy.ingester.removing import FOLDER, LETTER
 from proxy.upstreams.upstreams import check_upstreams
 from store.adapter_slots import live_versions
 from store.claim_query import waiting_episodes, waiting_updates
-from store.database import database_time, explain, make_engine
+from store.database import database_time, explain, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import BadPolicies, StoreError
 from store.link.claimable import lacking
@@ -97,11 +98,13 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
     return Facts(
         now=stored.now or datetime.now(UTC),
         data_url=f"http://{settings.listen}",
+        tenant=tenant,
         proxy=proxy.result(),
         trainer=trainer.result(),
         controller=controller.result(),
         unusable={**unusable, **stored.unusable},
         database=stored.why_not,
+        is_late=stored.is_late,
         servers=tuple(task.result() for task in servers),
         disks=disks,
         letters=0 if tenant is not None else letters,
@@ -181,7 +184,6 @@ async def _within(
     seconds: float,
     ask: Callable[[], Awaitable[T]],
     without: Callable[[str], T],
-    explained: Callable[[BaseException], str] = lambda error: str(error) or type(error).__name__,
 ) -> T:
     """Return an answer, or the one `without` it, made of the reason why there is none."""
     try:
@@ -191,7 +193,7 @@ async def _within(
         return without(f"no answer within {seconds:g} s")
     except Exception as error:
         # Whatever it is, it is the answer to the question why.
-        return without(explained(error))
+        return without(str(error) or type(error).__name__)
 
 
 def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
@@ -220,9 +222,10 @@ def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
 
 
 class Stored(Record, frozen=True, kw_only=True):
-    """Hold what the database says, or `why_not` it says nothing."""
+    """Hold what the database says, or `why_not` it says nothing; `is_late`: it says not all."""
 
     why_not: str | None = None
+    is_late: bool = False
     now: datetime | None = None
     unusable: Mapping[str, str] = NOTHING
     calls: tuple[CallKind, ...] = ()
@@ -236,11 +239,18 @@ async def _stored(
     tenant: str | None,
     table: PolicyTable | None,
 ) -> Stored:
-    async def read() -> Stored:
-        async with _engine(settings, engine) as opened:
-            return await _read(opened, settings, tenant, table)
-
-    return await _within(STORE_S, read, lambda why: Stored(why_not=why), explain)
+    found = Stored()
+    try:
+        async with asyncio.timeout(STORE_S), _engine(settings, engine) as opened:
+            async for more in _read(opened, settings, tenant, table):
+                found = more
+    except Exception as error:
+        is_out = isinstance(error, TimeoutError)
+        if is_too_slow(error) or isinstance(error, PoolTimeout) or (is_out and found.now):
+            return msgspec.structs.replace(found, is_late=True)
+        # Whatever it is, it is the answer to the question why.
+        return Stored(why_not=f"no answer within {STORE_S:g} s" if is_out else explain(error))
+    return found
 
 
 @asynccontextmanager
@@ -271,36 +281,40 @@ async def _engine(
 
 async def _read(
     engine: AsyncEngine, settings: DoctorSettings, tenant: str | None, table: PolicyTable | None
-) -> Stored:
+) -> AsyncIterator[Stored]:
+    """Yield what the database says, more each time: before the first policy, and after each."""
     now = await database_time(engine)
     specs = () if table is None else table.specs
     known = None if table is None else [spec.name for spec in specs if spec.trained]
-    unusable, policies = dict[str, str](), list[PolicyFacts]()
     async with engine.connect() as connection:
         calls = await newest_calls(connection, now, tenant)
         begun = await tended_policies(connection, tenant)
+        names = {about.name for about in begun}
+        stored = Stored(
+            now=now,
+            calls=tuple(calls),
+            unbegun=tuple(
+                spec.name
+                for spec in specs
+                if spec.trained and spec.name not in names and tenant in (None, spec.tenant)
+            ),
+        )
+        yield stored
         ready = await waiting_episodes(connection)
         for about in _to_train(begun, table, settings.policy, calls):
             spec = None if table is None else table.named(about.name)
+            unusable = stored.unusable
             try:
                 recipe = load_recipe((spec and spec.recipe) or settings.recipe)
             except RecipeError as error:
-                unusable["PAWL_RECIPE"] = str(error)
+                unusable = {**unusable, "PAWL_RECIPE": str(error)}
                 recipe = None
             policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
-            policies.append(await _policy(connection, settings, policy, now, known))
-    names = {about.name for about in begun}
-    return Stored(
-        now=now,
-        unusable=unusable,
-        calls=tuple(calls),
-        policies=tuple(policies),
-        unbegun=tuple(
-            spec.name
-            for spec in specs
-            if spec.trained and spec.name not in names and tenant in (None, spec.tenant)
-        ),
-    )
+            policy = await _policy(connection, settings, policy, now, known)
+            stored = msgspec.structs.replace(
+                stored, unusable=unusable, policies=(*stored.policies, policy)
+            )
+            yield stored
 
 
 def _to_train(

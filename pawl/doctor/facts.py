@@ -125,7 +125,8 @@ class Facts(Record, frozen=True, kw_only=True):
     """Hold all that the doctor knows at the time `now`.
 
     `data_url` is where agents call. `unusable` are settings with a file that cannot be used, each
-    with the reason. `database` is why it does not answer. `unbegun` are policies of the file that
+    with the reason. `tenant` is whose facts they are; None: all's. `database` is why it does not
+    answer; `is_late`: it took too long for all questions. `unbegun` are policies of the file that
     no trainer ever began. `letters` are dead letters in the spool of this machine.
     """
 
@@ -134,8 +135,10 @@ class Facts(Record, frozen=True, kw_only=True):
     proxy: Process
     trainer: Process
     controller: Process
+    tenant: str | None = None
     unusable: Mapping[str, str] = NOTHING
     database: str | None = None
+    is_late: bool = False
     servers: tuple[Server, ...] = ()
     disks: tuple[Disk, ...] = ()
     letters: int = 0

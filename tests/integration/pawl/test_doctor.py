@@ -317,6 +317,19 @@ async def test_parts_that_take_connections_and_never_answer_are_told_of_in_time(
     assert [one.figures.get("error", "")[:16] for one in found][:4] == ["no answer within"] * 4
 
 
+async def test_slow_database_leaves_what_was_read_before(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    await stack.work(("a", 1.0))
+    monkeypatch.setattr("pawl.doctor.examine.STORE_S", 1.0)
+    monkeypatch.setattr("pawl.doctor.examine._policy", slow)
+    titles = [one.title for one in await stack.findings()]
+    assert titles == ["The database took too long: some policies and calls were not looked at"]
+
+
 async def test_command_prints_findings_of_a_tenant_and_ends_with_status_1(
     engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,3 +353,19 @@ def test_every_reason_has_a_remedy() -> None:
 def test_findings_of_another_tenants_policy_are_not_shown() -> None:
     paused = sample("pawl_trainer_paused", 1.0, policy="theirs", reason="failed")
     assert findings(facts(trainer=trainer(paused))) == []
+    for away in ({"database": AWAY}, {"is_late": True}):
+        titles = [one.title for one in findings(facts(trainer=trainer(paused), tenant="a", **away))]
+        assert [title for title in titles if "theirs" in title] == []
+
+
+@pytest.mark.parametrize("away", [{"database": AWAY}, {"is_late": True, "calls": ()}])
+def test_tenant_is_told_that_the_database_did_not_say_all(away: dict[str, Any]) -> None:
+    found = findings(replace(facts(tenant="a", **away), policies=()), of_parts=False)
+    assert ["The database" in one.title for one in found] == [True]
+    assert AWAY not in repr(found)
+
+
+def test_tenant_is_shown_no_address_of_a_server() -> None:
+    found = findings(facts(policy(servable=(version(2),))), of_parts=False)
+    assert ["not served as trained: m@2" in one.title for one in found] == [True]
+    assert "gpu" not in repr(found)
