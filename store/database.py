@@ -33,11 +33,12 @@ def make_engine(
     pool_size: int = 5,
     max_overflow: int = 10,
     limit_s: float | None = STATEMENT_TIMEOUT_S,
+    wait_s: float = 30.0,
 ) -> AsyncEngine:
     """Make an engine for `database_url`; it connects on first use.
 
     It keeps `pool_size` connections, and opens up to `max_overflow` more while these are in use. A
-    statement may take `limit_s` seconds.
+    statement may take `limit_s` seconds, and waiting for a connection `wait_s`.
 
     Raises:
         StoreError: see `read_url`.
@@ -48,6 +49,7 @@ def make_engine(
         async_creator=connector(database_url, limit_s),
         pool_size=pool_size,
         max_overflow=max_overflow,
+        pool_timeout=wait_s,
         pool_pre_ping=True,
         json_serializer=to_json,
     )
@@ -147,6 +149,13 @@ def explain(error: BaseException) -> str:
 def is_too_slow(error: BaseException) -> bool:
     """Return whether a statement was ended as it took too long; PostgreSQL itself is there."""
     return isinstance(_driver_error(error), asyncpg.QueryCanceledError)
+
+
+def is_bad_value(error: BaseException) -> bool:
+    """Return whether a parameter of a statement is outside the range of its type."""
+    # The driver's own is a ValueError, PostgreSQL's a DataError.
+    cause = _driver_error(error)
+    return cause is not error and isinstance(cause, asyncpg.DataError | ValueError)
 
 
 def is_read_only(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ transactions that can write nothing, and stays when the database is away.
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -17,8 +16,10 @@ from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import h11
 import structlog
 import uvicorn
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -27,9 +28,10 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pawl.console import episode, episodes, group, overview, review, updates, versions
-from pawl.console.pages import Console, Refusal, Viewer, console_of, form, page
+from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event
 from pawl.settings import ConsoleSettings
@@ -37,7 +39,7 @@ from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, shown_in
 from proxy.settings import Access
-from store.database import explain, is_no_records_fault, is_too_slow, is_unavailable
+from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow, is_unavailable
 from store.grants import MARK, SCOPES
 from store.keys import key_ring, name_of_key
 from store.settings import address
@@ -53,6 +55,9 @@ COOKIE_S: Final = 30 * 24 * 3600
 OPEN_TO_ALL: Final = ("/static/", "/healthz")
 LOGIN: Final = "/login"
 STOP_S: Final = 5
+# Until a connection's next request has come, whole; silent ones count among `MOST_AT_ONCE`.
+REQUEST_S: Final = 10
+MOST_AT_ONCE: Final = 200
 SAFE: Final = ("GET", "HEAD")
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -98,7 +103,8 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
         config = uvicorn.Config(
             app,
             # It limits how long a request's head may be.
-            http="h11",
+            http=_Protocol,
+            timeout_keep_alive=REQUEST_S,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -107,7 +113,7 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
             # Who asks is decided by the connection (`Gate`).
             proxy_headers=False,
             timeout_graceful_shutdown=STOP_S,
-            limit_concurrency=200,
+            limit_concurrency=MOST_AT_ONCE,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="console")
@@ -118,6 +124,30 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
             server.should_exit = True
             await task
             await app.state.console.engine.dispose()
+
+
+class _Protocol(H11Protocol):
+    """Close a connection whose next request has not come, whole, within `REQUEST_S` seconds."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request as for all later ones."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close it, also in the middle of a request."""
+        self.transport.close()
+
+    def handle_events(self) -> None:
+        """Handle what has come, and wait no longer if that is all of a request."""
+        super().handle_events()
+        self._unset_keepalive_if_required()
+
+    def _unset_keepalive_if_required(self) -> None:
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            super()._unset_keepalive_if_required()
 
 
 class _Server(uvicorn.Server):
@@ -224,11 +254,13 @@ class Guard:
         key = shown.credential or b""
         if not key.startswith(MARK) and COOKIE in request.cookies:
             key = request.cookies[COOKIE].encode()
-        shown = type(shown)(key or None, shown.relayed)
+        relayed = any(name.startswith(b"x-forwarded-") for name, _ in request.headers.raw)
+        shown = type(shown)(key or None, shown.relayed or relayed)
+        local = is_loopback(request.scope.get("client")) and not shown.relayed
         async with console_of(request).engine.connect() as connection:
             gate = Gate(self._access)
             gate.take(await key_ring(connection))
-            grant = gate.check(shown, "read", local=is_loopback(request.scope.get("client")))
+            grant = gate.check(shown, "read", local=local)
             if grant is not None:
                 # What the viewer states goes on to the proxy with the viewer's own key.
                 request.state.credential = key.decode()
@@ -240,36 +272,37 @@ class Guard:
                 )
         self._refuse_unknown_host(request)
         request.state.credential = None
-        return Viewer(name="local", tenant=None, scopes=frozenset(SCOPES))
+        # `PAWL_ACCESS=anyone` lets anyone look.
+        return Viewer(name=NOBODY, tenant=None, scopes=frozenset(SCOPES if local else ("read",)))
 
     def _refuse_unknown_host(self, request: Request) -> None:
         """Refuse a name that another site may have pointed at this machine (DNS rebinding).
 
-        No such name is an address, or has no dot.
+        No such name is this machine's own address, or has no dot. Other addresses may be those of
+        a server in front, which need not say that it relays.
         """
         host = urlsplit("//" + request.headers.get("host", "")).hostname or "."
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(host)
-            return
-        if "." in host and host != self._host and not host.endswith(".localhost"):
+        is_own = host == self._host or host.endswith(".localhost") or is_loopback((host,))
+        if ("." in host or ":" in host) and not is_own:
             raise Refusal(
                 HTTPStatus.FORBIDDEN,
                 "This name is not known to be the console's",
-                "No API key was made yet, so the console answers to addresses and to names without "
-                "a dot alone, such as localhost. Make a key with `pawl keys create NAME --scope "
-                "read`: then any name will do.",
+                "No API key was made yet, so the console answers to this machine's own address and "
+                "to names without a dot alone, such as localhost. Make a key with `pawl keys "
+                "create NAME --scope read`: then any name will do.",
             )
 
 
 def refuse_cross_site(request: Request) -> None:
-    """Refuse a change that a page of another site asks for.
+    """Refuse what a page of another site asks for, unless a person only follows its link.
 
     Browsers say where a request comes from; what says neither is no browser, and has no cookie.
 
     Raises:
-        Refusal: the request changes something, and comes from another site.
+        Refusal: the request comes from another site, and changes something or is for a part of it.
     """
-    if request.method in SAFE:
+    is_page = request.headers.get("sec-fetch-dest", "document") == "document"
+    if request.method in SAFE and is_page:
         return
     site = request.headers.get("sec-fetch-site")
     origin = request.headers.get("origin")
@@ -278,8 +311,8 @@ def refuse_cross_site(request: Request) -> None:
         raise Refusal(
             HTTPStatus.FORBIDDEN,
             "This was sent from another site",
-            "Changes are taken from the console's own pages alone. A proxy in front of it has to "
-            "pass the `Host` header on.",
+            "Changes and parts of pages are for the console's own pages alone. A proxy in front of "
+            "it has to pass the `Host` header on.",
         )
 
 
@@ -338,11 +371,26 @@ def failure(request: Request, error: Exception) -> Response:
             "The database took too long",
             "The query was ended. Choose less with the filter, or a shorter time.",
         )
+    elif isinstance(error, PoolTimeout):
+        error = Refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "Too many look at once",
+            f"All {CONNECTIONS} of the console's connections were in use: try again in a moment.",
+        )
+    elif is_bad_value(error):
+        error = Refusal(
+            HTTPStatus.BAD_REQUEST,
+            "This address cannot be used",
+            "It has a number that is too large, or the character U+0000.",
+        )
     elif is_no_records_fault(error):
+        # It names hosts and users, and who reads this may be anybody.
+        log.warning("database_away", reason=explain(error))
         error = Refusal(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "The database is away" if is_unavailable(error) else "The database cannot be used",
-            f"The console goes on as soon as it can. PostgreSQL says: {explain(error)}.",
+            "The console goes on as soon as it can. Its log has what PostgreSQL says. A new "
+            "database has no tables until the proxy starts, or `pawl migrate` makes them.",
         )
     elif not isinstance(error, HTTPException):
         name = secrets.token_hex(4)

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from pawl.console.filters import BadFilter, Filter
+from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
 from store.database import make_engine
 from store.grants import Scope
@@ -35,6 +36,8 @@ from store.tenants import bare
 
 # Of everybody who looks together; whoever comes later waits.
 CONNECTIONS: Final = 4
+# For one of them.
+WAIT_S: Final = 3.0
 # Of one statement: no page is worth slowing the database down for longer.
 LIMIT_S: Final = 5.0
 # Of a page, in bytes: what is longer is cut, with the rest a link away.
@@ -44,10 +47,14 @@ LARGEST_FORM: Final = 64 * 1024
 SHOWN: Final = 4000
 
 
+# Who looks where no key is asked for; no key has a name with spaces.
+NOBODY: Final = "anyone without a key"
+
+
 class Viewer(Record, frozen=True, kw_only=True):
     """Say who looks: by which key, at whose data, and what the key allows.
 
-    `name` is the key's, `local` where none is asked for. `tenant` is None for who sees the data of
+    `name` is the key's, `NOBODY` where none is asked for. `tenant` is None for who sees the data of
     all: a key of the default tenant for admin, or nobody's where none is asked for.
     """
 
@@ -74,7 +81,7 @@ class Console:
         self.settings = settings
         self.prefix = settings.console_prefix
         self.engine: AsyncEngine = make_engine(
-            database_url, pool_size=CONNECTIONS, max_overflow=0, limit_s=2 * LIMIT_S
+            database_url, pool_size=CONNECTIONS, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
         )
         self.templates = Environment(
             loader=PackageLoader("pawl.console"),
@@ -84,8 +91,12 @@ class Console:
             lstrip_blocks=True,
         )
         self.templates.filters.update(when=when, figure=figure, visible=visible, bare=bare)
-        self.templates.globals.update(url=self.url, static=self.static)
+        self.templates.globals.update(url=self.url, static=self.static, nobody=NOBODY)
         self.examining = asyncio.Lock()
+        # Until when it counts, and what was found, by tenant.
+        self.examined: dict[str | None, tuple[float, list[Finding]]] = {}
+        # What a change would come to is tried out, with the locks that the change takes.
+        self.previewing = asyncio.Lock()
         self._versions: dict[str, str] = {}
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
@@ -146,11 +157,18 @@ def require(request: Request, scope: Scope) -> None:
     """
     who = viewer(request)
     if scope not in who.scopes:
+        title = "This key cannot change anything here"
+        detail = (
+            f"The key {who.name} is for {', '.join(sorted(who.scopes))}, and this needs {scope}:"
+        )
+        if who.name == NOBODY:
+            title = "Changes need a key"
+            detail = "No API key was made yet, and you are on another machine than the console:"
         raise Refusal(
             HTTPStatus.FORBIDDEN,
-            "This key cannot change anything here",
-            f"The key {who.name} is for {', '.join(sorted(who.scopes))}, and this needs {scope}: "
-            f"log in with a key that was made with --scope read,{scope}",
+            title,
+            f"{detail} log in with a key that was made with --scope read,{scope} "
+            "(`pawl keys create NAME`)",
         )
 
 

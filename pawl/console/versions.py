@@ -5,6 +5,7 @@ what became different; the second does it for good, unless something else would 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from hashlib import sha256
 from http import HTTPStatus
@@ -475,7 +476,9 @@ async def confirm(request: Request) -> Response:
         node = await _own_node(connection, order.policy, order.number, viewer(request).tenant)
         waits = await why_waits(connection, node.version)
     try:
-        effects, is_done = await attempt(request, order, given.get("saw") if is_posted else None)
+        async with nullcontext() if is_posted else console_of(request).previewing:
+            saw = given.get("saw") if is_posted else None
+            effects, is_done = await attempt(request, order, saw)
     except StoreError as error:
         unknown = isinstance(error, UnknownPolicy | UnknownNames)
         status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.CONFLICT

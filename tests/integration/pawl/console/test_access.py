@@ -1,16 +1,19 @@
 """Who may see the console: keys, other sites, other names, prefixes; and an absent database."""
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 
-from pawl.console.app import app_of
+from pawl.console.app import app_of, failure
 from pawl.console.pages import reading
+from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
 from store.embedded import EmbeddedPostgres
 from store.grants import Scope
@@ -27,18 +30,47 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def test_console_without_keys_is_open_to_this_machine_alone(console: Pages) -> None:
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Forwarded-Proto", "Via", "Forwarded"])
+async def test_console_without_keys_is_open_to_this_machine_alone(
+    console: Pages, header: str
+) -> None:
     assert (await console.get("/")).status == 200
-    relayed = await console.get("/", {"X-Forwarded-For": "203.0.113.9"})
+    relayed = await console.get("/", {header: "203.0.113.9"})
     assert relayed.status == 403
     assert "pawl keys create" in relayed.body.decode()
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8105", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:8105", "203.0.113.9", "[2001:db8::1]", ""]
+)
 async def test_name_of_another_site_sees_nothing_without_keys(console: Pages, host: str) -> None:
     assert (await console.get("/", {"Host": host})).status == 403
     for own in ("localhost:8105", "127.0.0.1", "[::1]:80", "pawl-console:8105"):
         assert (await console.get("/", {"Host": own})).status == 200
+
+
+async def test_key_of_any_name_is_told_from_nobody(console: Pages, engine: AsyncEngine) -> None:
+    shown = await console.get("/", bearer(await key_of(engine, "local", "read")))
+    assert "Log out" in shown.body.decode()
+
+
+async def test_silent_connection_is_closed(
+    open_console: OpenConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pawl.console.app.REQUEST_S", 0.2)
+    head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+    async with open_console() as console:
+        host, port = console.address.split("/")[2].split(":")
+        for sent in (b"", head, head + b"\r\n" + head, head + b"Content-Length: 9\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+
+
+@pytest.mark.parametrize("path", ["/versions/m/9999999999", "/versions/m%00/1"])
+async def test_value_that_the_database_cannot_hold_is_refused(console: Pages, path: str) -> None:
+    assert (await console.get(path)).status == 400
 
 
 async def test_console_asks_for_a_key_once_one_was_made(
@@ -93,6 +125,13 @@ async def test_link_of_another_site_opens_with_the_browsers_cookie(
     await key_of(engine, "anna", "read")
     first = await console.get("/", {"Sec-Fetch-Site": "cross-site"})
     assert (first.status, "refresh" in first.body.decode()) == (401, True)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_page_of_another_site_shows_no_part_of_the_console(console: Pages, site: str) -> None:
+    for kind, status in (("image", 403), ("iframe", 403), ("empty", 403), ("document", 200)):
+        headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": kind}
+        assert (await console.get("/", headers)).status == status
 
 
 @pytest.mark.parametrize(
@@ -161,6 +200,23 @@ async def test_database_that_is_away_is_a_page_until_it_is_back(
             postgres.stop()
 
 
+@pytest.mark.parametrize(
+    ("error", "title"),
+    [
+        (PoolTimeout("QueuePool limit of size 4"), "Too many look at once"),
+        (ConnectionRefusedError("cannot connect to 203.0.113.9:5432"), "The database is away"),
+    ],
+)
+async def test_page_of_a_failure_names_no_server(
+    database_url: str, error: Exception, title: str
+) -> None:
+    app = app_of(ConsoleSettings(), database_url)
+    shown = failure(Request({"type": "http", "app": app, "headers": [], "path": "/"}), error)
+    assert title in bytes(shown.body).decode()
+    assert "203.0.113.9" not in bytes(shown.body).decode()
+    await app.state.console.engine.dispose()
+
+
 async def test_database_without_tables_says_what_to_do(
     open_console: OpenConsole, empty_database_url: str
 ) -> None:
@@ -177,3 +233,18 @@ async def test_pages_read_in_transactions_that_cannot_write(database_url: str) -
         async with reading(request) as connection:
             await connection.execute(text("DELETE FROM api_keys"))
     await app.state.console.engine.dispose()
+
+
+async def test_doctor_is_asked_once_for_all_who_look_together(
+    console: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def examine(*given: object, **_: object) -> list[Finding]:
+        asked.append(given)
+        return []
+
+    monkeypatch.setattr("pawl.console.overview.examine", examine)
+    for _ in range(3):
+        assert (await console.get("/overview/doctor")).status == 200
+    assert len(asked) == 1

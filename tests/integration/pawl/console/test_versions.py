@@ -1,5 +1,6 @@
 """The screens of versions and updates: what they show, and how the traffic is moved from them."""
 
+import asyncio
 import html
 import re
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl import by_hand
+from store.errors import StateChanged
 from store.grants import Scope
 from store.ids import new_id
 from store.records import SpoolRecord
@@ -18,7 +20,7 @@ from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.version_states import add_event, begin_canary, make_loaded
 from tests.integration.conftest import Reply
-from tests.integration.pawl.console.conftest import Pages
+from tests.integration.pawl.console.conftest import OpenConsole, Pages
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained, unload
 from tests.support.proxy.keys import bearer, made
@@ -319,3 +321,34 @@ async def test_policy_of_any_name_is_linked_to(console: Pages, engine: AsyncEngi
     )
     assert "org/m <b>?#%41@2@1" in text_of(await console.get(address))
     assert "so already" not in text_of(await console.get(f"{address[:-1]}0/freeze"))
+
+
+@pytest.mark.usefixtures("line")
+async def test_who_has_no_key_changes_nothing_from_another_machine(
+    open_console: OpenConsole,
+) -> None:
+    async with open_console(access="anyone") as console:
+        assert (await console.get("/versions/m/0/freeze")).status == 200
+        relayed = await console.get("/versions", {"Via": "1.1 nginx"})
+        assert relayed.status == 200
+        relayed = await console.get("/versions/m/0/freeze", {"Via": "1.1 nginx"})
+        assert (relayed.status, "Changes need a key" in text_of(relayed)) == (403, True)
+
+
+@pytest.mark.usefixtures("line")
+async def test_changes_are_previewed_one_at_a_time(
+    console: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = 0, 0
+
+    async def attempt(*_: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        raise StateChanged("later")
+
+    monkeypatch.setattr("pawl.console.versions.attempt", attempt)
+    await asyncio.gather(*(console.get("/versions/m/0/freeze") for _ in range(3)))
+    assert most == 1
