@@ -121,8 +121,9 @@ _GROUPS = f"""
     found AS (
         SELECT task, count(*) AS members, count(*) FILTER (WHERE is_fresh) AS fresh,
             min(at) FILTER (WHERE is_fresh) AS first, max(version) AS newest, max(at) AS last,
-            min(reward) FILTER (WHERE is_fresh) AS least,
-            max(reward) FILTER (WHERE is_fresh) AS most
+            min(reward) AS least, max(reward) AS most,
+            min(reward) FILTER (WHERE is_fresh) AS fresh_least,
+            max(reward) FILTER (WHERE is_fresh) AS fresh_most
         FROM ready WHERE task IS NOT NULL GROUP BY task HAVING bool_or(is_fresh)),
     complete AS (
         SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
@@ -150,11 +151,13 @@ _SINGLES = f"""
     FROM ({{ready}}) r WHERE is_fresh AND {{condition}}
     ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
 """
-# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c).
+# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c):
+# fresh ones fill it first, then stale ones; what is short then is compared with earlier ones.
 _ANY_SIGNAL = "true"
-_SPREAD = """CASE WHEN g.fresh >= :group_size THEN g.least < g.most
+_SPREAD = """CASE WHEN g.fresh >= :group_size THEN g.fresh_least < g.fresh_most
+                WHEN g.members >= :group_size THEN g.least < g.most
                 ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END"""
-_SUCCESS = "g.most >= :least_reward"
+_SUCCESS = "g.fresh_most >= :least_reward"
 # Of single episodes; and before all others of a group those with the reward that it counts for.
 _IS_SUCCESS = "COALESCE(reward >= :least_reward, false)"
 _BEST_FIRST = f"{_IS_SUCCESS} DESC, "

@@ -57,6 +57,42 @@ async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
         assert await expire(connection, hasty, 1, {}) == {"stale": stale}
 
 
+@pytest.mark.parametrize(
+    ("fresh", "stale", "earlier", "has_signal"),
+    [
+        # Only a group that is short of members is compared with those that were consumed.
+        ([1, 1, 1], [1], [0], False),
+        ([1, 1, 1], [0], [1], True),
+        ([1, 1, 1], [1], [], False),
+        ([1, 1], [0], [], True),
+        ([1, 1], [1], [0], True),
+        # No stale one is taken into a group of fresh ones.
+        ([1, 1, 1, 1], [0], [], False),
+    ],
+)
+async def test_stale_member_is_compared_with(
+    engine: AsyncEngine, fresh: list[int], stale: list[int], earlier: list[int], has_signal: bool
+) -> None:
+    hasty = rule(group_size=4, groups=1, smallest_group=1, max_age_s=NOW)
+    for kind, values, version in (("e", earlier, 1), ("f", fresh, 1), ("s", stale, 0)):
+        for member, value in enumerate(values):
+            name = f"{kind}{member}"
+            made = call(name, task="t", policy_version=version)
+            await store(engine, made, reward(value, episode=name))
+        if kind == "e" and earlier:
+            claim = await claimed(engine, hasty)
+            assert claim is not None
+            await consume_all(engine, claim)
+    for member in range(4):
+        name = f"same{member}"
+        made = call(name, task="same", policy_version=1)
+        await store(engine, made, reward(1.0, episode=name))
+    async with engine.begin() as connection:
+        taken = await find_ready(connection, hasty, 1)
+    # One without signal is taken along with one that has it, else only one of both is taken.
+    assert (len(taken) > 4) is has_signal
+
+
 def tasks(claim: Claim | None) -> list[str]:
     return [] if claim is None else [group.task for group in claim.groups]
 
