@@ -54,7 +54,15 @@ async def explain_update(
         RecipeError: the update's recipe has keys that this version of Pawl does not know.
         Damaged: a call of the update cannot be read back.
     """
-    past = await past_update(connection, which, policy, tenant)
+    return explain_past(await past_update(connection, which, policy, tenant))
+
+
+def explain_past(past: PastUpdate) -> ExplainedUpdate:
+    """Compute the credit of a past update that was read: it takes seconds, and no database.
+
+    Raises:
+        RecipeError: the update's recipe has keys that this version of Pawl does not know.
+    """
     recipe = _recipe(past)
     plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
     return ExplainedUpdate(past, recipe, plan, _differences(past, plan))

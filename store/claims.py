@@ -11,6 +11,7 @@ the query of `store.claim_query`.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 from uuid import UUID
 
@@ -151,9 +152,8 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
         Damaged: a call cannot be read back.
     """
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
-    task_of = await _held(connection, update_id)
-    earlier_of = await _earlier(connection, head, Counter(task_of.values()))
-    ids = [*task_of, *(one for earlier in earlier_of.values() for one in earlier)]
+    task_of, earlier_of = await _members(connection, head)
+    ids = [*task_of, *chain(*earlier_of.values())]
     read = {episode.id: episode for episode in await read_episodes(connection, ids)}
     by_task: dict[str, list[Episode]] = {}
     for one, task in task_of.items():
@@ -174,6 +174,20 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
         oldest_version=head.oldest_version,
         baselines=await _baselines_before(connection, head),
     )
+
+
+async def members_of(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
+    """Return the episodes that `load_claim` reads; none if there is no such update."""
+    head = (await connection.execute(select(updates).where(updates.c.id == update_id))).first()
+    task_of, earlier_of = await _members(connection, head) if head else ({}, {})
+    return [*task_of, *chain(*earlier_of.values())]
+
+
+async def _members(
+    connection: AsyncConnection, head: Any
+) -> tuple[dict[UUID, str], dict[str, list[UUID]]]:
+    task_of = await _held(connection, head.id)
+    return task_of, await _earlier(connection, head, Counter(task_of.values()))
 
 
 async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:

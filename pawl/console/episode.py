@@ -288,14 +288,14 @@ async def credit(request: Request) -> Response:
     """Show why the calls of an episode have their advantage, for each policy that consumed it."""
     async with reading(request) as connection:
         detail = await _detail(request, connection, None)
-        numbers = {call.id: number for number, call in enumerate(detail.calls, start=1)}
-        shown = []
-        for fate in detail.fates:
-            if fate.update_id is None or fate.update_state != "done":
-                continue
-            explained, why = await explained_for(connection, fate.update_id)
-            worth = [] if explained is None else worth_of(explained, detail.id, numbers)
-            shown.append((fate, worth, explained, why))
+    numbers = {call.id: number for number, call in enumerate(detail.calls, start=1)}
+    shown = []
+    for fate in detail.fates:
+        if fate.update_id is None or fate.update_state != "done":
+            continue
+        explained, why = await explained_for(request, fate.update_id)
+        worth = [] if explained is None else worth_of(explained, detail.id, numbers)
+        shown.append((fate, worth, explained, why))
     return part(request, "episode_credit.html", episode=detail, shown=shown)
 
 
@@ -308,9 +308,9 @@ async def tokens(request: Request) -> Response:
         found = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
         if found is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "There is no such call")
-        why = "no update has consumed its episode yet"
-        if found.update_id is not None:
-            explained, why = await explained_for(connection, found.update_id)
+    why = "no update has consumed its episode yet"
+    if found.update_id is not None:
+        explained, why = await explained_for(request, found.update_id)
     if explained is not None:
         own = (one for one in explained.credited if one.call.id == found.head.id)
         credit = next(own, None)
@@ -323,6 +323,7 @@ async def tokens(request: Request) -> Response:
         why=why,
         explained=explained,
         ratios=_ratios(explained.metrics if explained else {}),
+        masked=(explained and explained.metrics.get("masked_share")) or 0.0,
         after=first + TOKENS_A_PAGE if first + TOKENS_A_PAGE < len(found.sampled_ids) else None,
     )
 

@@ -165,8 +165,7 @@ async def credit(request: Request) -> Response:
     _, task, update = _named(request)
     if update is None:
         raise Refusal(HTTPStatus.NOT_FOUND, "No update is named")
-    async with reading(request) as connection:
-        explained, why = await explained_for(connection, update)
+    explained, why = await explained_for(request, update)
     worth: dict[UUID, list[TransitionCredit]] = {}
     if explained is not None:
         members = {one for name, own, _ in explained.groups if name == task for one in own}

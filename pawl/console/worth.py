@@ -1,17 +1,19 @@
 """Show why calls are worth what they are, line by line: the arithmetic of `pawl credit`."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
-from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.requests import Request
 
-from pawl.console.pages import figure
-from pawl.credit import ExplainedUpdate, explain_update
+from pawl.console.pages import figure, reading, viewer
+from pawl.credit import ExplainedUpdate, explain_past
 from store.errors import Damaged, UnknownUpdate
-from store.read.detail import is_explainable
+from store.read.detail import MOST_CALLS, is_explainable
+from store.read.past import past_update
 from store.records import Record, Tokens
 from trainer.credit.assign import TransitionCredit
 from trainer.credit.means import mean_of
@@ -34,7 +36,8 @@ class Step(Record, frozen=True, kw_only=True):
 class Worth(Record, frozen=True, kw_only=True):
     """Hold calls, by their numbers, with the same advantage for the same reasons, and the lines.
 
-    `weights` are their shares of the update's loss, in their order.
+    `weights` are their shares of the update's loss, in their order; of the last ones the numbers
+    may not be known.
     """
 
     calls: tuple[int, ...]
@@ -49,7 +52,9 @@ class Worth(Record, frozen=True, kw_only=True):
         ends = [n for n in self.calls if n + 1 not in self.calls]
         starts = [n for n in self.calls if n - 1 not in self.calls]
         pairs = zip(starts, ends, strict=True)
-        return ", ".join(f"{one}" if one == end else f"{one} to {end}" for one, end in pairs)
+        known = [f"{one}" if one == end else f"{one} to {end}" for one, end in pairs]
+        later = len(self.weights) - len(self.calls)
+        return ", ".join(known + [f"{later} after the first {MOST_CALLS:,}"] * (later > 0))
 
 
 class Explanation(NamedTuple):
@@ -74,25 +79,33 @@ def worth_of(explained: Explanation, episode: UUID, number_of: Mapping[UUID, int
     nobody = "", frozenset[UUID](), 0
     groups = (group for group in explained.groups if episode in group[1])
     task, members, earlier = next(groups, nobody)
-    finals: dict[UUID, list[float]] = {}
+    by_agent = explained.rule.assignment == "per_agent"
+    finals: dict[str, dict[UUID, list[float]]] = {}
     for credit in explained.credited:
         compared = credit.episode_id in members if task else credit.episode_id == episode
         if compared and credit.r_final is not None:
-            finals.setdefault(credit.episode_id, []).append(credit.r_final)
-    returns = [mean_of(values) for values in finals.values()]
+            of_agent = finals.setdefault(credit.call.agent if by_agent else "", {})
+            of_agent.setdefault(credit.episode_id, []).append(credit.r_final)
+    returns = {
+        agent: [mean_of(values) for values in of_agent.values()]
+        for agent, of_agent in finals.items()
+    }
     same: dict[tuple[Any, ...], list[TransitionCredit]] = {}
     for credit in own:
-        figures = (credit.r_final, credit.r_air, credit.comparison, credit.advantage)
+        agent = credit.call.agent if by_agent else ""
+        figures = (agent, credit.r_final, credit.r_air, credit.comparison, credit.advantage)
         same.setdefault((*figures, credit.reason, *credit.parts.items()), []).append(credit)
     return [
         Worth(
-            calls=tuple(number_of.get(credit.call.id, credit.position + 1) for credit in alike),
+            calls=tuple(
+                number_of[credit.call.id] for credit in alike if credit.call.id in number_of
+            ),
             weights=tuple(credit.weight for credit in alike),
             reason=alike[0].reason,
             share=_SHARES[explained.rule.equal_weight],
-            steps=tuple(_steps(alike[0], explained.rule, returns, earlier)),
+            steps=tuple(_steps(alike[0], explained.rule, returns.get(agent, []), earlier)),
         )
-        for alike in same.values()
+        for (agent, *_), alike in same.items()
     ]
 
 
@@ -163,27 +176,45 @@ def _steps(
     return steps
 
 
-# Who looks at an episode looks at its calls and its group too.
-_RECENT: Final[dict[UUID, tuple[float, Explanation]]] = {}
+# Who looks at an episode looks at its calls and its group too; several look at once.
+_Key = tuple[str | None, UUID]
+_Found = tuple[Explanation | None, str]
+_RECENT: Final[dict[_Key, tuple[float, Explanation]]] = {}
+_COMPUTING: Final[dict[_Key, asyncio.Task[_Found]]] = {}
 KEPT: Final = 4
 KEPT_S: Final = 60.0
 
 
-async def explained_for(
-    connection: AsyncConnection, update_id: UUID
-) -> tuple[Explanation | None, str]:
-    """Return the credit of an update, or why it cannot be shown; a minute later, computed anew."""
-    made, explanation = _RECENT.get(update_id, (0.0, None))
+async def explained_for(request: Request, update_id: UUID) -> _Found:
+    """Return the credit of an update, or why it cannot be shown; a minute later, computed anew.
+
+    It takes a connection of its own: the caller should hold none.
+    """
+    key = viewer(request).tenant, update_id
+    made, explanation = _RECENT.get(key, (0.0, None))
     if explanation is not None and time.monotonic() - made < KEPT_S:
         return explanation, ""
-    if not await is_explainable(connection, update_id):
-        return None, f"it is too large to compute here: run `pawl credit --update {update_id}`"
+    if key not in _COMPUTING:
+        _COMPUTING[key] = asyncio.create_task(_explain(request, key))
+        _COMPUTING[key].add_done_callback(lambda _: _COMPUTING.pop(key))
+    return await asyncio.shield(_COMPUTING[key])
+
+
+async def _explain(request: Request, key: _Key) -> _Found:
+    tenant, update_id = key
     try:
-        explanation = _without_texts(await explain_update(connection, update_id))
+        async with reading(request) as connection:
+            if not await is_explainable(connection, update_id):
+                return (
+                    None,
+                    f"it is too large to compute here: run `pawl credit --update {update_id}`",
+                )
+            past = await past_update(connection, update_id, tenant=tenant)
+        explanation = await asyncio.to_thread(lambda: _without_texts(explain_past(past)))
     except (UnknownUpdate, TrainerError, Damaged) as error:
         return None, str(error)
-    _RECENT.pop(update_id, None)
-    _RECENT[update_id] = time.monotonic(), explanation
+    _RECENT.pop(key, None)
+    _RECENT[key] = time.monotonic(), explanation
     while len(_RECENT) > KEPT:
         _RECENT.pop(next(iter(_RECENT)))
     return explanation, ""

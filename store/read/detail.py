@@ -15,6 +15,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
+from store.claims import members_of
 from store.read.assembly import tools_of
 from store.records import OWN_EPISODE, Record, ToolCall, ToolEvent
 from store.schema.tables import FREE
@@ -27,8 +28,8 @@ MOST_STATEMENTS: Final = 1000
 # Of one request or reply that is taken apart to be shown; a larger one is shown as bytes.
 LARGEST_SHOWN: Final = 1024 * 1024
 ANY_SIZE: Final = 2**31 - 1
-# Of the requests of an update whose credit is computed again while somebody waits.
-LARGEST_EXPLAINED: Final = 256 * 1024 * 1024
+# Of the texts and ids of an update whose credit is computed again while somebody waits.
+LARGEST_EXPLAINED: Final = 32 * 1024 * 1024
 
 
 class CallHead(Record, frozen=True, kw_only=True):
@@ -497,16 +498,16 @@ _FIRST_CALLS: Final = text(
         WHERE part.id = w.id OR part.root = w.id ORDER BY t.id LIMIT {FIRST_CALLS}) t
     """
 )
-# How large the requests of an update are, made whole.
-_REQUEST_BYTES: Final = text(
+# How large the requests, replies and ids of episodes are, made whole.
+_BYTES: Final = text(
     """
-    SELECT COALESCE(sum(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0)),
-        0)
-    FROM episode_policies p JOIN episodes part
-        ON part.id = p.episode_id OR part.root = p.episode_id
-    JOIN transitions t ON t.episode_id = part.id
+    SELECT sum(COALESCE(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0),
+            0) + COALESCE(octet_length(t.reply), 0) + octet_length(t.prompt_ids)
+        + COALESCE(t.prompt_prefix, 0) + octet_length(t.sampled_ids)
+        + octet_length(t.sampled_logprobs))
+    FROM episodes part JOIN transitions t ON t.episode_id = part.id
         AND t.id BETWEEN part.first_call_id AND part.last_call_id
-    WHERE p.claimed_by = :update
+    WHERE part.id = ANY(:ids) OR part.root = ANY(:ids)
     """
 )
 
@@ -539,5 +540,5 @@ async def first_calls(
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
     """Return whether an update is small enough to compute its credit while somebody waits."""
-    size = await connection.scalar(_REQUEST_BYTES, {"update": update})
+    size = await connection.scalar(_BYTES, {"ids": await members_of(connection, update)})
     return (size or 0) <= LARGEST_EXPLAINED

@@ -1,17 +1,23 @@
 """The screens Episode and Group show a recorded episode: what was said, and what it is worth."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.console import worth
+from pawl.credit import explain_past
 from store.ids import new_id
+from store.read import detail
 from store.records import CallRecord, SpoolRecord, ToolCall
 from store.tenants import scoped
 from tests.integration.pawl.conftest import Pawl
@@ -165,6 +171,58 @@ async def test_credit_on_the_page_is_that_of_the_command_for_200_calls(
             assert steps == pytest.approx(own["advantage"], abs=1e-12)
 
 
+async def test_returns_beside_an_agents_baseline_are_those_of_the_agent(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    late = int((datetime.now(UTC) - START).total_seconds())
+    scores = {("a", "writer"): 0.0, ("a", "checker"): 1.0, ("b", "writer"): 0.5}
+    for place, ((name, agent), score) in enumerate((scores | {("b", "checker"): 1.0}).items()):
+        made = call(name, task="t", agent=agent, **ago(900 - place))
+        await store(engine, made, reward(score, at=late, call=str(made.id)))
+    await store(engine, *(reward(0.9, at=late, episode=name) for name in "ab"))
+    await train(
+        engine,
+        Recipe.model_validate(
+            {"claim": {"group_size": 2, "groups": 1}, "credit": {"assignment": "per_agent"}}
+        ),
+    )
+    page = await console.get(f"/episodes/{(await ids(engine))['a']}/credit")
+    assert re.findall(r"mean of the attempts [^<]*", page.body.decode()) == [
+        "mean of the attempts (0, 0.500)",
+        "mean of the attempts (1, 1)",
+    ]
+
+
+async def test_credit_that_several_ask_for_at_once_is_computed_once(
+    engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[str] = []
+
+    def explain(past: Any) -> Any:
+        computed.append(threading.current_thread().name)
+        return explain_past(past)
+
+    monkeypatch.setattr(worth, "explain_past", explain)
+    await fill(engine)
+    path = f"/episodes/{(await ids(engine))['run-2']}/credit"
+    pages = await asyncio.gather(*(console.get(path) for _ in range(8)))
+    assert all("mean of the attempts" in page.body.decode() for page in pages)
+    assert len(computed) == 1
+    assert computed != [threading.main_thread().name]
+
+
+async def test_credit_of_large_replies_is_left_to_the_command(
+    engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(engine)
+    whole = "SELECT sum(length(request) + COALESCE(request_prefix + request_suffix, 0)) AS size"
+    async with engine.connect() as connection:
+        requests = await connection.scalar(sqlalchemy.text(f"{whole} FROM transitions"))
+    monkeypatch.setattr(detail, "LARGEST_EXPLAINED", requests)
+    path = f"/episodes/{(await ids(engine))['run-2']}/credit"
+    assert "too large to compute here" in (await console.get(path)).body.decode()
+
+
 async def test_episode_is_shown_with_what_was_said_and_what_came_of_it(
     engine: AsyncEngine, console: Pages
 ) -> None:
@@ -197,6 +255,19 @@ async def test_tokens_are_shown_with_their_probability_and_what_the_loss_makes_o
     assert 'title="1: id 100, log-probability −1.1' in page
     assert "its 6 tokens are trained on" in page
     assert "no text of each token" in page
+    assert "too far off" not in page
+
+
+async def test_tokens_of_an_update_that_masked_calls_may_be_among_them(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    await fill(engine)
+    masked = """UPDATE updates SET metrics = metrics || '{"masked_share": 0.25}'"""
+    async with engine.begin() as connection:
+        await connection.execute(sqlalchemy.text(masked))
+    [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
+    page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
+    assert "unless it is among the 25 % of the update" in page
 
 
 async def test_group_shows_attempts_side_by_side_and_where_they_part(
@@ -289,7 +360,10 @@ async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
         call(
             "busy",
             task="t",
-            tool_events=tuple(tool_event("error", f"t{n}-{one}") for one in range(25)),
+            tool_calls=tuple(
+                ToolCall(id=f"{n}.{one}", name="x", arguments="") for one in range(25)
+            ),
+            tool_events=tuple(tool_event("error", f"{n - 1}.{one}") for one in range(25) if n),
             **ago(100 - n / 10),
         )
         for n in range(90)
@@ -318,10 +392,22 @@ async def test_only_its_own_tenant_sees_an_episode(
         f"/calls/{made.id}/request",
         "/groups?policy=m&task=" + quote(scoped("own", "t")),
     )
+    await train(
+        engine,
+        Recipe.model_validate(
+            {"claim": {"group_size": 1, "groups": 1}, "credit": {"baseline": "none"}}
+        ),
+    )
+    async with engine.connect() as connection:
+        update = await connection.scalar(sqlalchemy.text("SELECT id FROM updates"))
     for tenant, expected in (("own", 200), ("other", 404), ("default", 404)):
         key = bearer(await key_of(engine, tenant, "read"))
         async with open_console() as console:
             assert [(await console.get(path, key)).status for path in paths] == [expected] * 5
+            task = quote(scoped(tenant, "t"))
+            query = f"policy=m&task={task}&update={update}"
+            said = (await console.get(f"/groups/credit?{query}", key)).body.decode()
+            assert (f"there is no update {update}" in said) is (tenant != "default")
 
 
 def test_console_computes_credit_without_torch() -> None:

@@ -12,6 +12,7 @@ from pawl.console.conversation import Part, Said
 from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, waits_for
 from pawl.console.group import Message, parting_of
 from pawl.console.tokens import texts_in
+from pawl.console.worth import Worth
 from store.read.detail import CallHead, EpisodeDetail, Fate, Stated, whole_requests
 from store.values.packing import delta
 from tests.support.records import tool_event
@@ -166,3 +167,18 @@ def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() 
     assert dict(whole_requests(rows, wanted)) == {
         one: bodies[one] for one in (wanted[0], wanted[2])
     }
+
+
+@pytest.mark.parametrize(
+    ("calls", "count", "numbers"),
+    [
+        ((1, 2, 3, 7), 4, "1 to 3, 7"),
+        ((999,), 3, "999, 2 after the first 1,000"),
+        ((), 1, "1 after the first 1,000"),
+    ],
+)
+def test_calls_after_those_that_are_read_have_no_number(
+    calls: tuple[int, ...], count: int, numbers: str
+) -> None:
+    weights = (0.5,) * count
+    assert Worth(calls=calls, weights=weights, reason=None, share="", steps=()).numbers == numbers
