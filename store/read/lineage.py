@@ -66,7 +66,7 @@ _REWARDS: Final = text(
         SELECT episode_id, version, reward, claimable, claimed_by FROM episode_policies
         WHERE policy = :policy AND episode_id >= :first
             AND version = ANY(CAST(:versions AS integer[]))
-        ORDER BY episode_id DESC LIMIT {MOST_EPISODES})
+        ORDER BY episode_id DESC LIMIT :most)
     SELECT n.version, n.claimable, count(*) AS episodes, count(n.reward) AS scored,
         avg(n.reward) AS mean, stddev_samp(n.reward) AS spread,
         COALESCE(bool_and(n.reward IN (0, 1)), false) AS zero_or_one
@@ -200,6 +200,7 @@ async def rewards_of(
         "policy": policy,
         "first": UUID(int=0) if since is None else lowest_id_at(since),
         "versions": list(versions),
+        "most": MOST_EPISODES,
     }
     live: dict[int, Rewards] = {}
     held_out: dict[int, Rewards] = {}

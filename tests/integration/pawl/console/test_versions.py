@@ -14,6 +14,7 @@ from pawl import by_hand
 from store.errors import StateChanged
 from store.grants import Scope
 from store.ids import new_id
+from store.read import lineage
 from store.records import SpoolRecord
 from store.schema.tables import updates
 from store.tenants import DEFAULT
@@ -123,6 +124,17 @@ async def test_what_is_compared_has_its_evidence_so_far(console: Pages, line: As
         "version 20.667 0.208 to 0.9393 of 3 episodesversion 11 0.207 to 11 of 1 episodes" in said
     )
     assert "what serves against its control" in said
+
+
+async def test_rewards_of_a_version_are_not_crowded_out_by_newer_ones(
+    line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lineage, "MOST_EPISODES", 1)
+    async with line.begin() as connection:
+        old, new = call("old", policy_version=1, **ago(60)), call("new", policy_version=2)
+        await ingest(connection, [old, reward(1.0, episode="old"), new])
+        live, _ = await lineage.rewards_of(connection, "m", [1], None)
+    assert live[1].mean == 1.0
 
 
 async def test_database_without_policies_says_how_one_begins(console: Pages) -> None:
