@@ -4,6 +4,7 @@ What a page shows of the texts is limited (`Space`), with the raw bytes a link a
 sampled tokens are parts that are loaded by themselves.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from http import HTTPStatus
@@ -214,6 +215,10 @@ async def episode(request: Request) -> Response:
         wanted |= {base for call in wanted if (base := bases[call]) is not None}
         texts = await call_texts(connection, wanted)
     numbers = list(enumerate(detail.calls, start=detail.earlier_calls + 1))
+    shown = numbers[start:end]
+    space = Space(ROOM, EACH)
+    # Megabytes are decoded: other pages go on.
+    views = await asyncio.to_thread(views_of, shown, bases, texts, detail.statements, space)
     return page(
         request,
         "episode.html",
@@ -223,7 +228,7 @@ async def episode(request: Request) -> Response:
         tenant=tenant_of(detail.key),
         task=detail.task and bare(detail.task),
         lanes=lanes_of(detail.calls, detail.statements, detail.earlier_calls),
-        calls=views_of(numbers[start:end], bases, texts, detail.statements, Space(ROOM, EACH)),
+        calls=views,
         numbers={call.id: number for number, call in numbers},
         waits={fate.policy: waits_for(fate, detail) for fate in detail.fates},
         pages=[call.id for call in detail.calls[::CALLS_A_PAGE]],

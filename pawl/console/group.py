@@ -1,5 +1,6 @@
 """The screen Group: the attempts at one task side by side, and where they part."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final
@@ -134,7 +135,10 @@ async def group(request: Request) -> Response:
                 if call.parent_id
             }
             texts |= await call_texts(connection, wanted - texts.keys())
-            said = {one: messages_of(own[:compared], texts) for one, own in calls.items()}
+            said = {
+                one: await asyncio.to_thread(messages_of, own[:compared], texts)
+                for one, own in calls.items()
+            }
             parting = parting_of(said)
             if all(len(own) <= compared for own in calls.values()):
                 break

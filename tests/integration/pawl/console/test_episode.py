@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from datetime import UTC, datetime
+from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +15,10 @@ import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.console import episode as episode_screen
+from pawl.console import group as group_screen
 from pawl.console import worth
+from pawl.console.conversation import Asked, asked_in
 from pawl.credit import explain_past
 from store.ids import new_id
 from store.read import detail
@@ -377,6 +381,24 @@ async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
     assert len(page.body) <= 700_000
     for more in ("8,800", "600 earlier statements", "more marks of tools and feedback", "5 more"):
         assert more in body
+
+
+@pytest.mark.parametrize("screen", [episode_screen, group_screen])
+async def test_requests_are_taken_apart_beside_the_event_loop(
+    engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch, screen: ModuleType
+) -> None:
+    await store(engine, *attempt("a", "t", 3, 1.0, 1), *attempt("b", "t", 3, 0.0, 2))
+    threads: set[str] = set()
+
+    def asked(dialect: str, body: bytes | None) -> Asked | None:
+        threads.add(threading.current_thread().name)
+        return asked_in(dialect, body)
+
+    monkeypatch.setattr(screen, "asked_in", asked)
+    await console.get("/groups?policy=m&task=t")
+    await console.get(f"/episodes/{(await ids(engine))['a']}")
+    assert threads
+    assert threading.main_thread().name not in threads
 
 
 async def test_only_its_own_tenant_sees_an_episode(
