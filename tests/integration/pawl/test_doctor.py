@@ -20,6 +20,7 @@ from pawl.controller.run import app_of
 from pawl.doctor.checks import Finding
 from pawl.doctor.examine import examine
 from pawl.settings import DoctorSettings
+from proxy.metrics import REFUSED
 from store import claims, version_states
 from store.admin_port import listen_on
 from store.tenants import scoped
@@ -86,6 +87,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
 @pytest.fixture
 async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> AsyncIterator[Stack]:
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    # Of proxies in this process before.
+    REFUSED.clear()
     parts = {name: AsyncExitStack() for name in ("server", "trainer", "controller", "proxy")}
     async with AsyncExitStack() as exits:
         for part in parts.values():

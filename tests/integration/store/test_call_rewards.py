@@ -240,7 +240,8 @@ async def test_an_export_and_the_update_give_the_same_credit(
     told = credit_lines(read_lines(io.BytesIO(out.getvalue()), "export"), by.credit)
     expected = lines_of(await trained(engine, by))
     assert told == expected
-    past = await explain_update(engine, 1, "m")
+    async with engine.connect() as connection:
+        past = await explain_update(connection, 1, "m")
     assert (list(past.lines), past.notes) == (expected, [])
 
 

@@ -125,7 +125,7 @@ async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
         await add_in_state(connection, "writes", 2, "retired")
-        counted = await expire(connection, rule("writes", max_staleness=0), 2, {})
+        counted = await expire(connection, rule("writes", max_staleness=0, max_age_s=0.0), 2, {})
     assert counted == {"stale": 2}
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [
         ("e0", "writes", "stale"),

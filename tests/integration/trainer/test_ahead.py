@@ -109,7 +109,7 @@ async def test_update_that_cannot_be_planned_ahead_frees_its_episodes_and_stops_
 async def test_episodes_that_are_too_old_once_the_version_serves_are_not_claimed_ahead(
     bench: Bench,
 ) -> None:
-    bench.change("claim", max_staleness=0)
+    bench.change("claim", max_staleness=0, max_age_s=1e-6)
     async with bench.working() as loop:
         assert await loop.update_once(looks_ahead=True)
         assert await held(bench.engine) == 0
