@@ -167,6 +167,10 @@ _LAST_OF_CHUNK: Final = """
     SELECT id FROM episodes e WHERE deleted_at IS NULL AND id < :before AND id >= :since{own}
     ORDER BY id DESC OFFSET :chunk - 1 LIMIT 1
 """
+_OLDEST: Final = """
+    SELECT id FROM episodes e WHERE deleted_at IS NULL AND id < :before AND id >= :since{own}
+    ORDER BY id LIMIT 1
+"""
 # So many policies may one episode have calls of, to be shown with all of them.
 _POLICIES: Final = 32
 _LINES: Final = f"""
@@ -486,11 +490,19 @@ class Figures(Record, frozen=True, kw_only=True):
 
 
 async def figures(connection: AsyncConnection, tenant: str | None, since: datetime) -> Figures:
-    """Return what the newest `MOST_COUNTED` episodes since then came to, in `PARTS` of time."""
+    """Return what the newest `MOST_COUNTED` episodes since then came to.
+
+    The time from the first of them until now has `PARTS`.
+    """
     query = _Query(EpisodeFilter(since=since), tenant)
     bounds = {"before": query.before, "since": query.since, "chunk": MOST_COUNTED}
     last = await _last_of(connection, bounds, tenant)
-    first = since if last is None else time_of(last)
+    oldest = last
+    if last is None:
+        own = "" if tenant is None else f" AND {_whose(tenant)}"
+        asked = {**bounds, **_who(tenant)}
+        oldest = await connection.scalar(text(_OLDEST.format(own=own)), asked)
+    first = since if oldest is None else max(since, time_of(oldest))
     width = (datetime.now(UTC) - first) / PARTS
     values = query.within(last or query.since, query.before) | {"width": width, "at": first}
     rows = (await connection.execute(text(_FIGURES.format(chosen=query.sql)), values)).all()
