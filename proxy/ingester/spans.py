@@ -280,7 +280,7 @@ def _fields(document: bytes | None) -> dict[str, Any]:
 
 
 def _number(value: object) -> int | float | None:
-    """Return a number that a span can hold; servers and clients may state any."""
+    """Return the value if it is a number that protobuf can hold, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, float) or -MOST <= value < MOST else None

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claims import IMPORTED_FROM
 from store.ids import lowest_id_at
-from store.records import EVAL, Record
+from store.records import EVAL, Record, UpdateRow
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, THROUGHPUT
 from store.values.intervals import student, wilson
 from store.versions import VERSION_COLUMNS, PolicyState, PolicyVersion, version_of
@@ -298,20 +298,12 @@ _MEMBERS: Final = text(
 )
 
 
-class UpdateFigures(Record, frozen=True, kw_only=True):
+class UpdateFigures(UpdateRow, frozen=True, kw_only=True):
     """Describe an update, in a list with FIGURES alone.
 
     `other_recipe` says that the recipe is not that of the policy's update before.
     """
 
-    id: UUID
-    policy: str
-    parent_version: int
-    version: int | None
-    state: str
-    claimed_at: datetime
-    finished_at: datetime | None
-    metrics: Mapping[str, Any]
     other_recipe: bool
 
 

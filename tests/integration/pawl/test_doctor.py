@@ -324,7 +324,7 @@ async def test_slow_database_leaves_what_was_read_before(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(*_: Any) -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     await stack.work(("a", 1.0))
     monkeypatch.setattr("pawl.doctor.examine.STORE_S", 1.0)

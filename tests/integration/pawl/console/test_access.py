@@ -65,6 +65,7 @@ async def test_silent_connection_is_closed(
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
             await asyncio.wait_for(reader.read(), 5)
+            assert reader.at_eof()
             writer.close()
 
 
