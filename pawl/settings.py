@@ -130,6 +130,13 @@ class DoctorSettings(
     Where another machine's process is asked, its address here is the one that it has for others.
     """
 
+    @property
+    def model_servers(self) -> list[str]:
+        """Return the addresses of the model server's replicas, by default that of `pawl up`'s."""
+        is_set = "upstream_url" in self.model_fields_set
+        first = self.upstream_url if is_set else f"http://127.0.0.1:{self.vllm_port}/v1"
+        return [str(first), *map(str, self.replica_urls)]
+
 
 def _prefix(value: str) -> str:
     path = value.rstrip("/")

@@ -12,6 +12,7 @@ the query of `store.claim_query`.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
@@ -275,6 +276,14 @@ _CONSUME: Final = text(
     WHERE u.id = :update_id ORDER BY e.place
     """
 )
+# Of calls that were trained on, what the policy gave their sampled tokens before.
+_KEEP_LOGPROBS: Final = text(
+    """
+    UPDATE transitions t SET policy_logprobs = n.logprobs
+    FROM unnest(CAST(:calls AS uuid[]), CAST(:logprobs AS bytea[])) AS n (id, logprobs)
+    WHERE t.id = n.id
+    """
+)
 
 
 async def consume(
@@ -287,6 +296,7 @@ async def consume(
     version: int | None,
     adapter_path: str | None,
     baselines: Mapping[str, Any] | None = None,
+    policy_logprobs: Mapping[UUID, bytes] = MappingProxyType({}),
 ) -> None:
     """Record a finished update: consume its episodes and add the version that it made.
 
@@ -299,6 +309,7 @@ async def consume(
         version: the new version, or None if nothing was trained (no signal in any group).
         adapter_path: the folder of the new version's adapter.
         baselines: the state that the next update's moving baselines start from.
+        policy_logprobs: by call, what the policy gave its sampled ids before the update, packed.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -315,6 +326,9 @@ async def consume(
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
     await consume_episodes(connection, update_id, outcomes)
+    if policy_logprobs:
+        of_calls = {"calls": list(policy_logprobs), "logprobs": list(policy_logprobs.values())}
+        await connection.execute(_KEEP_LOGPROBS, of_calls)
     if version is not None and adapter_path is not None:
         source = metrics.get(IMPORTED_FROM)
         await add_version(

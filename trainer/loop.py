@@ -275,6 +275,7 @@ class Loop:
     ) -> tuple[PolicyVersion, Sequence[ProbeRow]]:
         """Train, write and record version `number`; return it, and what to probe it with."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
+        policy_logprobs = self._training.policy_logprobs()
         probe = await self._training.probe()
         metrics = plan.metrics | trained
         new = NewVersion(
@@ -288,7 +289,7 @@ class Loop:
             baselines=plan.baselines,
         )
         folder = await self._training.write(new)
-        await self._recording.update(claim, plan, metrics, (number, folder))
+        await self._recording.update(claim, plan, metrics, (number, folder), policy_logprobs)
         self._trackers.log(self._policy, metrics, number)
         return await self._versions.numbered(number), probe
 

@@ -18,7 +18,7 @@ NOW = sa.text("now()")
 # Columns that the server does not compress: pglz takes longer than all other work on a call.
 BULK = (
     *("request", "request_raw", "reply", "reply_raw"),
-    *("prompt_ids", "sampled_ids", "sampled_logprobs"),
+    *("prompt_ids", "sampled_ids", "sampled_logprobs", "policy_logprobs"),
 )
 
 
@@ -249,6 +249,7 @@ def upgrade() -> None:
         sa.Column("prompt_ids", sa.LargeBinary(), nullable=False),
         sa.Column("sampled_ids", sa.LargeBinary(), nullable=False),
         sa.Column("sampled_logprobs", sa.LargeBinary(), nullable=False),
+        sa.Column("policy_logprobs", sa.LargeBinary()),
         sa.CheckConstraint(
             "arm IN ('serving', 'canary', 'control')", name=op.f("ck_transitions_arm_known")
         ),

@@ -30,7 +30,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pawl.console import episode, episodes, group, overview, review, updates, versions
+from pawl.console import (
+    episode,
+    episodes,
+    group,
+    overview,
+    review,
+    tokens,
+    updates,
+    versions,
+)
 from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event
@@ -48,7 +57,7 @@ from store.tenants import DEFAULT
 log = structlog.get_logger()
 
 # In the order of the navigation, which shows those that have a title.
-SCREENS: Final = (overview, episodes, episode, group, versions, updates, review)
+SCREENS: Final = (overview, episodes, tokens, episode, group, versions, updates, review)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 # What is shown to whoever has no key yet.

@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from pawl.console.conversation import Added, Said, Space, added, asked_in, reply_in
 from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
-from pawl.console.tokens import TOKENS_A_PAGE, tokens_of
 from pawl.console.worth import explained_for, worth_of
 from store.errors import Damaged
 from store.ids import time_of
@@ -30,7 +29,6 @@ from store.read.detail import (
     Fate,
     Stated,
     call_texts,
-    call_tokens,
     episode_detail,
     raw_body,
 )
@@ -304,49 +302,6 @@ async def credit(request: Request) -> Response:
     return part(request, "episode_credit.html", episode=detail, shown=shown)
 
 
-async def tokens(request: Request) -> Response:
-    """Show what a call sampled, token by token, and what its loss weighs."""
-    start = request.query_params.get("from", "")
-    first = int(start) if start.isdecimal() and len(start) < 9 else 0
-    explained = credit = None
-    async with reading(request) as connection:
-        found = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
-        if found is None:
-            raise Refusal(HTTPStatus.NOT_FOUND, "There is no such call")
-    why = "no update has consumed its episode yet"
-    if found.update_id is not None:
-        explained, why = await explained_for(request, found.update_id)
-    if explained is not None:
-        own = (one for one in explained.credited if one.call.id == found.head.id)
-        credit = next(own, None)
-    return part(
-        request,
-        "episode_tokens.html",
-        call=found,
-        tokens=tokens_of(found, first),
-        credit=credit,
-        why=why,
-        explained=explained,
-        ratios=_ratios(explained.metrics if explained else {}),
-        masked=(explained and explained.metrics.get("masked_share")) or 0.0,
-        after=first + TOKENS_A_PAGE if first + TOKENS_A_PAGE < len(found.sampled_ids) else None,
-    )
-
-
-# What an update keeps of the ratios of policy to sampled; nothing is kept of single tokens.
-_RATIOS: Final = {
-    "effective_sample_size": "effective sample",
-    "ratio_cut_share": "tokens cut",
-    "masked_share": "calls too far off to carry loss",
-}
-
-
-def _ratios(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares, by what they are of, that an update recorded."""
-    shares = {name: metrics.get(key) for key, name in _RATIOS.items()}
-    return {name: share for name, share in shares.items() if isinstance(share, float | int)}
-
-
 async def raw(request: Request) -> Response:
     """Return a request or a reply, byte for byte, as a file."""
     call, which = request.path_params["id"], request.path_params["part"]
@@ -368,6 +323,5 @@ async def raw(request: Request) -> Response:
 ROUTES: Final = [
     Route("/episodes/{id:uuid}", episode, name="episode"),
     Route("/episodes/{id:uuid}/credit", credit, name="episode_credit"),
-    Route("/calls/{id:uuid}/tokens", tokens, name="tokens"),
     Route("/calls/{id:uuid}/{part}", raw, name="raw"),
 ]

@@ -1,86 +1,112 @@
-"""Show what was sampled, token by token, from the recorded ids.
+"""Show what a call sampled, token by token, from the recorded ids: the part of an episode's page.
 
-The console has no tokenizer. A token has its text where the reply itself holds it, because the
-client asked for log-probabilities; elsewhere it is shown by its id.
+The console has no tokenizer: a model server says the texts of ids, and where none does the ids are
+shown. A ratio is how much likelier a token was to the policy that was about to be trained on it
+than to the one that sampled it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from bisect import bisect
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from statistics import fmean
+from typing import Final
 
-import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from proxy.formats.conversation import objects
-from store.read.detail import CallTokens
+from pawl.console.pages import Refusal, console_of, part, reading, viewer
+from pawl.console.worth import explained_for
+from store.read.detail import CallTokens, call_tokens
 from store.records import Record
-from store.values.documents import nests_too_deep
+from trainer.errors import TrainerError
+from trainer.publishing.model_server import ModelServer
 
+# It is no entry of the navigation.
+TITLE: Final = ""
 TOKENS_A_PAGE: Final = 1000
+# What the levels of a token begin with: of its probability, and of its ratio.
+LIKELY: Final = (0.05, 0.2, 0.5, 0.9)
+RATIOS: Final = (0.5, 0.8, 1.25, 2.0)
 
 
 class Token(Record, frozen=True, kw_only=True):
-    """Hold a sampled token; `level` is how likely it was, 0 (≥ 90 %) to 4 (< 5 %)."""
+    """Hold a sampled token: its text, its probability when it was sampled, and its ratio.
+
+    `likely` and `moved` are levels of these, 0 (the least) to 4. What is not known is None.
+    """
 
     place: int
     id: int
     text: str | None
     logprob: float | None
-    level: int | None
-
-    @property
-    def percent(self) -> float | None:
-        """Return how likely it was, in percent."""
-        return None if self.logprob is None else 100 * math.exp(min(self.logprob, 0.0))
+    ratio: float | None
+    likely: int | None
+    moved: int | None
 
 
-LEVELS: Final = (0.9, 0.5, 0.2, 0.05)
-
-
-def tokens_of(call: CallTokens, start: int) -> list[Token]:
-    """Return the sampled tokens from `start` on, with their texts where the reply has them."""
-    texts = texts_in(call.reply, len(call.sampled_ids))
-    logprobs: Sequence[float | None] = call.sampled_logprobs or [None] * len(call.sampled_ids)
-    return [
-        Token(
-            place=place,
-            id=call.sampled_ids[place],
-            text=texts[place] if texts else None,
-            logprob=logprobs[place],
-            level=_level(logprobs[place]),
+def tokens_of(call: CallTokens, start: int, texts: Sequence[str] | None) -> list[Token]:
+    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, whose texts are `texts` (pure)."""
+    places = range(len(call.sampled_ids))[start : start + TOKENS_A_PAGE]
+    found = []
+    for number, place in enumerate(places):
+        logprob = call.sampled_logprobs[place] if call.sampled_logprobs else None
+        ratio = call.ratios[place] if call.ratios else None
+        likely = None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0)))
+        found.append(
+            Token(
+                place=place,
+                id=call.sampled_ids[place],
+                text=texts[number] if texts else None,
+                logprob=logprob,
+                ratio=ratio,
+                likely=likely,
+                moved=None if ratio is None else bisect(RATIOS, ratio),
+            )
         )
-        for place in range(start, min(start + TOKENS_A_PAGE, len(call.sampled_ids)))
-    ]
+    return found
 
 
-def _level(logprob: float | None) -> int | None:
-    return None if logprob is None else sum(math.exp(min(logprob, 0.0)) < one for one in LEVELS)
+async def _texts(request: Request, call: CallTokens, start: int) -> list[str] | None:
+    """Return the texts of a page of tokens, as the first model server says that knows."""
+    ids = call.sampled_ids[start : start + TOKENS_A_PAGE]
+    for url in console_of(request).settings.model_servers:
+        with suppress(TrainerError):
+            async with ModelServer(url) as server:
+                if (texts := await server.token_texts(call.model, ids)) is not None:
+                    return texts
+    return None
 
 
-def texts_in(reply: bytes | None, count: int) -> list[str] | None:
-    """Return the texts of `count` sampled tokens as a reply's log-probabilities name them.
+async def tokens(request: Request) -> Response:
+    """Show what a call sampled, token by token, and what its loss weighs."""
+    given = request.query_params.get("from", "")
+    start = int(given) if given.isdecimal() and len(given) < 9 else 0
+    async with reading(request) as connection:
+        call = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
+    if call is None:
+        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such call")
+    explained, why, bounds = None, "no update has consumed its episode yet", None
+    if call.update_id is not None:
+        explained, why = await explained_for(request, call.update_id)
+    if explained is not None:
+        bounds = explained.off_policy.sequence_bounds(len(call.sampled_ids) or 1)
+    own = (one for one in (explained.credited if explained else ()) if one.call.id == call.id)
+    return part(
+        request,
+        "episode_tokens.html",
+        call=call,
+        tokens=tokens_of(call, start, await _texts(request, call, start)),
+        credit=next(own, None),
+        why=why,
+        # The geometric mean of the ratios decides whether a call carries loss.
+        ratio=math.exp(fmean(map(math.log, call.ratios))) if call.ratios else None,
+        bounds=bounds,
+        cap=explained and explained.off_policy.ratio_cap,
+        after=start + TOKENS_A_PAGE if start + TOKENS_A_PAGE < len(call.sampled_ids) else None,
+    )
 
-    None: it has none, or not those of all tokens.
-    """
-    if reply is None or nests_too_deep(reply):
-        return None
-    try:
-        texts = list(_texts(msgspec.json.decode(reply, type=dict[str, Any])))
-    except msgspec.MsgspecError:
-        return None
-    return texts if len(texts) == count and count else None
 
-
-def _texts(reply: dict[str, Any]) -> Iterator[str]:
-    for choice in list(objects(reply.get("choices")))[:1]:
-        logprobs = choice.get("logprobs")
-        if isinstance(logprobs, dict):
-            yield from map(_text, objects(logprobs.get("content")))
-            tokens = logprobs.get("tokens")
-            yield from map(str, tokens if isinstance(tokens, list) else ())
-    for item in objects(reply.get("output")):
-        for part in objects(item.get("content")):
-            yield from map(_text, objects(part.get("logprobs")))
-
-
-def _text(token: dict[str, Any]) -> str:
-    return str(token.get("token", ""))
+ROUTES: Final = [Route("/calls/{id:uuid}/tokens", tokens, name="tokens")]

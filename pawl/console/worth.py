@@ -18,7 +18,7 @@ from store.records import Record, Tokens
 from trainer.credit.assign import TransitionCredit
 from trainer.credit.means import mean_of
 from trainer.errors import TrainerError
-from trainer.recipes.recipe import CreditOptions
+from trainer.recipes.recipe import CreditOptions, OffPolicyOptions
 
 
 class Step(Record, frozen=True, kw_only=True):
@@ -64,6 +64,7 @@ class Explanation(NamedTuple):
     """
 
     rule: CreditOptions
+    off_policy: OffPolicyOptions
     metrics: Mapping[str, Any]
     notes: Sequence[str]
     credited: Sequence[TransitionCredit]
@@ -224,6 +225,7 @@ def _without_texts(explained: ExplainedUpdate) -> Explanation:
     replace = msgspec.structs.replace
     return Explanation(
         rule=explained.recipe.credit,
+        off_policy=explained.recipe.off_policy,
         metrics=explained.past.metrics,
         notes=explained.notes,
         credited=[

@@ -80,11 +80,6 @@ async def examine(
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
     """Return what all parts say, asked at once."""
     unusable, table = _files(settings)
-    url = str(settings.upstream_url)
-    if "upstream_url" not in settings.model_fields_set:
-        # Where `pawl up` starts it.
-        url = f"http://127.0.0.1:{settings.vllm_port}/v1"
-    urls = [url, *map(str, settings.replica_urls)]
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
         proxy = tasks.create_task(_process(session, settings.admin_listen, settings.headers))
         trainer = tasks.create_task(
@@ -93,7 +88,10 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
         controller = tasks.create_task(_process(session, settings.controller_listen, NOTHING))
         asked = tasks.create_task(_stored(settings, engine, tenant, table))
         on_disks = tasks.create_task(asyncio.to_thread(_of_disks, settings))
-        servers = [tasks.create_task(_server(one, settings.adapter_slots)) for one in urls]
+        servers = [
+            tasks.create_task(_server(url, settings.adapter_slots))
+            for url in settings.model_servers
+        ]
     stored, (disks, letters) = asked.result(), on_disks.result()
     return Facts(
         now=stored.now or datetime.now(UTC),

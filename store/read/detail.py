@@ -8,6 +8,7 @@ the whole ones are made one after the other, and no more are kept than are still
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from math import exp
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -383,25 +384,29 @@ def _rebuilt(row: Any, base: bytes | None) -> bytes | None:
 
 
 class CallTokens(Record, frozen=True, kw_only=True):
-    """Hold what a call sampled: ids (S,), and log-probabilities (S,) or none, in nats.
+    """Hold what a call sampled, with its policy's base `model`, whose ids these are.
 
-    `update_id` is the update that consumed its episode for its policy, if any did.
+    Shapes: `sampled_ids` (S,), `sampled_logprobs` (S,) or none, in nats; `ratios` (S,) or none, of
+    the policy that was trained on the call, before, to the one that sampled it. `update_id` is the
+    update that consumed its episode for its policy, if any did.
     """
 
-    head: CallHead
+    id: UUID
+    model: str
+    trainable: bool
+    reason: str | None
     sampled_ids: Sequence[int]
     sampled_logprobs: Sequence[float]
-    reply: bytes | None
-    episode: UUID
+    ratios: Sequence[float]
     update_id: UUID | None
 
 
 _TOKENS: Final = text(
-    f"""
-    SELECT {_BODY}, t.sampled_ids, t.sampled_logprobs, e.key, c.update_id,
-        COALESCE(e.root, e.id) AS episode,
-        CASE WHEN octet_length(t.reply) <= {8 * LARGEST_SHOWN} THEN t.reply END AS reply
+    """
+    SELECT t.id, COALESCE(p.served_name, t.served_model, '') AS model, t.trainable, t.reason,
+        t.sampled_ids, t.sampled_logprobs, t.policy_logprobs, e.key, c.update_id
     FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        LEFT JOIN policies p ON p.name = t.policy AND p.version = 0
         LEFT JOIN consumptions c
             ON c.episode_id = COALESCE(e.root, e.id) AND c.policy = t.policy
     WHERE t.id = :id
@@ -426,12 +431,16 @@ async def call_tokens(
     row = (await connection.execute(_TOKENS, {"id": call})).first()
     if row is None or tenant not in (None, tenant_of(row.key)):
         return None
+    sampled = unpack_logprobs(row.sampled_logprobs)
+    policy = unpack_logprobs(row.policy_logprobs or b"") if sampled else []
     return CallTokens(
-        head=_head(row, tool_calls=()),
+        id=row.id,
+        model=row.model,
+        trainable=row.trainable,
+        reason=row.reason,
         sampled_ids=unpack_ids(row.sampled_ids),
-        sampled_logprobs=unpack_logprobs(row.sampled_logprobs),
-        reply=row.reply,
-        episode=row.episode,
+        sampled_logprobs=sampled,
+        ratios=[exp(now - then) for now, then in zip(policy, sampled, strict=bool(policy))],
         update_id=row.update_id,
     )
 

@@ -76,6 +76,7 @@ class _LeadingLearner:
         self.misfit = learner.misfit
         self.why_unreplayable = learner.why_unreplayable
         self.probe_rows = learner.probe_rows
+        self.policy_logprobs = learner.policy_logprobs
 
     def restore(self, adapter: Path | None) -> None:
         self._everywhere(self._learner.restore, adapter)

@@ -14,7 +14,7 @@ import torch
 
 from store.claims import NON_FINITE
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, Way, split_steps
+from trainer.batches import WAYS, Row, RowKey, Way, split_steps
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -114,6 +114,7 @@ class Learner:
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
+        self._policy_logprobs: dict[RowKey, bytes] = {}
         self._way: Way | None = None
         self._takes = self._footprint()
         self._start(None)
@@ -329,6 +330,10 @@ class Learner:
             **distance,
         }
 
+    def policy_logprobs(self) -> dict[RowKey, bytes]:
+        """Return what the policy gave the tokens of the last update before its first step."""
+        return self._policy_logprobs
+
     def _take_steps(
         self, rows: Sequence[Row], newest: int | None
     ) -> tuple[list[TrainedStep], dict[str, Any]]:
@@ -339,6 +344,7 @@ class Learner:
             ShortOfMemory: memory ran out, also where it is looked for who is to blame.
         """
         off_policy: dict[str, Any] = {}
+        self._policy_logprobs = {}
 
         def check_drift() -> None:
             # Only before the first step is the policy the newest version, and drift measurable.
@@ -348,6 +354,7 @@ class Learner:
             compared = [row for rows in seen for row in rows]
             most = self._recipe.off_policy.max_drift
             off_policy.update(checked_metrics(compared, newest, most))
+            self._policy_logprobs |= {row.key: row.policy_logprobs for row in compared if row.key}
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:

@@ -7,8 +7,7 @@ The token ratios of the rest are truncated by the loss.
 
 The bounds depend on the length. The mean of T values of d that have nothing to do with each other
 differs from 0 as 1/√T does: a ratio that a reply of ten tokens has by chance tells of another
-policy in one of ten thousand. So log bounds shrink with √T, and grow for replies that are shorter
-than the length that they are given for.
+policy in one of ten thousand. So log bounds shrink with √T (`OffPolicyOptions.sequence_bounds`).
 
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
 of low variance (k3; Schulman, "Approximating KL divergence", 2020,
@@ -26,12 +25,11 @@ import torch
 from torch import Tensor
 
 from store.records import Record
+from trainer.batches import RowKey
 from trainer.errors import DriftOutOfBounds, Unusable
 
 # Sums of sums past it may be past any float.
 LARGEST: Final = 1e300
-# Sampled tokens of the call that the recipe's bounds on a sequence are for.
-LENGTH: Final = 20
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
@@ -40,7 +38,8 @@ class RowComparison(Record, frozen=True, kw_only=True):
     `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
     square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
     no loss. `version` is None for a recomputed row, which says nothing about the server.
-    `episode_id` is the row's, where it is known.
+    `key` is the row's, and `policy_logprobs` what the policy gives each token, packed as the ledger
+    keeps log-probabilities; both where they are known.
     """
 
     version: int | None
@@ -51,7 +50,8 @@ class RowComparison(Record, frozen=True, kw_only=True):
     squared_ratios: float
     cut: int
     masked: bool
-    episode_id: UUID | None = None
+    key: RowKey | None = None
+    policy_logprobs: bytes = b""
 
 
 def keeps_loss(
@@ -65,16 +65,6 @@ def keeps_loss(
     means = (log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     ratios = means.exp()
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
-
-
-def bounds_by_length(mask: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
-    """Return the bounds of exp(mean d) of each sequence, (B, 1) each; `mask` is (B, T).
-
-    `least` and `most` are those of a sequence of `LENGTH` tokens; the logarithms of the others are
-    √(LENGTH / tokens) times as large.
-    """
-    factor = (LENGTH / mask.sum(1, keepdim=True)).sqrt()
-    return least**factor, most**factor
 
 
 def compare(
@@ -184,8 +174,9 @@ def drifted_episodes(
     far: dict[UUID, float] = {}
     for row in compared:
         drift = row.divergence / row.tokens
-        if row.version == newest is not None and row.episode_id is not None and not drift <= bound:
-            far[row.episode_id] = max(drift, far.get(row.episode_id, 0.0))
+        if row.version == newest is not None and row.key is not None and not drift <= bound:
+            episode, _ = row.key
+            far[episode] = max(drift, far.get(episode, 0.0))
     return {
         episode: f"server and trainer differ by {drift:.3g} nats a token"
         for episode, drift in far.items()

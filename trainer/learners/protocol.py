@@ -3,12 +3,12 @@
 It is a module of its own because the implementation needs torch and the loop does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from store.values.sampling import Distribution
-from trainer.batches import Row
+from trainer.batches import Row, RowKey
 
 
 class LearnerProtocol(Protocol):
@@ -34,6 +34,13 @@ class LearnerProtocol(Protocol):
             DriftOutOfBounds: the server sampled from another policy than the trainer has.
             Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
             Interrupted: `interrupt` was called.
+        """
+
+    def policy_logprobs(self) -> Mapping[RowKey, bytes]:
+        """Return what the policy gave the sampled tokens of the last update before its first step.
+
+        Of each row of that step, log-probabilities (S,) as `pack_logprobs` packs them; none where
+        nothing was compared with what sampled the rows.
         """
 
     def interrupt(self) -> None:

@@ -40,6 +40,8 @@ SERVER_ERROR: Final = 500
 GATEWAY_ERRORS: Final = (502, 504)
 # A `pawl adapters` says so that it has not the files; no model server says that of a load.
 NOT_FETCHED: Final = 424
+# No text of a token has the record separator.
+BETWEEN: Final = "\x1e"
 # What reading an answer ends in that has not, or not in that shape, what was asked for.
 _NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
 
@@ -107,6 +109,26 @@ class ModelServer:
         root = self._base_url.removesuffix("/v1")
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
+
+    async def token_texts(self, model: str, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token id of a model, or None if the server does not tell.
+
+        vLLM's `/detokenize` returns the texts of all ids joined, so a character that no text has is
+        put between them. Bytes that are no character by themselves are shown as U+FFFD.
+        """
+        root = self._base_url.removesuffix("/v1")
+        asked = {"model": model, "prompt": BETWEEN, "add_special_tokens": False}
+        try:
+            _, body = await self._ask("POST", f"{root}/tokenize", asked, LIST_S)
+            between = list(map(int, body["tokens"]))
+            joined = [part for one in ids for part in (*between, one)]
+            asked = {"model": model, "tokens": joined}
+            _, body = await self._ask("POST", f"{root}/detokenize", asked, LIST_S)
+            texts = str(body["prompt"]).split(BETWEEN)[1:]
+        except _NOT_REPORTED:
+            # Another server than vLLM, or it has no such model.
+            return None
+        return texts if len(texts) == len(ids) else None
 
     async def load(self, name: str, folder: Path, manifest_sha256: str | None = None) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from math import isfinite
+from math import exp, isfinite, log, sqrt
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -324,6 +324,11 @@ class OffPolicyOptions(RecipeOptions):
         if not self.sequence_min <= 1.0 <= self.sequence_max:
             raise ValueError("sequence_min must not be above 1, nor sequence_max below it")
         return self
+
+    def sequence_bounds(self, tokens: int) -> tuple[float, float]:
+        """Return the bounds of the geometric mean ratio of a call of so many sampled tokens."""
+        factor = sqrt(20 / tokens)
+        return self.sequence_min**factor, exp(min(factor * log(self.sequence_max), 700.0))
 
 
 class KlOptions(RecipeOptions):

@@ -7,6 +7,7 @@ again.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -19,6 +20,7 @@ from store.database import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
 from store.schema.tables import MANIFEST_SHA256
 from store.versions import PolicyVersion
+from trainer.batches import RowKey
 from trainer.errors import AdapterError, FilesUnread
 from trainer.metrics import EPISODES, UPDATE, UPDATES
 from trainer.publishing import adapters
@@ -45,12 +47,18 @@ class Recording:
         plan: Plan,
         metrics: Mapping[str, Any],
         made: tuple[int, Path] | None = None,
+        policy_logprobs: Mapping[RowKey, bytes] = MappingProxyType({}),
     ) -> None:
         """Record an update; `made` is the number and folder of its version.
 
         It makes none where no episode gives a signal.
         """
-        await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
+        of_calls = {
+            one.call.id: policy_logprobs[one.episode_id, one.position]
+            for one in plan.credited
+            if (one.episode_id, one.position) in policy_logprobs
+        }
+        await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made, of_calls)
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
         self._count(plan.outcomes)
@@ -81,6 +89,7 @@ class Recording:
         metrics: Mapping[str, Any],
         baselines: Mapping[str, Any] | None,
         made: tuple[int, Path] | None,
+        policy_logprobs: Mapping[UUID, bytes] = MappingProxyType({}),
     ) -> None:
         """Consume an update's episodes; `made` is the number and folder of its version, if any.
 
@@ -101,6 +110,7 @@ class Recording:
                 version=version,
                 adapter_path=None if folder is None else str(folder),
                 baselines=baselines,
+                policy_logprobs=policy_logprobs,
             )
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:

@@ -4,7 +4,7 @@ The learner computes for minutes and blocks its thread; the event loop stays fre
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -213,6 +213,10 @@ class Training:
             return self._learner.update(rows, step_share)
 
         return await in_thread(self._learner, work)
+
+    def policy_logprobs(self) -> Mapping[RowKey, bytes]:
+        """Return what the policy gave the last update's tokens before (`LearnerProtocol`)."""
+        return self._learner.policy_logprobs()
 
     async def probe(self) -> tuple[ProbeRow, ...]:
         """Return what to probe the trained policy with, with its log-probabilities."""

@@ -16,7 +16,7 @@ from benchmarks.stack import answers, free_port, running, wait_for
 from pawl.stack.vllm import vllm_environment
 from tests.support.servers.fetching import fetching_at, trainers_port
 from trainer.publishing.adapters import write_hashes
-from trainer.publishing.model_server import ModelServer
+from trainer.publishing.model_server import Completion, ModelServer
 
 BASE, ADAPTER = "base", "strong-adapter"
 PROMPT = "The capital of France is"
@@ -140,6 +140,19 @@ def test_prompt_log_probabilities_beside_other_requests_do_not_end_the_engine(
     alone, beside, answers = asyncio.run(_probed_while_busy(server_url))
     assert beside == pytest.approx(alone, abs=1e-4)
     assert len(answers) == 6
+
+
+async def _with_texts(url: str) -> tuple[Completion, list[str] | None]:
+    async with ModelServer(f"{url}/v1") as server:
+        answer = await server.complete(BASE, [504, 3575, 282], 40, seed=1)
+        return answer, await server.token_texts(BASE, answer.ids)
+
+
+def test_model_server_tells_the_text_of_each_token(server_url: str) -> None:
+    answer, texts = asyncio.run(_with_texts(server_url))
+    assert texts is not None
+    assert len(texts) == len(answer.ids)
+    assert "".join(texts).startswith(answer.text)
 
 
 async def _fetched_and_loaded(url: str, adapter: Path, tmp_path: Path) -> list[Answer]:

@@ -8,9 +8,11 @@ from uuid import UUID
 import msgspec
 import pytest
 import torch
+from sqlalchemy import text
 
 from store.read.past import past_update
 from store.read.stats import totals
+from store.values.packing import unpack_logprobs
 from store.version_queries import mark_deleted
 from store.version_states import mark_unloaded
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
@@ -200,6 +202,20 @@ async def test_the_loop_asks_the_versions_that_sampled(bench: Bench) -> None:
     assert await bench.run_once()
     assert bench.learner.asked[2:] == [(None, 2)]
     assert bench.learner.updates == 4
+
+
+async def test_trained_calls_keep_what_the_policy_gave_their_tokens_before(bench: Bench) -> None:
+    await bench.run_once()
+    async with bench.engine.connect() as connection:
+        trained = set((await connection.execute(text("SELECT id FROM transitions"))).scalars())
+    await fill(bench, "u", 0, has_logprobs=True)
+    query = text("SELECT id, policy_logprobs FROM transitions")
+    async with bench.engine.connect() as connection:
+        rows = (await connection.execute(query)).all()
+    assert len(rows) > len(trained)
+    for row in rows:
+        given = set(unpack_logprobs(row.policy_logprobs or b""))
+        assert given == ({-2.0} if row.id in trained else set())
 
 
 LOSSES = {

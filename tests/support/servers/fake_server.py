@@ -42,6 +42,8 @@ class FakeModelServer:
         # What is awaited before any answer, and how many were asked for.
         self.slow_answer: asyncio.Event | None = None
         self.asked = 0
+        # The text of each token id that it knows; none: it has no tokenizer.
+        self.texts: dict[int, str] = {}
         # How it answers chat completions; None: not at all.
         self.chats: Handler | None = None
 
@@ -80,6 +82,15 @@ class FakeModelServer:
     async def unload(self, request: web.Request) -> web.Response:
         self.loaded.pop((await request.json())["lora_name"], None)
         return web.Response(text="Success")
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        ids = [one for one, text in self.texts.items() if text == body["prompt"]]
+        return web.json_response({"tokens": ids}) if ids else web.Response(status=404)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        return web.json_response({"prompt": "".join(self.texts[one] for one in body["tokens"])})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=404) if self.chats is None else await self.chats(request)
@@ -125,6 +136,8 @@ async def fake_model_server(port: int = 0) -> AsyncIterator[FakeModelServer]:
     app.router.add_post("/v1/unload_lora_adapter", server.unload)
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/v1/chat/completions", server.chat)
+    app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/detokenize", server.detokenize)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

@@ -17,6 +17,7 @@ from store.claims import UpdateRow, list_updates
 from store.read.stats import totals
 from store.records import CallRecord, SpoolRecord
 from store.schema.tables import consumptions, episode_policies
+from store.values.packing import pack_logprobs
 from store.version_queries import list_versions, numbered_version
 from store.version_states import ensure_base
 from store.versions import PolicyVersion
@@ -24,7 +25,7 @@ from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
-from trainer.batches import Row, bare_row
+from trainer.batches import Row, RowKey, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
@@ -51,6 +52,7 @@ class FakeLearner:
         self._policy = policy
         self._versions = folder.resolve() / policy
         self.updates = 0
+        self.compared: dict[RowKey, bytes] = {}
         self.restored: Path | None = None
         # The versions asked for missing log-probabilities, and of how many rows.
         self.asked: list[tuple[Path | None, int]] = []
@@ -96,8 +98,12 @@ class FakeLearner:
             assert self.interrupted.wait(10.0)
             raise Interrupted("stopped")
         self.updates += 1
+        self.compared = {row.key: pack_logprobs([-2.0] * len(row.sampled_ids)) for row in rows}
         measured = {} if self.kl_to_base is None else {"kl_to_base": self.kl_to_base}
         return {"loss": 0.5, "rows": len(rows), **measured}
+
+    def policy_logprobs(self) -> dict[RowKey, bytes]:
+        return self.compared
 
     def save(self, folder: Path) -> None:
         if self.full_disk:

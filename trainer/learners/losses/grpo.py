@@ -23,15 +23,11 @@ from datasets import Dataset
 from torch import Tensor
 from trl import import_utils
 
+from store.values.packing import pack_logprobs
 from trainer.batches import Row, Way
 from trainer.errors import LearnerError
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
-from trainer.learners.off_policy import (
-    RowComparison,
-    bounds_by_length,
-    compare,
-    keeps_loss,
-)
+from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.recipes.recipe import OffPolicyOptions, Recipe
 
 
@@ -95,16 +91,21 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
 
         TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `keeps_loss`.
         """
-        log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
+        policy = per_token_logps.detach()
+        log_ratios = policy - _sampled_logprobs(self._rows).to(mask.device)
         rule = self.off_policy
         versions = [None if row.recomputed else row.version for row in self._rows]
-        bounds = bounds_by_length(mask, rule.sequence_min, rule.sequence_max)
-        keeps = keeps_loss(log_ratios, mask, *bounds)
+        bounds = torch.tensor([rule.sequence_bounds(len(row.sampled_ids)) for row in self._rows])
+        keeps = keeps_loss(log_ratios, mask, *bounds.to(mask.device).split(1, dim=1))
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
-            msgspec.structs.replace(comparison, episode_id=row.episode_id)
-            for comparison, row in zip(compared, self._rows, strict=True)
+            msgspec.structs.replace(
+                comparison,
+                key=row.key,
+                policy_logprobs=pack_logprobs(own[: len(row.sampled_ids)].tolist()),
+            )
+            for comparison, row, own in zip(compared, self._rows, policy, strict=True)
             if row.weight > 0
         ]
         return keeps

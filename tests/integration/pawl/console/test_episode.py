@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,17 +20,20 @@ from pawl.console import episode as episode_screen
 from pawl.console import group as group_screen
 from pawl.console import worth
 from pawl.console.conversation import Asked, asked_in
+from pawl.console.pages import figure
 from pawl.credit import explain_past
 from store.ids import new_id
 from store.read import detail
 from store.records import CallRecord, SpoolRecord, ToolCall
 from store.tenants import scoped
+from store.values.packing import pack_logprobs, unpack_logprobs
 from tests.integration.pawl.conftest import Pawl
 from tests.integration.pawl.console.conftest import OpenConsole, Pages
 from tests.support.ledger.episodes import episodes, store
 from tests.support.ledger.updates import claimed, record_update
 from tests.support.proxy.keys import bearer, key_of
 from tests.support.records import START, ago, call, reward, statement, tokens, tool_event
+from tests.support.servers.fake_server import fake_model_server
 from trainer.recipes.recipe import Recipe
 from trainer.updates.claiming import claim_rule
 from trainer.updates.plan import plan_update
@@ -258,20 +262,48 @@ async def test_tokens_are_shown_with_their_probability_and_what_the_loss_makes_o
     page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
     assert 'title="1: id 100, log-probability −1.1' in page
     assert "its 6 tokens are trained on" in page
-    assert "no text of each token" in page
-    assert "too far off" not in page
+    assert "No model server says the texts" in page
+    assert "No ratio was recorded" in page
 
 
-async def test_tokens_of_an_update_that_masked_calls_may_be_among_them(
-    engine: AsyncEngine, console: Pages
+@pytest.mark.parametrize(
+    ("ratios", "shown"),
+    [
+        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.3), "its 6 tokens are trained on"),
+        ((9.0, 9.0, 9.0, 9.0, 9.0, 9.0), "no token carries loss: the ratio is out of bounds"),
+    ],
+)
+async def test_tokens_are_shown_with_their_ratios_and_whether_the_call_is_masked(
+    engine: AsyncEngine, console: Pages, ratios: tuple[float, ...], shown: str
 ) -> None:
     await fill(engine)
-    masked = """UPDATE updates SET metrics = metrics || '{"masked_share": 0.25}'"""
-    async with engine.begin() as connection:
-        await connection.execute(sqlalchemy.text(masked))
     [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
-    page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
-    assert "unless it is among the 25 % of the update" in page
+    call = episode.calls[0]
+    sampled = unpack_logprobs(call.tokens.sampled_logprobs)
+    policy = [then + math.log(one) for then, one in zip(sampled, ratios, strict=True)]
+    values = {"id": call.id, "policy": pack_logprobs(policy)}
+    async with engine.begin() as connection:
+        query = "UPDATE transitions SET policy_logprobs = :policy WHERE id = :id"
+        await connection.execute(sqlalchemy.text(query), values)
+    page = (await console.get(f"/calls/{call.id}/tokens")).body.decode()
+    assert shown in page
+    assert f"ratio {figure(ratios[5], 4)}" in page
+
+
+async def test_tokens_have_the_texts_that_a_model_server_tells(
+    engine: AsyncEngine, open_console: OpenConsole
+) -> None:
+    await fill(engine)
+    [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
+    async with (
+        fake_model_server() as server,
+        open_console(upstream_url=server.url) as console,
+    ):
+        server.texts = {7: "\x1e", **dict.fromkeys(range(100, 106), " <b>"), 100: "SELECT"}
+        page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
+    assert '<bdi class="text">SELECT</bdi>' in page
+    assert "&lt;b&gt;" in page
+    assert "No model server says" not in page
 
 
 async def test_group_shows_attempts_side_by_side_and_where_they_part(

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from peft.tuners.lora import LoraLayer
 
+from store.values.packing import unpack_logprobs
 from tests.support.training import recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
@@ -115,6 +116,22 @@ def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
     for row, old, new in zip(batch, before, after, strict=True):
         better = sum(new) > sum(old)
         assert better == (row.advantage > 0.5)
+
+
+def test_an_updates_tokens_keep_what_the_policy_gave_them_before(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    batch = rows(members=2)
+    before = made.version_logprobs(None, batch)
+    made.restore(None)
+    made.update(batch)
+    compared = made.policy_logprobs()
+    assert compared.keys() == {row.key for row in batch}
+    for row, logprobs in zip(batch, before, strict=True):
+        assert unpack_logprobs(compared[row.key]) == pytest.approx(logprobs, abs=1e-4)
+    made.update(batch[:1])
+    assert compared.keys() != made.policy_logprobs().keys() == {batch[0].key}
 
 
 def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -> None:

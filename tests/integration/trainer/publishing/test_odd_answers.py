@@ -51,7 +51,8 @@ async def answering(make: Callable[[], web.Response]) -> AsyncIterator[ModelServ
         return make()
 
     app = web.Application()
-    app.router.add_post("/v1/completions", completions)
+    for path in ("/v1/completions", "/tokenize", "/detokenize"):
+        app.router.add_post(path, completions)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -74,6 +75,12 @@ async def test_a_server_without_ids_of_what_it_samples_is_named(said: str) -> No
     async with answering(OF_SAMPLE[said]) as server:
         with pytest.raises(PublishError, match="return_token_ids"):
             await server.sample("m", IDS, 2.0, 2)
+
+
+@pytest.mark.parametrize("answer", ODD)
+async def test_server_that_does_not_know_its_tokens_texts_tells_none(answer: str) -> None:
+    async with answering(ODD[answer]) as server:
+        assert await server.token_texts("m", IDS) is None
 
 
 async def test_what_is_reported_is_read() -> None:

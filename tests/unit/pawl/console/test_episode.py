@@ -1,6 +1,5 @@
 """What an episode comes to is said in words, on a time axis, and by what is recorded."""
 
-import json
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from pawl.console.conversation import Part, Said
 from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, waits_for
 from pawl.console.group import Message, parting_of
-from pawl.console.tokens import texts_in
 from pawl.console.worth import Worth
 from store.read.detail import CallHead, EpisodeDetail, Fate, Stated, whole_requests
 from store.values.packing import delta
@@ -129,21 +127,6 @@ def test_attempts_part_at_the_first_message_that_differs(
     assert parting is not None
     assert (parting.same, parting.characters) == (same, characters)
     assert parting_of({UUID(int=n): said("q", "a") for n in range(3)}) is None
-
-
-@pytest.mark.parametrize(
-    ("reply", "texts"),
-    [
-        ({"choices": [{"logprobs": {"content": [{"token": "a"}, {"token": " b"}]}}]}, ["a", " b"]),
-        ({"choices": [{"logprobs": {"tokens": ["a", " b"]}}]}, ["a", " b"]),
-        ({"output": [{"content": [{"logprobs": [{"token": "a"}, {"token": " b"}]}]}]}, ["a", " b"]),
-        ({"choices": [{"logprobs": {"content": [{"token": "a"}]}}]}, None),
-        ({"choices": [{"logprobs": None}]}, None),
-        (7, None),
-    ],
-)
-def test_token_has_its_text_where_the_reply_names_all(reply: Any, texts: list[str] | None) -> None:
-    assert texts_in(json.dumps(reply).encode(), 2) == texts
 
 
 def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() -> None:

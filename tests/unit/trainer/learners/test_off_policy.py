@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from trainer.learners.off_policy import (
     RowComparison,
-    bounds_by_length,
     compare,
     keeps_loss,
     off_policy_metrics,
 )
+from trainer.recipes.recipe import OffPolicyOptions
 
 LOG_RATIOS = st.lists(
     st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=1, max_size=6),
@@ -52,23 +52,31 @@ def test_a_sequence_is_masked_by_its_geometric_mean_ratio(rows: list[list[float]
 )
 def test_bounds_are_narrower_for_longer_sequences(tokens: int, largest: float) -> None:
     mask = torch.ones(1, tokens, dtype=torch.float64)
-    least, most = bounds_by_length(mask, 0.5, 2.0)
-    assert float(most) == pytest.approx(largest)
-    assert float(least) == pytest.approx(1 / largest)
+    least, most = OffPolicyOptions(sequence_min=0.5, sequence_max=2.0).sequence_bounds(tokens)
+    assert most == pytest.approx(largest)
+    assert least == pytest.approx(1 / largest)
     for mean, kept in ((math.log(largest) - 1e-6, 1.0), (math.log(largest) + 1e-6, 0.0)):
         for sign in (1, -1):
             assert float(keeps_loss(sign * mean * mask, mask, least, most)) == kept
 
 
+def kept_within(least: float, most: float, d: torch.Tensor, mask: torch.Tensor) -> list[float]:
+    rule = OffPolicyOptions(sequence_min=least, sequence_max=most)
+    bounds = [rule.sequence_bounds(int(tokens)) for tokens in mask.sum(1)]
+    kept = keeps_loss(d, mask, *torch.tensor(bounds, dtype=torch.float64).split(1, dim=1))
+    values: list[float] = kept[:, 0].tolist()
+    return values
+
+
 def test_each_sequence_has_the_bounds_of_its_length() -> None:
     d, mask = padded([[1.0], [1.0] * 40, [0.1] * 40])
-    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.5, 2.0))[:, 0].tolist()
+    kept = kept_within(0.5, 2.0, d, mask)
     assert kept == [1.0, 0.0, 1.0]
 
 
 def test_sequence_of_any_length_is_kept_without_bounds() -> None:
     d, mask = padded([[-30.0], [9.0] * 20])
-    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.0, 1e9))[:, 0].tolist()
+    kept = kept_within(0.0, 1e300, d, mask)
     assert kept == [1.0, 1.0]
 
 
