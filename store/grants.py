@@ -35,6 +35,7 @@ class Grant(Limits, frozen=True, kw_only=True):
     hash: bytes
     scopes: tuple[Scope, ...]
     tenant: str = DEFAULT
+    name: str = ""
 
 
 class KeyRing(Record, frozen=True, kw_only=True):

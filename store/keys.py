@@ -208,16 +208,6 @@ async def key_ring(connection: AsyncConnection) -> KeyRing:
     return KeyRing(made=bool(rows), grants=tuple(grants), tenants=tenants)
 
 
-async def name_of_key(connection: AsyncConnection, key_id: str) -> str:
-    """Return the name of a key by its id.
-
-    Raises:
-        NoResultFound: there never was such a key.
-    """
-    query = select(api_keys.c.name).where(api_keys.c.id == key_id)
-    return str((await connection.execute(query)).scalar_one())
-
-
 def _is_of(tenant: str | None) -> ColumnElement[bool]:
     return true() if tenant is None else api_keys.c.tenant == tenant
 

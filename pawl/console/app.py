@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import h11
@@ -21,9 +20,10 @@ import structlog
 import uvicorn
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -46,11 +46,11 @@ from pawl.processes import stop_event
 from pawl.settings import ConsoleSettings
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
-from proxy.keys import Gate, shown_in
+from proxy.keys import Gate, Shown, shown_in
 from proxy.settings import Access
-from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow, is_unavailable
+from store.database import explain, is_bad_value, is_refusal, is_too_slow, is_unavailable
 from store.grants import MARK, SCOPES
-from store.keys import key_ring, name_of_key
+from store.keys import key_ring
 from store.settings import address
 from store.tenants import DEFAULT
 
@@ -61,7 +61,8 @@ SCREENS: Final = (overview, episodes, tokens, episode, group, versions, updates,
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 # What is shown to whoever has no key yet.
-OPEN_TO_ALL: Final = ("/static/", "/healthz")
+STATIC: Final = "/static"
+OPEN_TO_ALL: Final = (f"{STATIC}/", "/healthz")
 LOGIN: Final = "/login"
 STOP_S: Final = 5
 # Until a connection's next request has come, whole; silent ones count among `MOST_AT_ONCE`.
@@ -175,12 +176,12 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
         Route("/healthz", _healthz, name="healthz"),
         Route(LOGIN, _login, name="login", methods=["POST"]),
         Route("/logout", _logout, name="logout", methods=["POST"]),
-        Mount("/static", _Static(files("pawl.console") / "static"), name="static"),
+        Mount(STATIC, StaticFiles(packages=[("pawl.console", "static")]), name="static"),
     ]
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
-        exception_handlers={HTTPException: _refused},
+        exception_handlers={HTTPException: failure},
     )
     # A prefix's own end is no page's.
     app.router.redirect_slashes = False
@@ -189,19 +190,6 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
         (screen.ROUTES[0].name, screen.TITLE) for screen in SCREENS if screen.TITLE
     ]
     return app
-
-
-class _Static(StaticFiles):
-    """Serve our own files, whose addresses change with their contents."""
-
-    def __init__(self, folder: Any) -> None:
-        super().__init__(directory=str(folder))
-
-    def file_response(self, *given: Any, **named: Any) -> Response:
-        """Return the file, which browsers may keep."""
-        response = super().file_response(*given, **named)
-        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
-        return response
 
 
 async def _healthz(_: Request) -> Response:
@@ -238,7 +226,11 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                _add_headers(message)
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                # The address of a static file changes with its contents.
+                is_kept = inner.startswith(STATIC) and message["status"] in (200, 304)
+                headers["Cache-Control"] = "max-age=31536000, immutable" if is_kept else "no-store"
             await send(message)
 
         try:
@@ -247,6 +239,9 @@ class Guard:
                 if inner != LOGIN:
                     scope.setdefault("state", {})["viewer"] = await self._viewer(request)
             await self._app(scope, receive, answer)
+        except ClientDisconnect:
+            # Nobody is there to read an answer.
+            return
         except Exception as error:
             if started:
                 raise
@@ -259,30 +254,28 @@ class Guard:
             ProxyError: the request shows no key that lets it in, as `Gate.check` says.
             Refusal: it has no key, and names a host that may be somebody else's.
         """
-        shown = shown_in(request.headers.raw)
-        key = shown.credential or b""
-        if not key.startswith(MARK) and COOKIE in request.cookies:
-            key = request.cookies[COOKIE].encode()
-        relayed = any(name.startswith(b"x-forwarded-") for name, _ in request.headers.raw)
-        shown = type(shown)(key or None, shown.relayed or relayed)
-        local = is_loopback(request.scope.get("client")) and not shown.relayed
+        headers = request.headers.raw
+        shown = shown_in(headers)
+        key = shown.credential
+        # A browser may send the password of a proxy in front of the console, too.
+        if key is None or not key.startswith(MARK):
+            key = request.cookies.get(COOKIE, "").encode() or key
+        relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
+        local = is_loopback(request.scope.get("client")) and not relayed
+        gate = Gate(self._access)
         async with console_of(request).engine.connect() as connection:
-            gate = Gate(self._access)
             gate.take(await key_ring(connection))
-            grant = gate.check(shown, "read", local=local)
-            if grant is not None:
-                # What the viewer states goes on to the proxy with the viewer's own key.
-                request.state.credential = key.decode()
-                sees_all = grant.tenant == DEFAULT and "admin" in grant.scopes
-                return Viewer(
-                    name=await name_of_key(connection, grant.id),
-                    tenant=None if sees_all else grant.tenant,
-                    scopes=frozenset(grant.scopes),
-                )
-        self._refuse_unknown_host(request)
-        request.state.credential = None
-        # `PAWL_ACCESS=anyone` lets anyone look.
-        return Viewer(name=NOBODY, tenant=None, scopes=frozenset(SCOPES if local else ("read",)))
+        grant = gate.check(Shown(key, relayed), "read", local=local)
+        # What the viewer states goes on to the proxy with the viewer's own key.
+        request.state.credential = key.decode() if grant is not None and key is not None else None
+        if grant is None:
+            self._refuse_unknown_host(request)
+            # `PAWL_ACCESS=anyone` lets anyone look.
+            scopes = SCOPES if local else ("read",)
+            return Viewer(name=NOBODY, tenant=None, scopes=frozenset(scopes))
+        sees_all = grant.tenant == DEFAULT and "admin" in grant.scopes
+        tenant = None if sees_all else grant.tenant
+        return Viewer(name=grant.name, tenant=tenant, scopes=frozenset(grant.scopes))
 
     def _refuse_unknown_host(self, request: Request) -> None:
         """Refuse a name that another site may have pointed at this machine (DNS rebinding).
@@ -325,14 +318,6 @@ def refuse_cross_site(request: Request) -> None:
         )
 
 
-def _add_headers(message: Message) -> None:
-    names = {name.lower() for name, _ in message["headers"]}
-    for name, value in HEADERS.items():
-        message["headers"].append((name.encode(), value.encode()))
-    if b"cache-control" not in names:
-        message["headers"].append((b"Cache-Control", b"no-store"))
-
-
 async def _login(request: Request) -> Response:
     """Keep a key in a cookie, and go on to the page that was asked for."""
     fields = await form(request)
@@ -354,7 +339,7 @@ async def _login(request: Request) -> Response:
         path=console_of(request).prefix or "/",
         secure=secure,
         httponly=True,
-        samesite="strict",
+        samesite="lax",
     )
     return response
 
@@ -368,71 +353,60 @@ async def _logout(request: Request) -> Response:
 # What went wrong
 
 
+# Of an error, the first that it is.
+FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
+    is_too_slow: Refusal(
+        503,
+        "The database took too long",
+        "The query was ended. Choose less with the filter, or a shorter time.",
+    ),
+    lambda error: isinstance(error, PoolTimeout): Refusal(
+        503,
+        "Too many look at once",
+        f"All {CONNECTIONS} of the console's connections were in use: try again in a moment.",
+    ),
+    is_bad_value: Refusal(
+        400,
+        "This address cannot be used",
+        "It has a number that is too large, or the character U+0000.",
+    ),
+    is_refusal: Refusal(
+        503,
+        "The database cannot be used",
+        "The console's log has what PostgreSQL says. A new database has no tables until the proxy "
+        "starts, or `pawl migrate` makes them.",
+    ),
+    is_unavailable: Refusal(
+        503,
+        "The database is away",
+        "The console goes on as soon as the database answers. Its log has the reason.",
+    ),
+}
+
+
 def failure(request: Request, error: Exception) -> Response:
-    """Return the page that says what went wrong."""
+    """Return the page that says what went wrong, and log what its reader may not see."""
     if isinstance(error, NoKey):
-        return _no_key(request, error)
-    if isinstance(error, ProxyError):
-        error = Refusal(error.status, "You may not see this", error.message)
-    elif is_too_slow(error):
-        error = Refusal(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "The database took too long",
-            "The query was ended. Choose less with the filter, or a shorter time.",
-        )
-    elif isinstance(error, PoolTimeout):
-        error = Refusal(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "Too many look at once",
-            f"All {CONNECTIONS} of the console's connections were in use: try again in a moment.",
-        )
-    elif is_bad_value(error):
-        error = Refusal(
-            HTTPStatus.BAD_REQUEST,
-            "This address cannot be used",
-            "It has a number that is too large, or the character U+0000.",
-        )
-    elif is_no_records_fault(error):
-        # It names hosts and users, and who reads this may be anybody.
-        log.warning("database_away", reason=explain(error))
-        error = Refusal(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            "The database is away" if is_unavailable(error) else "The database cannot be used",
-            "The console goes on as soon as it can. Its log has what PostgreSQL says. A new "
-            "database has no tables until the proxy starts, or `pawl migrate` makes them.",
-        )
-    elif not isinstance(error, HTTPException):
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        wrong = error.code != "missing_api_key"
+        response = page(request, "login.html", error.status, wrong=wrong, next=path)
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+    refusal = next((refusal for is_so, refusal in FAILURES.items() if is_so(error)), None)
+    if isinstance(error, Refusal):
+        refusal = error
+    elif isinstance(error, HTTPException):
+        refusal = Refusal(error.status_code, HTTPStatus(error.status_code).phrase)
+    elif isinstance(error, ProxyError):
+        refusal = Refusal(error.status, "You may not see this", error.message)
+    elif refusal is not None:
+        # PostgreSQL names hosts and users.
+        log.warning("page_refused", reason=explain(error))
+    else:
         name = secrets.token_hex(4)
         log.error("page_failed", id=name, path=request.url.path, exc_info=error)
-        error = Refusal(
-            HTTPStatus.INTERNAL_SERVER_ERROR,
-            "This page failed",
-            f"The console's log has the reason, under id {name}.",
-        )
-    return _refused(request, error)
-
-
-def _no_key(request: Request, error: NoKey) -> Response:
-    if request.headers.get("sec-fetch-site") == "cross-site" and request.method in SAFE:
-        # A browser that follows another site's link shows its cookie only the second time.
-        return page(request, "again.html", error.status)
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    wrong = error.code != "missing_api_key"
-    response = page(request, "login.html", error.status, wrong=wrong, next=path)
-    response.headers["WWW-Authenticate"] = "Bearer"
-    return response
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    """Return a page that says why there is nothing else to see."""
-    assert isinstance(error, HTTPException)
-    status = error.status_code
-    if isinstance(error, Refusal):
-        title, detail = error.title, error.detail
-    elif status == HTTPStatus.NOT_FOUND:
-        title, detail = "There is no such page", "It may have been deleted, or never was."
-    else:
-        title, detail = HTTPStatus(status).phrase, ""
-    response = page(request, "refusal.html", status, title=title, detail=detail)
-    response.headers.update(error.headers or {})
+        detail = f"The console's log has the reason, under id {name}."
+        refusal = Refusal(500, "This page failed", detail)
+    response = page(request, "refusal.html", refusal.status_code, refusal=refusal)
+    response.headers.update(getattr(error, "headers", None) or {})
     return response

@@ -220,30 +220,9 @@ def filter_of(request: Request) -> Filter:
 
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
     """Return a whole page, of a template that extends `base.html`."""
-    return _rendered(request, template, status, context)
-
-
-def fragment(request: Request, template: str, **context: Any) -> HTMLResponse:
-    """Return a part of a page, which htmx puts in its place."""
-    return _rendered(request, template, 200, context)
-
-
-def part(request: Request, template: str, **context: Any) -> HTMLResponse:
-    """Return a part that htmx loads; for a browser without scripts, a page of that part alone."""
-    if "hx-request" in request.headers:
-        return fragment(request, template, **context)
-    return page(request, "part.html", part=template, screen="episodes", **context)
-
-
-def _rendered(
-    request: Request, template: str, status: int, context: Mapping[str, Any]
-) -> HTMLResponse:
-    text = (
-        console_of(request)
-        .templates.get_template(template)
-        .render(request=request, viewer=getattr(request.state, "viewer", None), **context)
-    )
-    body = text.encode(errors="replace")
+    who = getattr(request.state, "viewer", None)
+    filled = console_of(request).templates.get_template(template)
+    body = filled.render(viewer=who, **context).encode(errors="replace")
     if len(body) > LARGEST_PAGE:
         raise Refusal(
             HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -252,6 +231,18 @@ def _rendered(
             "with the filter.",
         )
     return HTMLResponse(body, status)
+
+
+def fragment(request: Request, template: str, **context: Any) -> HTMLResponse:
+    """Return a part of a page, which htmx puts in its place."""
+    return page(request, template, **context)
+
+
+def part(request: Request, template: str, **context: Any) -> HTMLResponse:
+    """Return a part that htmx loads; for a browser without scripts, a page of that part alone."""
+    if "hx-request" in request.headers:
+        return fragment(request, template, **context)
+    return page(request, "part.html", part=template, screen="episodes", **context)
 
 
 # How values are shown: the filters of the templates

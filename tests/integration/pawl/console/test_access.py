@@ -2,14 +2,17 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
+from starlette.types import Message
 
 from pawl.console.app import app_of, failure
 from pawl.console.pages import reading
@@ -69,6 +72,29 @@ async def test_silent_connection_is_closed(
             writer.close()
 
 
+async def test_form_that_breaks_off_is_no_failure(database_url: str) -> None:
+    received: Iterator[Message] = iter(
+        [
+            {"type": "http.request", "body": b"key=", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(received)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    app = app_of(ConsoleSettings(), database_url)
+    scope = {"type": "http", "method": "POST", "path": "/login", "headers": [], "query_string": b""}
+    with structlog.testing.capture_logs() as logged:
+        await app(scope, receive, send)
+    assert (sent, logged) == ([], [])
+    await app.state.console.engine.dispose()
+
+
 @pytest.mark.parametrize("path", ["/versions/m/9999999999", "/versions/m%00/1"])
 async def test_value_that_the_database_cannot_hold_is_refused(console: Pages, path: str) -> None:
     assert (await console.get(path)).status == 400
@@ -97,7 +123,7 @@ async def test_browser_logs_in_and_out(console: Pages, engine: AsyncEngine) -> N
     entered = await console.ask("POST", "/login", key=f" {key} ", next="/?a=1")
     assert (entered.status, entered.headers["Location"]) == (303, "/?a=1")
     cookie = entered.headers["Set-Cookie"]
-    assert re.search(r"HttpOnly; Max-Age=\d+; Path=/; SameSite=strict", cookie)
+    assert re.search(r"HttpOnly; Max-Age=\d+; Path=/; SameSite=lax", cookie)
     assert "Secure" not in cookie
     shown = (await console.get("/")).body.decode()
     assert "anna" in shown
@@ -123,9 +149,11 @@ async def test_login_leads_to_no_other_site(console: Pages, to: str) -> None:
 async def test_link_of_another_site_opens_with_the_browsers_cookie(
     console: Pages, engine: AsyncEngine
 ) -> None:
-    await key_of(engine, "anna", "read")
-    first = await console.get("/", {"Sec-Fetch-Site": "cross-site"})
-    assert (first.status, "refresh" in first.body.decode()) == (401, True)
+    await console.ask("POST", "/login", key=await key_of(engine, "anna", "read"))
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}
+    assert (await console.get("/", followed)).status == 200
+    sent = await console.ask("POST", "/review", followed)
+    assert (sent.status, "another site" in sent.body.decode()) == (403, True)
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
