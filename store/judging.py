@@ -8,10 +8,10 @@ that could not be judged waits again once it has a later call.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from uuid import UUID
 
-from sqlalchemy import and_, case, delete, func, or_, select, text
+from sqlalchemy import Row, and_, case, delete, func, or_, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -230,17 +230,6 @@ _OWN_KEY: Final = text(
 )
 
 
-class ToReview(Record, frozen=True, kw_only=True):
-    """Describe an episode that a person is to score; `key` and `task` are as they are kept."""
-
-    episode_id: UUID
-    key: str
-    task: str | None
-    version: int
-    reward: float | None
-    last_call_at: datetime
-
-
 class Scale(Record, frozen=True, kw_only=True):
     """Say how a metric of a policy's reward is stated: from `low` to `high`, or by a text."""
 
@@ -266,11 +255,12 @@ async def review_queue(
     before: UUID | None = None,
     until: UUID | None = None,
     most: int,
-) -> list[ToReview]:
+) -> list[Row[Any]]:
     """Return a tenant's episodes that a person is to score for a policy, the newest first.
 
     No update has taken them, and nobody has reviewed them. They begin before the episode `before`,
-    or with `until`. `scales` are the policy's.
+    or with `until`. `scales` are the policy's. Each row has an episode's `episode_id`, `key` and
+    `task`, as they are kept, `version`, `reward` and `last_call_at`.
     """
     values = {
         "policy": policy,
@@ -283,12 +273,8 @@ async def review_queue(
         "most": most,
     }
     query = text(_QUEUE.format(doubt=_DOUBTS[doubt]))
-    own = {name: value for name, value in values.items() if f":{name}" in query.text}
-    return [
-        ToReview(**row._mapping)
-        for row in await connection.execute(query, own)
-        if tenant_of(row.key) == tenant
-    ]
+    rows = await connection.execute(query, values)
+    return [row for row in rows if tenant_of(row.key) == tenant]
 
 
 async def key_to_review(connection: AsyncConnection, episode_id: UUID, tenant: str) -> str | None:

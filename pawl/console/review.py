@@ -7,26 +7,17 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
-import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pawl.console.pages import (
-    Refusal,
-    console_of,
-    form,
-    page,
-    reading,
-    require,
-    uuid_in,
-    viewer,
-)
+from pawl.console.pages import Refusal, console_of, form, page, reading, require, uuid_in, viewer
 from pawl.console.versions import chosen_policy
-from pawl.judging.feedback import feedback_url
+from pawl.judging.answers import Away, Statement
+from pawl.judging.feedback import TAKEN, feedback_url, post_once
 from store.judging import REVIEWED, Doubt, Scale, key_to_review, review_queue, scales_of
 from store.tenants import DEFAULT
 
@@ -35,8 +26,6 @@ TITLE: Final = "Review"
 MOST: Final = 12
 # Places on a metric's scale that have a number key.
 STEPS: Final = 5
-POST_S: Final = 10.0
-SHOWN: Final = 500
 # What each part of the queue holds, in a sentence.
 DOUBTS: Final[Mapping[Doubt, str]] = {
     "unscored": "Ended ten minutes ago or more, and nobody has scored them.",
@@ -54,7 +43,7 @@ def steps_of(scale: Scale) -> list[float]:
 
 def statements_of(
     given: Mapping[str, str], scales: Sequence[Scale], episode: str
-) -> list[dict[str, Any]]:
+) -> list[Statement]:
     """Return what a form says of an episode, as `/feedback` takes it (pure).
 
     Raises:
@@ -63,68 +52,30 @@ def statements_of(
     statements = []
     for scale in scales:
         stated = given.get(f"value:{scale.metric}", "").strip()
-        if not stated:
-            continue
-        value: float | str = stated
-        if stated not in scale.texts:
-            try:
-                value = float(stated)
-            except ValueError:
-                value = math.nan
-            if not scale.low <= value <= scale.high:
-                raise Refusal(
-                    HTTPStatus.BAD_REQUEST,
-                    "This is no score",
-                    f"{scale.metric}: write a number from {scale.low:g} to {scale.high:g}.",
-                )
-        statements.append({"metric": scale.metric, "value": value, "episode": episode})
+        if stated:
+            value = stated if stated in scale.texts else _number(stated, scale)
+            statements.append({"metric": scale.metric, "value": value, "episode": episode})
     if not statements:
         raise Refusal(HTTPStatus.BAD_REQUEST, "There is no score", "Choose a value, or skip it.")
     return statements
 
 
-async def post(
-    url: str, statements: list[dict[str, Any]], idempotency_key: str, credential: str | None
-) -> None:
-    """Post statements to `/feedback` once: a repeat under the same key states nothing new.
-
-    Raises:
-        Refusal: the proxy does not take them, or does not answer.
-    """
-    headers = {"Content-Type": "application/json", "Idempotency-Key": idempotency_key}
-    if credential is not None:
-        headers["Authorization"] = f"Bearer {credential}"
-    timeout = aiohttp.ClientTimeout(total=POST_S)
+def _number(stated: str, scale: Scale) -> float:
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, data=msgspec.json.encode(statements), headers=headers) as reply,
-        ):
-            body = await reply.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
+        value = float(stated)
+    except ValueError:
+        value = math.nan
+    if not scale.low <= value <= scale.high:
         raise Refusal(
-            HTTPStatus.BAD_GATEWAY,
-            "The proxy does not answer",
-            f"{url}: {error or type(error).__name__}. Nothing is known to be posted: go back and "
-            "send it again, which counts once. PAWL_LISTEN says where the proxy is.",
-        ) from error
-    if reply.status not in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
-        raise Refusal(
-            reply.status if reply.status >= HTTPStatus.BAD_REQUEST else HTTPStatus.BAD_GATEWAY,
-            "The proxy refused the score",
-            f"{url} answered {reply.status}: {_message(body)}",
+            HTTPStatus.BAD_REQUEST,
+            "This is no score",
+            f"{scale.metric}: write a number from {scale.low:g} to {scale.high:g}.",
         )
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])[:SHOWN]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return body[:SHOWN].decode(errors="replace")
+    return value
 
 
 def _doubt(name: str | None) -> Doubt:
-    return next((one for one in DOUBTS if one == name), "unscored")
+    return next((doubt for doubt in DOUBTS if doubt == name), "unscored")
 
 
 async def review(request: Request) -> Response:
@@ -133,41 +84,35 @@ async def review(request: Request) -> Response:
     tenant = viewer(request).tenant or DEFAULT
     if request.method == "POST":
         return await _post(request, tenant)
-    asked = request.query_params
-    doubt = _doubt(asked.get("kind"))
-    before, until = uuid_in(asked.get("before")), uuid_in(asked.get("at"))
+    query = request.query_params
+    doubt = _doubt(query.get("kind"))
+    before, until = uuid_in(query.get("before")), uuid_in(query.get("at"))
     async with reading(request) as connection:
-        policy, known = await chosen_policy(request, connection, tenant)
+        policy, policies = await chosen_policy(request, connection, tenant)
         if policy is None:
-            return page(request, "review.html", policy=None, policies=known)
+            return page(request, "review.html", policy=None, policies=policies)
         scales = await scales_of(connection, policy.name)
         queue = await review_queue(
-            connection,
-            policy.name,
-            doubt,
-            scales,
-            tenant,
-            before=before,
-            until=until,
-            most=MOST,
+            connection, policy.name, doubt, scales, tenant, before=before, until=until, most=MOST
         )
     return page(
         request,
         "review.html",
         policy=policy,
-        policies=known,
+        policies=policies,
         doubts=DOUBTS,
         doubt=doubt,
         queue=queue,
         scales=scales,
         steps=steps_of(scales[0]) if len(scales) == 1 and not scales[0].texts else [],
         once=secrets.token_urlsafe(12),
-        done=asked.get("done"),
+        done=query.get("done"),
         is_first=before is None and until is None,
     )
 
 
 async def _post(request: Request, tenant: str) -> Response:
+    """Post a score once: a repeat under the same `once` states nothing new."""
     require(request, "feedback")
     given = await form(request)
     episode, once = uuid_in(given.get("episode")), given.get("once", "")
@@ -175,16 +120,30 @@ async def _post(request: Request, tenant: str) -> Response:
         policy, _ = await chosen_policy(request, connection, tenant)
         key = None if episode is None else await key_to_review(connection, episode, tenant)
         scales = [] if policy is None else await scales_of(connection, policy.name)
-    if episode is None or policy is None or key is None or not once.isascii():
+    if policy is None or key is None or not once.isascii():
         raise Refusal(HTTPStatus.NOT_FOUND, "There is no such episode", "It may have been deleted.")
     statements = statements_of(given, scales, key)
-    console = console_of(request)
-    await post(
-        feedback_url(console.settings.listen),
-        statements,
-        REVIEWED + once[:64],
-        request.state.credential,
-    )
+    console, credential = console_of(request), request.state.credential
+    url = feedback_url(console.settings.listen)
+    credentials = {} if credential is None else {"Authorization": f"Bearer {credential}"}
+    try:
+        async with aiohttp.ClientSession() as session:
+            status, answer = await post_once(
+                session, url, statements, REVIEWED + once[:64], credentials
+            )
+    except Away as error:
+        raise Refusal(
+            HTTPStatus.BAD_GATEWAY,
+            "The proxy does not answer",
+            f"{url} {error}. Nothing is known to be posted: go back and send it again, which "
+            "counts once. PAWL_LISTEN says where the proxy is.",
+        ) from error
+    if status not in TAKEN:
+        raise Refusal(
+            max(status, HTTPStatus.BAD_REQUEST),
+            "The proxy refused the score",
+            f"{url} answered {status}: {answer}",
+        )
     shown = ", ".join(f"{one['metric']} {one['value']}" for one in statements)
     query = {"policy": policy.name, "kind": _doubt(given.get("kind")), "before": str(episode)}
     to = console.url("review", query=query | {"done": f"{shown}: {key}"[:300]})

@@ -1,4 +1,4 @@
-"""Post a judge's statements to the proxy's `/feedback`, like any other client."""
+"""Post statements to the proxy's `/feedback`, like any other client: a judge's, or a person's."""
 
 import asyncio
 from collections.abc import Mapping
@@ -68,23 +68,41 @@ class FeedbackClient:
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
         """Post once; return None if that succeeded, else the reason why it did not."""
-        headers = {"Content-Type": "application/json", "Idempotency-Key": key, **self._key}
-        body = msgspec.json.encode(statements)
         try:
-            async with (
-                asyncio.timeout(ONE_POST_S),
-                self._session.post(self._url, data=body, headers=headers) as reply,
-            ):
-                text = (await reply.read())[:SHOWN].decode(errors="replace")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return f"does not answer: {error or type(error).__name__}"
-        if reply.status in REFUSED:
+            status, text = await post_once(self._session, self._url, statements, key, self._key)
+        except Away as error:
+            return str(error)
+        if status in REFUSED:
             raise JudgeFailed(f"/feedback refused the judge's answer: {text}")
-        if reply.status in (*TAKEN, STATED_BEFORE):
+        if status in (*TAKEN, STATED_BEFORE):
             self.taken += 1
-            self.matched += reply.status == 200
+            self.matched += status == 200
             return None
-        return f"answered {reply.status}: {text}"
+        return f"answered {status}: {text}"
+
+
+async def post_once(
+    session: aiohttp.ClientSession,
+    url: str,
+    statements: list[Statement],
+    key: str,
+    credentials: Mapping[str, str],
+) -> tuple[int, str]:
+    """Post statements under an idempotency key; return the status, and what the answer begins with.
+
+    Raises:
+        Away: there is no answer.
+    """
+    headers = {"Content-Type": "application/json", "Idempotency-Key": key, **credentials}
+    body = msgspec.json.encode(statements)
+    try:
+        async with (
+            asyncio.timeout(ONE_POST_S),
+            session.post(url, data=body, headers=headers) as reply,
+        ):
+            return reply.status, (await reply.read())[:SHOWN].decode(errors="replace")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Away(f"does not answer: {error or type(error).__name__}") from error
 
 
 def feedback_url(listen: str) -> str:

@@ -99,10 +99,12 @@ def fields(reply: Reply) -> dict[str, str]:
 async def test_nothing_is_stated_before_a_value_is_chosen(
     console: Pages, ledger: AsyncEngine
 ) -> None:
-    [field] = re.findall(
-        r'<input [^>]*name="value:[^>]*>', (await console.get("/review?policy=m")).body.decode()
+    [field, *keys] = re.findall(
+        r'<[^>]*name="value:[^>]*>', (await console.get("/review?policy=m")).body.decode()
     )
     assert (" required" in field, " value=" in field) == (True, False)
+    # They come after the empty field, which counts no more then.
+    assert [key.startswith("<button formnovalidate") for key in keys] == [True] * 5
 
 
 async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
