@@ -31,7 +31,6 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
                 title="A setting cannot be used",
                 figures={"error": str(error)},
                 remedy="correct what the error names",
-                area="traffic",
             )
         ]
     if found:

@@ -287,7 +287,7 @@ class Guard:
         is_own = host == self._host or host.endswith(".localhost") or is_loopback((host,))
         if ("." in host or ":" in host) and not is_own:
             raise Refusal(
-                HTTPStatus.FORBIDDEN,
+                403,
                 "This name is not known to be the console's",
                 "No API key was made yet, so the console answers to this machine's own address and "
                 "to names without a dot alone, such as localhost. Make a key with `pawl keys "
@@ -311,7 +311,7 @@ def refuse_cross_site(request: Request) -> None:
     same = urlsplit(origin or "").netloc == request.headers.get("host")
     if site not in (None, "same-origin", "none") or (site is None and origin and not same):
         raise Refusal(
-            HTTPStatus.FORBIDDEN,
+            403,
             "This was sent from another site",
             "Changes and parts of pages are for the console's own pages alone. A proxy in front of "
             "it has to pass the `Host` header on.",
@@ -339,6 +339,7 @@ async def _login(request: Request) -> Response:
         path=console_of(request).prefix or "/",
         secure=secure,
         httponly=True,
+        # Also with a link on another site, which opens a page: `refuse_cross_site` has the rest.
         samesite="lax",
     )
     return response

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
-from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
@@ -157,18 +156,11 @@ def require(request: Request, scope: Scope) -> None:
     """
     who = viewer(request)
     if scope not in who.scopes:
-        title = "This key cannot change anything here"
-        detail = (
-            f"The key {who.name} is for {', '.join(sorted(who.scopes))}, and this needs {scope}:"
-        )
-        if who.name == NOBODY:
-            title = "Changes need a key"
-            detail = "No API key was made yet, and you are on another machine than the console:"
         raise Refusal(
-            HTTPStatus.FORBIDDEN,
-            title,
-            f"{detail} log in with a key that was made with --scope read,{scope} "
-            "(`pawl keys create NAME`)",
+            403,
+            f"Changes need a key for {scope}",
+            f"You look as {who.name}, for {', '.join(sorted(who.scopes))}: log in with a key that "
+            f"was made with --scope read,{scope} (`pawl keys create NAME`).",
         )
 
 
@@ -193,17 +185,11 @@ async def form(request: Request) -> dict[str, str]:
     async for part in request.stream():
         body += part
         if len(body) > LARGEST_FORM:
-            raise Refusal(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                "The form is too large",
-                f"Send at most {LARGEST_FORM} bytes.",
-            )
+            raise Refusal(413, "The form is too large", f"Send at most {LARGEST_FORM} bytes.")
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict"))
     except ValueError as error:
-        raise Refusal(
-            HTTPStatus.BAD_REQUEST, "The form cannot be read", "Send it as UTF-8."
-        ) from error
+        raise Refusal(400, "The form cannot be read", "Send it as UTF-8.") from error
 
 
 def filter_of(request: Request) -> Filter:
@@ -215,7 +201,7 @@ def filter_of(request: Request) -> Filter:
     try:
         return Filter.of(request.query_params)
     except BadFilter as error:
-        raise Refusal(HTTPStatus.BAD_REQUEST, "This filter cannot be used", f"{error}.") from error
+        raise Refusal(400, "This filter cannot be used", f"{error}.") from error
 
 
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
@@ -225,7 +211,7 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
     body = filled.render(viewer=who, **context).encode(errors="replace")
     if len(body) > LARGEST_PAGE:
         raise Refusal(
-            HTTPStatus.INTERNAL_SERVER_ERROR,
+            500,
             "This page is too large to be shown",
             f"It would have {len(body):,} bytes, and {LARGEST_PAGE:,} is the limit: choose less "
             "with the filter.",

@@ -6,7 +6,6 @@ A score goes to the proxy's `/feedback`, with the viewer's own API key, as any c
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Final
 
 import aiohttp
@@ -56,7 +55,7 @@ def statements_of(
             value = stated if stated in scale.texts else _number(stated, scale)
             statements.append({"metric": scale.metric, "value": value, "episode": episode})
     if not statements:
-        raise Refusal(HTTPStatus.BAD_REQUEST, "There is no score", "Choose a value, or skip it.")
+        raise Refusal(400, "There is no score", "Choose a value, or skip it.")
     return statements
 
 
@@ -67,7 +66,7 @@ def _number(stated: str, scale: Scale) -> float:
         value = math.nan
     if not scale.low <= value <= scale.high:
         raise Refusal(
-            HTTPStatus.BAD_REQUEST,
+            400,
             "This is no score",
             f"{scale.metric}: write a number from {scale.low:g} to {scale.high:g}.",
         )
@@ -121,7 +120,7 @@ async def _post(request: Request, tenant: str) -> Response:
         key = None if episode is None else await key_to_review(connection, episode, tenant)
         scales = [] if policy is None else await scales_of(connection, policy.name)
     if policy is None or key is None or not once.isascii():
-        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such episode", "It may have been deleted.")
+        raise Refusal(404, "There is no such episode", "It may have been deleted.")
     statements = statements_of(given, scales, key)
     console, credential = console_of(request), request.state.credential
     url = feedback_url(console.settings.listen)
@@ -133,21 +132,21 @@ async def _post(request: Request, tenant: str) -> Response:
             )
     except Away as error:
         raise Refusal(
-            HTTPStatus.BAD_GATEWAY,
+            502,
             "The proxy does not answer",
             f"{url} {error}. Nothing is known to be posted: go back and send it again, which "
             "counts once. PAWL_LISTEN says where the proxy is.",
         ) from error
     if status not in TAKEN:
         raise Refusal(
-            max(status, HTTPStatus.BAD_REQUEST),
+            max(status, 400),
             "The proxy refused the score",
             f"{url} answered {status}: {answer}",
         )
     shown = ", ".join(f"{one['metric']} {one['value']}" for one in statements)
     query = {"policy": policy.name, "kind": _doubt(given.get("kind")), "before": str(episode)}
     to = console.url("review", query=query | {"done": f"{shown}: {key}"[:300]})
-    return RedirectResponse(to, HTTPStatus.SEE_OTHER)
+    return RedirectResponse(to, 303)
 
 
 ROUTES: Final = [Route("/review", review, name="review", methods=["GET", "POST"])]

@@ -1,65 +1,34 @@
-"""Ask all parts of a system at once what they know; a part that is away is a fact like others.
+"""Examine a system: gather facts once, and check them, the cause most upstream first."""
 
-Nothing is changed: neither is a database started or migrated. Every question has a time limit, so
-that an answer takes seconds whatever is away.
-"""
+from typing import Final
 
-import asyncio
-import os
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from typing import Final, TypeVar
+from msgspec.structs import replace
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-import aiohttp
-import msgspec
-from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-
-from pawl.by_hand import why_waits
-from pawl.doctor.checks import Finding, findings
-from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Ready, Sample, Server
+from pawl.doctor import checks, policy_checks
+from pawl.doctor.checks import NO_FIGURES, Check, Finding
+from pawl.doctor.facts import Facts
+from pawl.doctor.gather import gather
 from pawl.settings import DoctorSettings
-from pawl.stack.preflight import GIB
-from proxy.errors import BadUpstreams
-from proxy.ingester.removing import FOLDER, LETTER
-from proxy.upstreams.upstreams import check_upstreams
-from store.adapter_slots import live_versions
-from store.claim_query import waiting_episodes, waiting_updates
-from store.database import database_time, explain, is_too_slow, make_engine
-from store.embedded import EmbeddedPostgres
-from store.errors import BadPolicies, StoreError
-from store.link.claimable import lacking
-from store.policy_table import PolicyTable, open_policies
-from store.read.gates import gated
-from store.read.health import (
-    CallKind,
-    Tended,
-    changed_lately,
-    episode_counts,
-    newest_calls,
-    tended_policies,
+
+# In order of importance: what is upstream comes first.
+CHECKS: Final[tuple[Check, ...]] = (
+    *(checks.unusable_files, checks.database, checks.storage),
+    *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
+    *(checks.unanswered, checks.broken, checks.untrainable, checks.only_evaluation),
+    *(policy_checks.quarantined, policy_checks.unrewarded, policy_checks.equal_rewards),
+    *(policy_checks.alone, checks.paused, checks.no_slot),
+    *(policy_checks.spent_untrained, policy_checks.drifted, policy_checks.frozen),
+    *(policy_checks.not_as_trained, checks.controller_away, policy_checks.undecided),
+    *(checks.missing_key, checks.too_long, policy_checks.waits_for_signal),
 )
-from store.records import Record
-from store.version_queries import list_servable
-from trainer.errors import RecipeError
-from trainer.publishing.model_server import ModelServer
-from trainer.publishing.pacing import LONGEST_PIN_S, slots_named_in
-from trainer.publishing.publisher import PROXY_REFRESH_S
-from trainer.recipes.recipe import load_recipe
-from trainer.updates.claiming import claim_rule
-from trainer.updates.training_warnings import training_warnings
-
-# How long a process, and the database with all its questions, may take.
-PROCESS_S: Final = 2.0
-STORE_S: Final = 4.0
-# A version that changed a moment ago may still be on its way to the servers.
-SETTLED: Final = timedelta(minutes=1)
-UNAUTHORIZED: Final = (401, 403)
-
-T = TypeVar("T")
+# Of processes, servers and disks, which all tenants share.
+OF_PARTS: Final[tuple[Check, ...]] = (
+    *(checks.unusable_files, checks.storage, checks.proxy_away, checks.server_away),
+    *(checks.trainer_away, checks.no_slot, checks.controller_away, checks.missing_key),
+)
+# With figures that name such parts.
+NAME_PARTS: Final[tuple[Check, ...]] = (checks.database, policy_checks.not_as_trained)
 
 
 async def examine(
@@ -69,7 +38,7 @@ async def examine(
     *,
     of_parts: bool = True,
 ) -> list[Finding]:
-    """Return why policies do not learn, or when they will next (`pawl.doctor.checks.findings`).
+    """Return why policies do not learn, or when they will next, as `findings` does.
 
     Without an `engine` the database of the settings is asked, if it runs. With `tenant` the
     policies and calls are this tenant's. It raises nothing: what cannot be asked is a finding.
@@ -77,304 +46,16 @@ async def examine(
     return findings(await gather(settings, engine, tenant), of_parts=of_parts)
 
 
-async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
-    """Return what all parts say, asked at once."""
-    unusable, table = _files(settings)
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-        proxy = tasks.create_task(_process(session, settings.admin_listen, settings.headers))
-        trainer = tasks.create_task(
-            _process(session, settings.trainer_listen, NOTHING, is_ready_known=False)
-        )
-        controller = tasks.create_task(_process(session, settings.controller_listen, NOTHING))
-        asked = tasks.create_task(_stored(settings, engine, tenant, table))
-        on_disks = tasks.create_task(asyncio.to_thread(_of_disks, settings))
-        servers = [
-            tasks.create_task(_server(url, settings.adapter_slots))
-            for url in settings.model_servers
-        ]
-    stored, (disks, letters) = asked.result(), on_disks.result()
-    return Facts(
-        now=stored.now or datetime.now(UTC),
-        data_url=f"http://{settings.listen}",
-        tenant=tenant,
-        proxy=proxy.result(),
-        trainer=trainer.result(),
-        controller=controller.result(),
-        unusable={**unusable, **stored.unusable},
-        database=stored.why_not,
-        is_late=stored.is_late,
-        servers=tuple(task.result() for task in servers),
-        disks=disks,
-        letters=0 if tenant is not None else letters,
-        calls=stored.calls,
-        policies=stored.policies,
-        unbegun=stored.unbegun,
-    )
+def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
+    """Return what needs a person, the cause most upstream first, and then what passes by itself.
 
-
-def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
-    """Return which settings' files cannot be used, and the policies' file, if there is one."""
-    unusable, table = dict[str, str](), None
-    try:
-        table = open_policies(settings.policies)
-    except BadPolicies as error:
-        unusable["PAWL_POLICIES"] = str(error)
-    try:
-        check_upstreams(settings)
-    except (BadUpstreams, OSError) as error:
-        unusable["PAWL_UPSTREAMS"] = str(error)
-    return unusable, table
-
-
-# Processes
-
-
-async def _process(
-    session: aiohttp.ClientSession,
-    address: str,
-    headers: Mapping[str, str],
-    *,
-    is_ready_known: bool = True,
-) -> Process:
-    """Return what a process says at `/metrics`, and at `/readyz` where it has that."""
-
-    async def ask(path: str) -> tuple[int, str]:
-        async with session.get(f"http://{address}{path}", headers=headers) as reply:
-            return reply.status, await reply.text()
-
-    async def both() -> Process:
-        status, page = await ask("/metrics")
-        ready = Ready()
-        if is_ready_known:
-            ready = msgspec.json.decode((await ask("/readyz"))[1], type=Ready)
-        elif status != 200:
-            return Process(address=address, why_not=f"{status} {page:.200}")
-        return Process(
-            address=address,
-            asks_key=status in UNAUTHORIZED,
-            ready=ready,
-            samples=_samples(page) if status == 200 else (),
-        )
-
-    return await _within(PROCESS_S, both, lambda why: Process(address=address, why_not=why))
-
-
-def _samples(page: str) -> tuple[Sample, ...]:
-    return tuple(
-        Sample(name=sample.name, labels=sample.labels, value=sample.value)
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    )
-
-
-async def _server(url: str, slots: int | None) -> Server:
-    """Return the models that a model server lists, and how many adapter slots it has."""
-    async with ModelServer(url) as server:
-
-        async def ask() -> Server:
-            models, metrics = await asyncio.gather(server.models(), server.metrics())
-            return Server(url=server.url, models=models, slots=slots or slots_named_in(metrics))
-
-        return await _within(PROCESS_S, ask, lambda why: Server(url=server.url, why_not=why))
-
-
-async def _within(
-    seconds: float,
-    ask: Callable[[], Awaitable[T]],
-    without: Callable[[str], T],
-) -> T:
-    """Return an answer, or the one `without` it, made of the reason why there is none."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await ask()
-    except TimeoutError:
-        return without(f"no answer within {seconds:g} s")
-    except Exception as error:
-        # Whatever it is, it is the answer to the question why.
-        return without(str(error) or type(error).__name__)
-
-
-def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
-    """Return each disk that folders of this machine lie on, and the dead letters in the spool."""
-    folders = {"PAWL_SPOOL_DIR": settings.spool_dir, "PAWL_ADAPTER_DIR": settings.adapter_dir}
-    if settings.database_url is None:
-        folders["PAWL_DATA_DIR"] = settings.data_dir
-    disks, letters = dict[int, Disk](), 0
-    for setting, folder in folders.items():
-        try:
-            place = next(
-                one for one in (folder.resolve(), *folder.resolve().parents) if one.exists()
-            )
-            free = shutil.disk_usage(place).free / GIB
-            disk = Disk(setting=setting, folder=str(folder), free_gib=free)
-            disks.setdefault(os.stat(place).st_dev, disk)
-        except (OSError, RuntimeError):
-            # Another user's folder: its process says what is wrong with it.
-            continue
-    with suppress(OSError):
-        letters = sum(1 for _ in (settings.spool_dir / FOLDER).glob(f"*{LETTER}"))
-    return tuple(disks.values()), letters
-
-
-# The database
-
-
-class Stored(Record, frozen=True, kw_only=True):
-    """Hold what the database says, or `why_not` it says nothing; `is_late`: it says not all."""
-
-    why_not: str | None = None
-    is_late: bool = False
-    now: datetime | None = None
-    unusable: Mapping[str, str] = NOTHING
-    calls: tuple[CallKind, ...] = ()
-    policies: tuple[PolicyFacts, ...] = ()
-    unbegun: tuple[str, ...] = ()
-
-
-async def _stored(
-    settings: DoctorSettings,
-    engine: AsyncEngine | None,
-    tenant: str | None,
-    table: PolicyTable | None,
-) -> Stored:
-    found = Stored()
-    try:
-        async with asyncio.timeout(STORE_S), _engine(settings, engine) as opened:
-            async for more in _read(opened, settings, tenant, table):
-                found = more
-    except Exception as error:
-        is_out = isinstance(error, TimeoutError)
-        if is_too_slow(error) or isinstance(error, PoolTimeout) or (is_out and found.now):
-            return msgspec.structs.replace(found, is_late=True)
-        # Whatever it is, it is the answer to the question why.
-        return Stored(why_not=f"no answer within {STORE_S:g} s" if is_out else explain(error))
-    return found
-
-
-@asynccontextmanager
-async def _engine(
-    settings: DoctorSettings, engine: AsyncEngine | None
-) -> AsyncIterator[AsyncEngine]:
-    """Yield `engine`, or one of the settings' database, which is left as it is.
-
-    Raises:
-        StoreError: the embedded server does not run.
+    Unless `of_parts`, processes, servers and disks, which all tenants share, are left out, and so
+    are figures that name them (pure).
     """
-    if engine is not None:
-        yield engine
-        return
-    if settings.database_url is not None:
-        url = settings.database_url.get_secret_value()
-    else:
-        embedded = await asyncio.to_thread(EmbeddedPostgres, settings.data_dir)
-        if embedded.pid is None:
-            raise StoreError(f"the embedded PostgreSQL in {settings.data_dir} does not run")
-        url = embedded.url
-    own = make_engine(url, pool_size=1, limit_s=STORE_S)
-    try:
-        yield own
-    finally:
-        await own.dispose()
-
-
-async def _read(
-    engine: AsyncEngine, settings: DoctorSettings, tenant: str | None, table: PolicyTable | None
-) -> AsyncIterator[Stored]:
-    """Yield what the database says, more each time: before the first policy, and after each."""
-    now = await database_time(engine)
-    specs = () if table is None else table.specs
-    known = None if table is None else [spec.name for spec in specs if spec.trained]
-    async with engine.connect() as connection:
-        calls = await newest_calls(connection, now, tenant)
-        begun = await tended_policies(connection, tenant)
-        names = {about.name for about in begun}
-        stored = Stored(
-            now=now,
-            calls=tuple(calls),
-            unbegun=tuple(
-                spec.name
-                for spec in specs
-                if spec.trained and spec.name not in names and tenant in (None, spec.tenant)
-            ),
-        )
-        yield stored
-        ready = await waiting_episodes(connection)
-        for about in _to_train(begun, table, settings.policy, calls):
-            spec = None if table is None else table.named(about.name)
-            unusable = stored.unusable
-            try:
-                recipe = load_recipe((spec and spec.recipe) or settings.recipe)
-            except RecipeError as error:
-                unusable = {**unusable, "PAWL_RECIPE": str(error)}
-                recipe = None
-            policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
-            policy = await _policy(connection, settings, policy, now, known)
-            stored = msgspec.structs.replace(
-                stored, unusable=unusable, policies=(*stored.policies, policy)
-            )
-            yield stored
-
-
-def _to_train(
-    begun: Sequence[Tended],
-    table: PolicyTable | None,
-    chosen: str | None,
-    calls: Sequence[CallKind],
-) -> list[Tended]:
-    """Return the policies that somebody wants to be trained: by the file, or by what is done.
-
-    Without a file each model that ever was trained is a policy: those that nobody calls, trains or
-    names any more are left out, unless that leaves none.
-    """
-    if table is not None:
-        trained = {spec.name for spec in table.specs if spec.trained}
-        return [about for about in begun if about.name in trained]
-    used = {one.policy for one in calls} | {chosen}
-    return [about for about in begun if about.is_held or about.name in used] or list(begun)
-
-
-async def _policy(
-    connection: AsyncConnection,
-    settings: DoctorSettings,
-    policy: PolicyFacts,
-    now: datetime,
-    known: Sequence[str] | None,
-) -> PolicyFacts:
-    """Return a policy's facts with what is stored of it; `known` are the policies of the file."""
-    name, recipe = policy.name, policy.recipe
-    rule = None if recipe is None else claim_rule(recipe, name)
-    standing = await gated(connection, name)
-    tried = standing and (standing.canary or standing.candidate)
-    unsettled = await changed_lately(connection, name, SETTLED)
-    servable = [
-        version
-        for version in await list_servable(connection, name)
-        if version.version > 0 and version.served_name not in unsettled
+    found = [
+        finding if of_parts or check not in NAME_PARTS else replace(finding, figures=NO_FIGURES)
+        for check in CHECKS
+        if of_parts or check not in OF_PARTS
+        for finding in check(facts)
     ]
-    facts = msgspec.structs.replace(
-        policy,
-        rule=rule,
-        counts=await episode_counts(
-            connection,
-            name,
-            now,
-            smallest_group=2 if rule is None else rule.smallest_group,
-            calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
-        ),
-        lacks=await lacking(connection, name),
-        standing=standing,
-        waits=None if not tried else await why_waits(connection, tried.version),
-        live=await live_versions(connection, name, PROXY_REFRESH_S, LONGEST_PIN_S, known=known),
-        # Where versions are fetched, each machine has them in a folder of its own.
-        servable=tuple(
-            msgspec.structs.replace(one, adapter_path=None) if settings.adapter_source else one
-            for one in servable
-        ),
-    )
-    if rule is None:
-        return facts
-    return msgspec.structs.replace(
-        facts,
-        updates=await waiting_updates(connection, rule),
-        problems=await training_warnings(connection, rule),
-    )
+    return sorted(found, key=lambda finding: not finding.needs_person)

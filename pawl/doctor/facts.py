@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
+from prometheus_client.samples import Sample
+
 from store.adapter_slots import Live
 from store.claim_query import ClaimRule
 from store.read.gates import Gated
@@ -14,14 +16,6 @@ from trainer.recipes.recipe import Recipe
 from trainer.updates.training_warnings import TrainingProblem, TrainingWarning
 
 NOTHING: Final[Mapping[str, Any]] = {}
-
-
-class Sample(Record, frozen=True, kw_only=True):
-    """Hold one value of a process's `/metrics`."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
 
 
 class Drain(Record, frozen=True, kw_only=True):
@@ -52,7 +46,7 @@ class Process(Record, frozen=True, kw_only=True):
     that is not ours (`asks_key`).
     """
 
-    address: str
+    address: str = ""
     why_not: str | None = None
     asks_key: bool = False
     ready: Ready = Ready()
@@ -132,10 +126,10 @@ class Facts(Record, frozen=True, kw_only=True):
 
     now: datetime
     data_url: str
-    proxy: Process
-    trainer: Process
-    controller: Process
     tenant: str | None = None
+    proxy: Process = Process()
+    trainer: Process = Process()
+    controller: Process = Process()
     unusable: Mapping[str, str] = NOTHING
     database: str | None = None
     is_late: bool = False

@@ -327,8 +327,8 @@ async def test_slow_database_leaves_what_was_read_before(
         await asyncio.Event().wait()
 
     await stack.work(("a", 1.0))
-    monkeypatch.setattr("pawl.doctor.examine.STORE_S", 1.0)
-    monkeypatch.setattr("pawl.doctor.examine._policy", slow)
+    monkeypatch.setattr("pawl.doctor.gather.STORE_S", 1.0)
+    monkeypatch.setattr("pawl.doctor.gather._policy", slow)
     titles = [one.title for one in await stack.findings()]
     assert titles == ["The database took too long: some policies and calls were not looked at"]
 

@@ -5,9 +5,11 @@ from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client.samples import Sample
 
-from pawl.doctor.checks import PAUSES, REASONS, findings
-from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Sample, Server
+from pawl.doctor.checks import PAUSES, REASONS
+from pawl.doctor.examine import findings
+from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Server
 from proxy.trainable import Reason
 from store.adapter_slots import Live
 from store.link.outages import LOST_CALL

@@ -1,0 +1,336 @@
+"""Ask all parts of a system at once what they know; a part that is away is a fact like others.
+
+Nothing is changed: neither is a database started or migrated. Every question has a time limit, so
+that an answer takes seconds whatever is away.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Final, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from pawl.by_hand import why_waits
+from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Ready, Server
+from pawl.settings import DoctorSettings
+from pawl.stack.preflight import GIB
+from proxy.errors import BadUpstreams
+from proxy.ingester.removing import FOLDER, LETTER
+from proxy.upstreams.upstreams import check_upstreams
+from store.adapter_slots import live_versions
+from store.claim_query import waiting_episodes, waiting_updates
+from store.database import database_time, explain, is_too_slow, make_engine
+from store.embedded import EmbeddedPostgres
+from store.errors import BadPolicies, StoreError
+from store.link.claimable import lacking
+from store.policy_table import PolicyTable, open_policies
+from store.read.gates import gated
+from store.read.health import (
+    CallKind,
+    Tended,
+    changed_lately,
+    episode_counts,
+    newest_calls,
+    tended_policies,
+)
+from store.version_queries import list_servable
+from trainer.errors import RecipeError
+from trainer.publishing.model_server import ModelServer
+from trainer.publishing.pacing import LONGEST_PIN_S, slots_named_in
+from trainer.publishing.publisher import PROXY_REFRESH_S
+from trainer.recipes.recipe import load_recipe
+from trainer.updates.claiming import claim_rule
+from trainer.updates.training_warnings import training_warnings
+
+# How long a process, and the database with all its questions, may take.
+PROCESS_S: Final = 2.0
+STORE_S: Final = 4.0
+# A version that changed a moment ago may still be on its way to the servers.
+SETTLED: Final = timedelta(minutes=1)
+UNAUTHORIZED: Final = (401, 403)
+
+T = TypeVar("T")
+
+
+async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
+    """Return what all parts say, asked at once."""
+    unusable, table = _files(settings)
+    url = str(settings.upstream_url)
+    if "upstream_url" not in settings.model_fields_set:
+        # Where `pawl up` starts it.
+        url = f"http://127.0.0.1:{settings.vllm_port}/v1"
+    urls = [url, *map(str, settings.replica_urls)]
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        proxy = tasks.create_task(_process(session, settings.admin_listen, settings.headers))
+        trainer = tasks.create_task(
+            _process(session, settings.trainer_listen, NOTHING, is_ready_known=False)
+        )
+        controller = tasks.create_task(_process(session, settings.controller_listen, NOTHING))
+        asked = tasks.create_task(_stored(settings, engine, tenant, table))
+        on_disks = tasks.create_task(asyncio.to_thread(_of_disks, settings))
+        servers = [tasks.create_task(_server(one, settings.adapter_slots)) for one in urls]
+    facts, (disks, letters) = asked.result(), on_disks.result()
+    return replace(
+        facts,
+        proxy=proxy.result(),
+        trainer=trainer.result(),
+        controller=controller.result(),
+        unusable={**unusable, **facts.unusable},
+        servers=tuple(task.result() for task in servers),
+        disks=disks,
+        letters=0 if tenant is not None else letters,
+    )
+
+
+def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
+    """Return which settings' files cannot be used, and the policies' file, if there is one."""
+    unusable, table = dict[str, str](), None
+    try:
+        table = open_policies(settings.policies)
+    except BadPolicies as error:
+        unusable["PAWL_POLICIES"] = str(error)
+    try:
+        check_upstreams(settings)
+    except (BadUpstreams, OSError) as error:
+        unusable["PAWL_UPSTREAMS"] = str(error)
+    return unusable, table
+
+
+# Processes
+
+
+async def _process(
+    session: aiohttp.ClientSession,
+    address: str,
+    headers: Mapping[str, str],
+    *,
+    is_ready_known: bool = True,
+) -> Process:
+    """Return what a process says at `/metrics`, and at `/readyz` where it has that."""
+
+    async def ask(path: str) -> tuple[int, str]:
+        async with session.get(f"http://{address}{path}", headers=headers) as reply:
+            return reply.status, await reply.text()
+
+    async def both() -> Process:
+        status, page = await ask("/metrics")
+        ready = Ready()
+        if is_ready_known:
+            ready = msgspec.json.decode((await ask("/readyz"))[1], type=Ready)
+        elif status != 200:
+            return Process(address=address, why_not=f"{status} {page:.200}")
+        families = text_string_to_metric_families(page) if status == 200 else ()
+        return Process(
+            address=address,
+            asks_key=status in UNAUTHORIZED,
+            ready=ready,
+            samples=tuple(sample for family in families for sample in family.samples),
+        )
+
+    return await _within(PROCESS_S, both, lambda why: Process(address=address, why_not=why))
+
+
+async def _server(url: str, slots: int | None) -> Server:
+    """Return the models that a model server lists, and how many adapter slots it has."""
+    async with ModelServer(url) as server:
+
+        async def ask() -> Server:
+            models, metrics = await asyncio.gather(server.models(), server.metrics())
+            return Server(url=server.url, models=models, slots=slots or slots_named_in(metrics))
+
+        return await _within(PROCESS_S, ask, lambda why: Server(url=server.url, why_not=why))
+
+
+async def _within(
+    seconds: float,
+    ask: Callable[[], Awaitable[T]],
+    without: Callable[[str], T],
+) -> T:
+    """Return an answer, or the one `without` it, made of the reason why there is none."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await ask()
+    except TimeoutError:
+        return without(f"no answer within {seconds:g} s")
+    except Exception as error:
+        # Whatever it is, it is the answer to the question why.
+        return without(str(error) or type(error).__name__)
+
+
+def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
+    """Return each disk that folders of this machine lie on, and the dead letters in the spool."""
+    folders = {"PAWL_SPOOL_DIR": settings.spool_dir, "PAWL_ADAPTER_DIR": settings.adapter_dir}
+    if settings.database_url is None:
+        folders["PAWL_DATA_DIR"] = settings.data_dir
+    disks, letters = dict[int, Disk](), 0
+    for setting, folder in folders.items():
+        try:
+            place = next(
+                one for one in (folder.resolve(), *folder.resolve().parents) if one.exists()
+            )
+            free = shutil.disk_usage(place).free / GIB
+            disk = Disk(setting=setting, folder=str(folder), free_gib=free)
+            disks.setdefault(os.stat(place).st_dev, disk)
+        except (OSError, RuntimeError):
+            # Another user's folder: its process says what is wrong with it.
+            continue
+    with suppress(OSError):
+        letters = sum(1 for _ in (settings.spool_dir / FOLDER).glob(f"*{LETTER}"))
+    return tuple(disks.values()), letters
+
+
+# The database
+
+
+async def _stored(
+    settings: DoctorSettings,
+    engine: AsyncEngine | None,
+    tenant: str | None,
+    table: PolicyTable | None,
+) -> Facts:
+    """Return the facts of the database, as many as it says in time, or why it says none."""
+    nothing = Facts(now=datetime.now(UTC), data_url=f"http://{settings.listen}", tenant=tenant)
+    facts = nothing
+    try:
+        async with asyncio.timeout(STORE_S), _engine(settings, engine) as opened:
+            async for more in _read(opened, settings, nothing, table):
+                facts = more
+    except Exception as error:
+        is_out = isinstance(error, TimeoutError)
+        is_late = is_too_slow(error) or isinstance(error, PoolTimeout)
+        if is_late or (is_out and facts is not nothing):
+            return replace(facts, is_late=True)
+        # Whatever it is, it is the answer to the question why.
+        why_not = f"no answer within {STORE_S:g} s" if is_out else explain(error)
+        return replace(nothing, database=why_not)
+    return facts
+
+
+@asynccontextmanager
+async def _engine(
+    settings: DoctorSettings, engine: AsyncEngine | None
+) -> AsyncIterator[AsyncEngine]:
+    """Yield `engine`, or one of the settings' database, which is left as it is.
+
+    Raises:
+        StoreError: the embedded server does not run.
+    """
+    if engine is not None:
+        yield engine
+        return
+    if settings.database_url is not None:
+        url = settings.database_url.get_secret_value()
+    else:
+        embedded = await asyncio.to_thread(EmbeddedPostgres, settings.data_dir)
+        if embedded.pid is None:
+            raise StoreError(f"the embedded PostgreSQL in {settings.data_dir} does not run")
+        url = embedded.url
+    own = make_engine(url, pool_size=1, limit_s=STORE_S)
+    try:
+        yield own
+    finally:
+        await own.dispose()
+
+
+async def _read(
+    engine: AsyncEngine, settings: DoctorSettings, facts: Facts, table: PolicyTable | None
+) -> AsyncIterator[Facts]:
+    """Yield what the database says, more each time: before the first policy, and after each."""
+    now, tenant = await database_time(engine), facts.tenant
+    trained = [] if table is None else [spec for spec in table.specs if spec.trained]
+    known = None if table is None else [spec.name for spec in trained]
+    async with engine.connect() as connection:
+        calls = await newest_calls(connection, now, tenant)
+        begun = await tended_policies(connection, tenant)
+        names = {about.name for about in begun}
+        unbegun = [
+            spec.name
+            for spec in trained
+            if spec.name not in names and tenant in (None, spec.tenant)
+        ]
+        facts = replace(facts, now=now, calls=tuple(calls), unbegun=tuple(unbegun))
+        yield facts
+        ready = await waiting_episodes(connection)
+        for about in _to_train(begun, known, settings.policy, calls):
+            spec = None if table is None else table.named(about.name)
+            try:
+                recipe = load_recipe((spec and spec.recipe) or settings.recipe)
+            except RecipeError as error:
+                facts = replace(facts, unusable={"PAWL_RECIPE": str(error)})
+                recipe = None
+            policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
+            policy = await _policy(connection, settings, policy, now, known)
+            facts = replace(facts, policies=(*facts.policies, policy))
+            yield facts
+
+
+def _to_train(
+    begun: Sequence[Tended],
+    known: Sequence[str] | None,
+    chosen: str | None,
+    calls: Sequence[CallKind],
+) -> list[Tended]:
+    """Return the policies that somebody wants to be trained: by the file, or by what is done.
+
+    Without a file each model that ever was trained is a policy: those that nobody calls, trains or
+    names any more are left out, unless that leaves none.
+    """
+    if known is not None:
+        return [about for about in begun if about.name in known]
+    used = {one.policy for one in calls} | {chosen}
+    return [about for about in begun if about.is_held or about.name in used] or list(begun)
+
+
+async def _policy(
+    connection: AsyncConnection,
+    settings: DoctorSettings,
+    policy: PolicyFacts,
+    now: datetime,
+    known: Sequence[str] | None,
+) -> PolicyFacts:
+    """Return a policy's facts with what is stored of it; `known` are the policies of the file."""
+    name, recipe = policy.name, policy.recipe
+    rule = None if recipe is None else claim_rule(recipe, name)
+    standing = await gated(connection, name)
+    tried = standing and (standing.canary or standing.candidate)
+    unsettled = await changed_lately(connection, name, SETTLED)
+    servable = [
+        version
+        for version in await list_servable(connection, name)
+        if version.version > 0 and version.served_name not in unsettled
+    ]
+    facts = replace(
+        policy,
+        rule=rule,
+        counts=await episode_counts(
+            connection,
+            name,
+            now,
+            smallest_group=2 if rule is None else rule.smallest_group,
+            calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
+        ),
+        lacks=await lacking(connection, name),
+        standing=standing,
+        waits=None if not tried else await why_waits(connection, tried.version),
+        live=await live_versions(connection, name, PROXY_REFRESH_S, LONGEST_PIN_S, known=known),
+        # Where versions are fetched, each machine has them in a folder of its own.
+        servable=tuple(
+            replace(one, adapter_path=None) if settings.adapter_source else one for one in servable
+        ),
+    )
+    if rule is None:
+        return facts
+    return replace(
+        facts,
+        updates=await waiting_updates(connection, rule),
+        problems=await training_warnings(connection, rule),
+    )

@@ -1,0 +1,299 @@
+"""Check what is stored of a policy for what keeps it from learning (pure)."""
+
+from datetime import timedelta
+from typing import Final
+
+from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
+from pawl.doctor.facts import Facts, PolicyFacts
+from store.link.outages import IN_OUTAGE, LOST_CALL
+from trainer.updates.training_warnings import MOST_UNTRAINED
+
+# What is served of a version, and drift, are said to be near the recipe's limits past these shares
+# of them, as the alerts have it.
+NEAR_TOLERANCE: Final = 2 / 3
+NEAR_DRIFT: Final = 0.5
+# The fewest episodes of which equal rewards mean something.
+FEWEST_EQUAL: Final = 8
+
+
+# Episodes and rewards
+
+
+@of_each_policy
+def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that more than a fifth of the newest episodes are quarantined."""
+    counts = policy.counts
+    every = counts.episodes + counts.quarantined
+    if not counts.quarantined or counts.quarantined <= MOST_UNTRAINED * every:
+        return None
+    is_disk = counts.quarantined_as in (IN_OUTAGE, LOST_CALL)
+    return Finding(
+        title=f"{policy.name}: {counts.quarantined} of the newest {every} episodes are quarantined:"
+        " it is doubtful which calls they have",
+        since=counts.quarantined_since,
+        figures={"quarantined": counts.quarantined, "mostly": counts.quarantined_as or ""},
+        remedy="keep room on the disk of PAWL_SPOOL_DIR: calls were lost there"
+        if is_disk
+        else "name each run with the header x-pawl-episode (docs/howto/rewards.md)",
+        needs_person=2 * counts.quarantined > every,
+    )
+
+
+@of_each_policy
+def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find episodes without rewards: all of them, or many of those that are over."""
+    counts = policy.counts
+    lacks = sum(policy.lacks.values())
+    if not counts.episodes:
+        return None
+    if lacks and lacks > MOST_UNTRAINED * (lacks + counts.scored):
+        lack = max(policy.lacks, key=lambda one: policy.lacks[one])
+        wanted = named(policy.recipe.reward) if policy.recipe is not None else ""
+        return Finding(
+            title=f"{policy.name}: {lacks} episodes were spoken of and have no reward ({lack})",
+            since=counts.unscored_since,
+            figures={**policy.lacks, "scored": counts.scored},
+            remedy="send a value for each of these, or give the metric a default in the recipe's"
+            f" [reward]: {wanted}"
+            if lack == "missing_metric"
+            else "give the text a value in the recipe's [reward.METRIC] values",
+        )
+    if not counts.scored:
+        return Finding(
+            title=f"{policy.name}: no rewards",
+            since=counts.first_at,
+            figures={"episodes": counts.episodes, "with_reward": 0},
+            remedy=f"POST a reward for each run to {facts.data_url}/feedback, or run `pawl judge`",
+            needs_person=counts.ended > 0,
+        )
+    unscored = counts.ended - counts.ended_scored
+    if unscored > MOST_UNTRAINED * counts.ended:
+        return Finding(
+            title=f"{policy.name}: {unscored} of {counts.ended} episodes that are over have no"
+            " reward",
+            since=counts.unscored_since,
+            figures={"ended": counts.ended, "with_reward": counts.ended_scored},
+            remedy="POST the missing rewards to /feedback, or run `pawl judge`",
+            needs_person=False,
+        )
+    return None
+
+
+@of_each_policy
+def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find rewards that are all equal, or equal within each group, so that nothing is learned."""
+    counts, rule = policy.counts, policy.rule
+    if rule is None or counts.most is None or counts.least is None:
+        return None
+    figures: dict[str, Figure] = {
+        "with_reward": counts.scored,
+        "lowest": counts.least,
+        "highest": counts.most,
+    }
+    if rule.least_reward is not None:
+        if counts.most >= rule.least_reward or counts.scored < rule.groups:
+            return None
+        return Finding(
+            title=f"{policy.name}: no episode reached the reward that is imitated",
+            since=counts.scored_since,
+            figures=figures | {"least_reward": rule.least_reward},
+            remedy="give easier tasks, or lower sft.min_reward in the recipe",
+        )
+    all_equal = counts.least == counts.most and rule.call_rewards_after_s is None
+    has_groups = counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size
+    groups_equal = has_groups and not counts.groups_that_differ
+    is_flat = groups_equal if rule.needs_spread else all_equal
+    if counts.scored < FEWEST_EQUAL or not is_flat:
+        return None
+    return Finding(
+        title=f"{policy.name}: all rewards are {counts.most:g}, which teaches nothing"
+        if all_equal
+        else f"{policy.name}: rewards are equal within each task, which teaches nothing",
+        since=counts.scored_since,
+        figures=figures | {"groups": counts.groups, "groups_that_differ": 0},
+        remedy="give tasks that succeed sometimes, or rewards between all and nothing;"
+        " if nearly all fail, begin with the recipe `sft`",
+    )
+
+
+@of_each_policy
+def alone(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that no two episodes are of one task, under a recipe that compares groups."""
+    counts, rule = policy.counts, policy.rule
+    if rule is None or rule.group_size == 1 or not counts.scored:
+        return None
+    problem = policy.problems.get("alone")
+    if problem is None and (counts.groups or counts.scored < rule.smallest_group):
+        return None
+    waited = counts.scored_since is not None and (
+        facts.now - counts.scored_since > timedelta(seconds=rule.max_age_s)
+    )
+    return Finding(
+        title=f"{policy.name}: episodes are alone: tasks do not come again, and its recipe compares"
+        f" {rule.smallest_group} to {rule.group_size} of one task",
+        since=counts.scored_since,
+        figures={
+            "with_reward": counts.scored,
+            "tasks": counts.tasks,
+            "largest_group": counts.largest_group or 0,
+        },
+        remedy="use the recipe `single` (PAWL_RECIPE=single), or name tasks that come again with"
+        " the header x-pawl-task",
+        needs_person=waited or counts.scored >= rule.group_size,
+    )
+
+
+@of_each_policy
+def spent_untrained(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that the last updates spent episodes untrained (stale, too long), or had no signal."""
+    problem = policy.problems.get("untrained") or policy.problems.get("no_signal")
+    if problem is None:
+        return None
+    return Finding(
+        title=f"{policy.name}: {problem.why}",
+        since=policy.about.trained_at,
+        remedy=problem.remedy,
+    )
+
+
+@of_each_policy
+def drifted(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that model server and trainer disagree about a version."""
+    if policy.recipe is None:
+        return None
+    limits = {
+        "drift_kl": NEAR_DRIFT * policy.recipe.off_policy.max_drift,
+        "probe_difference": NEAR_TOLERANCE * policy.recipe.publish.tolerance,
+    }
+    past = dict[str, Figure]()
+    for name, limit in limits.items():
+        value = facts.trainer.value(f"pawl_update_{name}", policy=policy.name)
+        if value is not None and value > limit:
+            past[name] = round(value, 4)
+    if not past:
+        return None
+    return Finding(
+        title=f"{policy.name}: model server and trainer disagree about one version",
+        since=policy.about.trained_at,
+        figures=past,
+        remedy=PAUSES["drift"],
+    )
+
+
+# Versions
+
+
+@of_each_policy
+def frozen(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that a person froze the policy: no new version gets the traffic."""
+    if policy.about.frozen_at is None:
+        return None
+    return Finding(
+        title=f"{policy.name} is frozen: no new version gets the traffic",
+        since=policy.about.frozen_at,
+        remedy=f"run `pawl policies freeze {policy.name} --off`",
+    )
+
+
+@of_each_policy
+def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find versions that a server lacks, has from another folder, or serves otherwise."""
+    ready = facts.controller.ready
+    troubles = dict[str, Figure]()
+    for server in facts.servers:
+        # What another model's server has says nothing about this one's.
+        for version in policy.servable if policy.about.base in server.models else ():
+            listed = server.models.get(version.served_name)
+            if listed is None:
+                troubles.setdefault(version.served_name, f"{server.url} does not have it")
+            elif version.adapter_path is not None and listed.get("root") != version.adapter_path:
+                troubles.setdefault(
+                    version.served_name,
+                    f"{server.url} serves {listed.get('root')}, not {version.adapter_path}",
+                )
+    names = {version.served_name for version in policy.servable}
+    for reasons in (ready.altered, ready.unread, *ready.misserved.values()):
+        troubles |= {name: why for name, why in reasons.items() if name in names}
+    if not troubles:
+        return None
+    return Finding(
+        title=f"{policy.name}: not served as trained: {named(sorted(troubles))}",
+        since=policy.standing.serving.since if policy.standing is not None else None,
+        figures=dict(sorted(troubles.items())[:MOST_NAMED]),
+        remedy="start `pawl controller`, which loads it; `pawl policies check` says what is wrong"
+        " with files",
+    )
+
+
+@of_each_policy
+def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find a version that waits for a person, or is still compared, with the evidence so far."""
+    standing = policy.standing
+    if standing is None:
+        return None
+    if policy.waits is not None:
+        return Finding(
+            title=f"{policy.name}@{policy.waits.version} waits for approval",
+            since=policy.waits.at,
+            figures={"evidence": policy.waits.reason},
+            remedy=f"run `pawl policies promote {policy.name}@{policy.waits.version}`",
+        )
+    tried = standing.canary or standing.candidate
+    if tried is None or standing.frozen:
+        return None
+    controller = facts.controller
+    figures: dict[str, Figure] = {}
+    about = {"policy": policy.name, "compared": "trial"}
+    for version, count in controller.values("pawl_controller_gate_episodes", **about).items():
+        figures[f"episodes_{version}"] = int(count)
+    for bound, value in controller.values("pawl_controller_gate_bound", **about).items():
+        figures[bound] = round(value, 4)
+    if tried.version.share is not None:
+        figures["share"] = round(tried.version.share, 4)
+    return Finding(
+        title=f"{tried.version.served_name} is being tried: the decision is pending",
+        since=tried.since,
+        figures=figures,
+        remedy="wait: the controller decides (publish.decide_within_h in the recipe)",
+        needs_person=False,
+    )
+
+
+# How soon it learns
+
+
+@of_each_policy
+def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Say how many episodes the next update lacks, and when they come at today's rate."""
+    counts, rule = policy.counts, policy.rule
+    is_ready = policy.updates >= 1 or policy.about.running_since is not None
+    if rule is None or is_ready or not counts.scored or counts.most is None:
+        return None
+    if rule.needs_spread and counts.groups and not counts.groups_that_differ:
+        return None
+    missing = (1 - policy.updates) * rule.groups * rule.group_size
+    # Of groups that do not differ as many again are needed.
+    if rule.group_size > 1 and rule.needs_spread and counts.groups:
+        missing *= counts.groups / max(1, counts.groups_that_differ)
+    began = min(counts.first_at or facts.now, facts.now - timedelta(hours=1))
+    hours = min(24.0, (facts.now - began) / timedelta(hours=1))
+    rate = counts.scored_today / hours
+    figures: dict[str, Figure] = {
+        "with_reward": policy.ready,
+        "episodes_more": round(missing),
+        "an_hour": round(rate, 2),
+    }
+    when = "which do not come"
+    if rate:
+        figures["hours"] = round(missing / rate, 1)
+        when = f"which come within {missing / rate:.2g} hours at today's rate"
+    if policy.updates:
+        when += f", and begins without them once a group has waited {rule.max_age_s:g} s"
+    return Finding(
+        title=f"{policy.name}: the next update lacks about {missing:.0f} episodes with rewards,"
+        f" {when}",
+        since=policy.about.trained_at,
+        figures=figures,
+        remedy="wait, or lower claim.groups in the recipe",
+        needs_person=False,
+    )
