@@ -69,23 +69,22 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
         # Where `pawl up` starts it.
         url = f"http://127.0.0.1:{settings.vllm_port}/v1"
     urls = [url, *map(str, settings.replica_urls)]
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
-        proxy = tasks.create_task(_process(session, settings.admin_listen, settings.headers))
-        trainer = tasks.create_task(
-            _process(session, settings.trainer_listen, NOTHING, is_ready_known=False)
+    async with aiohttp.ClientSession() as session:
+        facts, proxy, trainer, controller, servers, (disks, letters) = await asyncio.gather(
+            _stored(settings, engine, tenant, table),
+            _process(session, settings.admin_listen, settings.headers),
+            _process(session, settings.trainer_listen, NOTHING),
+            _process(session, settings.controller_listen, NOTHING),
+            asyncio.gather(*(_server(url, settings.adapter_slots) for url in urls)),
+            asyncio.to_thread(_of_disks, settings),
         )
-        controller = tasks.create_task(_process(session, settings.controller_listen, NOTHING))
-        asked = tasks.create_task(_stored(settings, engine, tenant, table))
-        on_disks = tasks.create_task(asyncio.to_thread(_of_disks, settings))
-        servers = [tasks.create_task(_server(one, settings.adapter_slots)) for one in urls]
-    facts, (disks, letters) = asked.result(), on_disks.result()
     return replace(
         facts,
-        proxy=proxy.result(),
-        trainer=trainer.result(),
-        controller=controller.result(),
+        proxy=proxy,
+        trainer=trainer,
+        controller=controller,
         unusable={**unusable, **facts.unusable},
-        servers=tuple(task.result() for task in servers),
+        servers=tuple(servers),
         disks=disks,
         letters=0 if tenant is not None else letters,
     )
@@ -109,11 +108,7 @@ def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None
 
 
 async def _process(
-    session: aiohttp.ClientSession,
-    address: str,
-    headers: Mapping[str, str],
-    *,
-    is_ready_known: bool = True,
+    session: aiohttp.ClientSession, address: str, headers: Mapping[str, str]
 ) -> Process:
     """Return what a process says at `/metrics`, and at `/readyz` where it has that."""
 
@@ -123,16 +118,14 @@ async def _process(
 
     async def both() -> Process:
         status, page = await ask("/metrics")
-        ready = Ready()
-        if is_ready_known:
-            ready = msgspec.json.decode((await ask("/readyz"))[1], type=Ready)
-        elif status != 200:
+        if status not in (200, *UNAUTHORIZED):
             return Process(address=address, why_not=f"{status} {page:.200}")
+        has_ready, ready = await ask("/readyz")
         families = text_string_to_metric_families(page) if status == 200 else ()
         return Process(
             address=address,
             asks_key=status in UNAUTHORIZED,
-            ready=ready,
+            ready=Ready() if has_ready == 404 else msgspec.json.decode(ready, type=Ready),
             samples=tuple(sample for family in families for sample in family.samples),
         )
 
