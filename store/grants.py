@@ -29,7 +29,7 @@ NO_LIMITS: Final = Limits()
 
 
 class Grant(Limits, frozen=True, kw_only=True):
-    """What a worker knows of a key: its SHA-256, and what its bearer may do."""
+    """What a worker knows of a key: its name, its SHA-256, and what its bearer may do."""
 
     id: str
     hash: bytes

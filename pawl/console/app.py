@@ -60,8 +60,8 @@ log = structlog.get_logger()
 SCREENS: Final = (overview, episodes, tokens, episode, group, versions, updates, review)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
-# What is shown to whoever has no key yet.
 STATIC: Final = "/static"
+# What is shown to whoever has no key yet.
 OPEN_TO_ALL: Final = (f"{STATIC}/", "/healthz")
 LOGIN: Final = "/login"
 STOP_S: Final = 5
@@ -229,7 +229,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
                 # The address of a static file changes with its contents.
-                is_kept = inner.startswith(STATIC) and message["status"] in (200, 304)
+                is_kept = inner.startswith(f"{STATIC}/") and message["status"] in (200, 304)
                 headers["Cache-Control"] = "max-age=31536000, immutable" if is_kept else "no-store"
             await send(message)
 
