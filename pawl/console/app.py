@@ -48,7 +48,7 @@ from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
 from proxy.settings import Access
-from store.database import explain, is_bad_value, is_refusal, is_too_slow, is_unavailable
+from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
 from store.grants import MARK, SCOPES
 from store.keys import key_ring
 from store.settings import address
@@ -371,16 +371,11 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
         "This address cannot be used",
         "It has a number that is too large, or the character U+0000.",
     ),
-    is_refusal: Refusal(
+    is_no_records_fault: Refusal(
         503,
-        "The database cannot be used",
-        "The console's log has what PostgreSQL says. A new database has no tables until the proxy "
-        "starts, or `pawl migrate` makes them.",
-    ),
-    is_unavailable: Refusal(
-        503,
-        "The database is away",
-        "The console goes on as soon as the database answers. Its log has the reason.",
+        "The database is away, or cannot be used",
+        "The console goes on as soon as it can. Its log has what PostgreSQL says. A new database "
+        "has no tables until the proxy starts, or `pawl migrate` makes them.",
     ),
 }
 
