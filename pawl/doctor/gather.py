@@ -64,18 +64,15 @@ T = TypeVar("T")
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
     """Return what all parts say, asked at once."""
     unusable, table = _files(settings)
-    url = str(settings.upstream_url)
-    if "upstream_url" not in settings.model_fields_set:
-        # Where `pawl up` starts it.
-        url = f"http://127.0.0.1:{settings.vllm_port}/v1"
-    urls = [url, *map(str, settings.replica_urls)]
     async with aiohttp.ClientSession() as session:
         facts, proxy, trainer, controller, servers, (disks, letters) = await asyncio.gather(
             _stored(settings, engine, tenant, table),
             _process(session, settings.admin_listen, settings.headers),
             _process(session, settings.trainer_listen, NOTHING),
             _process(session, settings.controller_listen, NOTHING),
-            asyncio.gather(*(_server(url, settings.adapter_slots) for url in urls)),
+            asyncio.gather(
+                *(_server(url, settings.adapter_slots) for url in settings.model_servers)
+            ),
             asyncio.to_thread(_of_disks, settings),
         )
     return replace(
