@@ -50,6 +50,18 @@ def student(mean: float, spread: float, count: int) -> Interval | None:
     return Interval(mean - half, mean + half)
 
 
+def mean_interval(
+    mean: float, spread: float | None, count: int, *, zero_or_one: bool
+) -> tuple[float, float]:
+    """Return the limits of a mean of `count` values: Wilson's if all are 0 or 1, else Student's.
+
+    `spread` is as in `student`; None counts as 0. Where there is no interval both are the mean.
+    """
+    if zero_or_one:
+        return wilson(mean, count)
+    return student(mean, spread or 0.0, count) or (mean, mean)
+
+
 @lru_cache(maxsize=MOST_FREEDOM)
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom."""

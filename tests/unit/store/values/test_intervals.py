@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.intervals import NORMAL, student, t_quantile, wilson
+from store.values.intervals import NORMAL, mean_interval, student, t_quantile, wilson
 
 
 # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2: critical values of Student's t.
@@ -57,3 +57,9 @@ def test_students_interval_is_centred_on_the_mean(seen: list[float]) -> None:
 
 def test_one_observation_has_no_interval() -> None:
     assert student(0.5, 0.0, 1) is None
+
+
+def test_interval_of_a_mean_is_wilsons_for_0_and_1_and_students_else() -> None:
+    assert mean_interval(0.5, 0.5, 8, zero_or_one=True) == wilson(0.5, 8)
+    assert mean_interval(0.5, 0.5, 8, zero_or_one=False) == student(0.5, 0.5, 8)
+    assert mean_interval(0.5, None, 1, zero_or_one=False) == (0.5, 0.5)
