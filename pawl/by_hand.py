@@ -106,16 +106,21 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
 
 
-async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
-    """Return the event by which a version waits for a person, with the evidence; None: it does not.
+def is_wait(newest: PolicyEvent) -> bool:
+    """Return whether a version waits for a person, by its newest event (pure).
 
-    It is the version's newest, and says that its state stays.
+    Such an event has the evidence, and says that the state stays.
     """
-    if version.state not in ("loaded", "canary"):
+    stays = newest.from_state == newest.to_state and newest.to_state in NEXT
+    return stays and newest.evidence is not None
+
+
+async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
+    """Return the event by which a version waits for a person; None: it does not."""
+    if version.state not in NEXT:
         return None
     [newest] = await list_events(connection, version.name, version.version, most=1)
-    is_wait = newest.from_state == newest.to_state and newest.evidence is not None
-    return newest if is_wait else None
+    return newest if is_wait(newest) else None
 
 
 def split_name(named: str) -> tuple[str, int | None]:

@@ -48,7 +48,7 @@ class Trackers:
         self._thread: threading.Thread | None = None
         if names:
             made = _make(names, folder)
-            config = dict(_flat(recipes))
+            config = dict(flat(recipes))
             # A tracker that hangs must not keep the process from its end.
             self._thread = threading.Thread(target=self._run, args=(made, config), daemon=True)
             self._thread.start()
@@ -70,7 +70,7 @@ class Trackers:
             return
         numbers = {
             f"{policy}/{name}": value
-            for name, value in _flat({key: figures[key] for key in figures.keys() - BY_ID})
+            for name, value in flat({key: figures[key] for key in figures.keys() - BY_ID})
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         try:
@@ -156,11 +156,11 @@ def _make(names: Sequence[str], folder: Path) -> list[Any]:
     return made
 
 
-def _flat(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested tables by path: lists as JSON and no None, for any tracker."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}/")
+            yield from flat(value, f"{before}{name}/")
         elif isinstance(value, str | int | float):
             yield f"{before}{name}", value
         elif value is not None:

@@ -1,28 +1,22 @@
 """Show the updates of a policy: their figures over time, and what became of the episodes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from itertools import groupby
 from typing import Any, Final
 
-import msgspec
+from sqlalchemy import Row
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import Refusal, figure, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
-from store.read.lineage import (
-    MOST_MEMBERS,
-    Member,
-    UpdateFigures,
-    members_of,
-    one_update,
-    outcomes_of,
-    updates_of,
-)
+from store.read.lineage import MOST_MEMBERS, members_of, one_update, updates_of
 from store.version_queries import list_events
 from store.versions import PolicyEvent
-from trainer.trackers import BY_ID
+from trainer.trackers import BY_ID, flat
 
 TITLE: Final = "Updates"
 MOST: Final = 100
@@ -42,85 +36,38 @@ PLOTS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def plots_of(updates: Sequence[UpdateFigures]) -> dict[str, dict[str, Any]]:
+def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     """Return the plots that have a point, as `console.js` draws them, the oldest first (pure)."""
-    line = [one for one in reversed(updates) if one.state == "done"]
-    figures = [{"seconds": seconds_of(one), **one.metrics} for one in line]
-    found = {}
+    done = [update for update in reversed(updates) if update.state == "done"]
+    x = [round(update.claimed_at.timestamp(), 3) for update in done]
+    plots = {}
     for title, lines in PLOTS.items():
         series = [
-            {"name": label, "values": [one.get(name) for one in figures]}
+            {"name": label, "values": [update.metrics.get(name) for update in done]}
             for name, label in lines.items()
         ]
-        series = [one for one in series if any(value is not None for value in one["values"])]
+        series = [line for line in series if any(value is not None for value in line["values"])]
         if series:
-            at = [round(one.claimed_at.timestamp(), 3) for one in line]
-            found[title] = {"kind": "lines", "small": True, "x": at, "series": series}
-    return found
+            plots[title] = {"kind": "lines", "small": True, "x": x, "series": series}
+    return plots
 
 
-def seconds_of(update: UpdateFigures) -> float | None:
-    """Return how long an update took, from its claim to its end; None while it runs (pure)."""
-    if update.finished_at is None:
-        return None
-    return (update.finished_at - update.claimed_at).total_seconds()
-
-
-def stages_of(update: UpdateFigures, events: Sequence[PolicyEvent]) -> dict[str, float]:
+def stages_of(update: Row[Any], events: Sequence[PolicyEvent]) -> dict[str, float]:
     """Return where the time went, in seconds by stage, as far as it is known (pure).
 
-    `events` are those of the update's version.
+    `events` are those of the update's version, the newest first.
     """
-    stages: dict[str, float] = {}
-    took, trained = seconds_of(update), update.metrics.get("train_seconds")
-    if took is not None and trained is not None:
+    took, trained = update.metrics["seconds"], update.metrics.get("train_seconds", 0.0)
+    stages = {}
+    if took is not None:
         stages = {"read, planned and written": max(took - trained, 0.0), "trained": trained}
-    elif took is not None:
-        stages = {"read and planned": took}
-    first: dict[str, PolicyEvent] = {}
-    for event in sorted(events, key=lambda one: one.id):
-        first.setdefault(event.to_state, event)
+    first = {event.to_state: event.at for event in events}
     loaded, tried = first.get("loaded"), first.get("canary") or first.get("serving")
     if loaded is not None and update.finished_at is not None:
-        stages["loaded and probed"] = (loaded.at - update.finished_at).total_seconds()
+        stages["loaded and probed"] = (loaded - update.finished_at).total_seconds()
         if tried is not None:
-            stages["waited for traffic"] = (tried.at - loaded.at).total_seconds()
+            stages["waited for traffic"] = (tried - loaded).total_seconds()
     return stages
-
-
-def flat(value: object, before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of nested tables by path, each as JSON (pure)."""
-    if isinstance(value, Mapping) and value:
-        for name in sorted(value):
-            yield from flat(value[name], f"{before}.{name}" if before else str(name))
-    else:
-        yield before, msgspec.json.encode(value).decode()
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys in which two recipes differ, with both values as JSON (pure)."""
-    old, new = dict(flat(before)), dict(flat(now))
-    return [
-        (key, old.get(key, "–"), new.get(key, "–"))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
-def groups_of(members: Sequence[Member]) -> dict[str | None, list[Member]]:
-    """Return the episodes of an update by task (pure)."""
-    groups: dict[str | None, list[Member]] = {}
-    for member in members:
-        groups.setdefault(member.task, []).append(member)
-    return groups
-
-
-def _as_figure(value: str) -> str:
-    """Return a value in JSON as people read it, a number with six digits."""
-    try:
-        return figure(float(value), 6)
-    except ValueError:
-        return value.strip('"')
 
 
 async def updates(request: Request) -> Response:
@@ -128,27 +75,21 @@ async def updates(request: Request) -> Response:
     before = uuid_in(request.query_params.get("before"))
     async with reading(request) as connection:
         policy, known = await chosen_policy(request, connection, viewer(request).tenant)
-        if policy is None:
-            return page(request, "updates.html", policy=None, policies=known)
-        found = await updates_of(connection, policy.name, before, MOST)
-        outcomes = await outcomes_of(connection, [one.id for one in found])
-    untrained: dict[str, int] = {}
-    for came_to in outcomes.values():
-        for reason, episodes in came_to.items():
-            untrained[reason] = untrained.get(reason, 0) + episodes
+        rows: Sequence[Row[Any]] = []
+        if policy is not None:
+            rows = await updates_of(connection, policy.name, before, MOST, BY_ID)
+    outcomes: Counter[str] = Counter()
+    for row in rows:
+        outcomes.update(row.outcomes)
     return page(
         request,
         "updates.html",
         policy=policy,
         policies=known,
-        updates=found,
-        outcomes=outcomes,
-        trained=untrained.pop("trained", 0),
-        untrained=sorted(untrained.items(), key=lambda one: -one[1]),
-        plots=plots_of(found),
-        seconds_of=seconds_of,
-        older=found[-1].id if len(found) == MOST else None,
-        is_newest=before is None,
+        updates=rows,
+        outcomes=outcomes.most_common(),
+        plots=plots_of(rows),
+        older=rows[-1].id if len(rows) == MOST else None,
     )
 
 
@@ -158,26 +99,22 @@ async def update(request: Request) -> Response:
     Raises:
         Refusal: there is no such update, or it is another tenant's.
     """
+    of, tenant = request.path_params["id"], viewer(request).tenant
     async with reading(request) as connection:
-        found = await one_update(connection, request.path_params["id"], viewer(request).tenant)
-        if found is None:
+        row = await one_update(connection, of, tenant, BY_ID)
+        if row is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "There is no such update")
-        one, recipe, before = found
-        members = await members_of(connection, one.id)
+        members = await members_of(connection, row.id)
         events = []
-        if one.version is not None:
-            events = await list_events(connection, one.policy, one.version)
-    figures = {name: value for name, value in one.metrics.items() if name not in BY_ID}
+        if row.version is not None:
+            events = await list_events(connection, row.policy, row.version)
     return page(
         request,
         "update.html",
-        update=one,
-        figures=[(name, _as_figure(value)) for name, value in flat(figures) if value != "null"],
-        stages=stages_of(one, events),
-        recipe=dict(flat(recipe)),
-        differences=[] if before is None else differences(before, recipe),
-        groups=groups_of(members),
-        members=len(members),
+        update=row,
+        figures=sorted(flat(row.metrics)),
+        stages=stages_of(row, events),
+        groups=[(task, list(own)) for task, own in groupby(members, lambda row: row.task)],
         is_cut=len(members) == MOST_MEMBERS,
     )
 

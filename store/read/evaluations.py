@@ -8,14 +8,14 @@ reward is the sum of is in `reward_terms`.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import Row, TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import EVAL, TRAIN, Record, Split
 from store.schema.tables import SPLIT
-from store.values.intervals import Interval, student, wilson
+from store.values.intervals import mean_interval
 from store.values.rewards import ALL_TERMS, rewards, rule_of
 
 
@@ -80,23 +80,24 @@ async def rewards_of_work(connection: AsyncConnection) -> list[Evaluation]:
 
 
 async def _curve(connection: AsyncConnection, split: Split, policy: str | None) -> list[Evaluation]:
-    curve: list[Evaluation] = []
-    for row in await connection.execute(_CURVES[split], {"policy": policy}):
-        interval: Interval | None = None
-        if row.mean is not None and row.zero_or_one:
-            interval = wilson(row.mean, row.scored)
-        elif row.mean is not None:
-            interval = student(row.mean, row.spread or 0.0, row.scored)
-        low, high = interval or (None, None)
-        curve.append(
-            Evaluation(
-                policy=row.policy,
-                version=row.version,
-                episodes=row.episodes,
-                scored=row.scored,
-                mean=row.mean,
-                low=low,
-                high=high,
-            )
-        )
-    return curve
+    rows = await connection.execute(_CURVES[split], {"policy": policy})
+    return [evaluation_of(row) for row in rows]
+
+
+def evaluation_of(row: Row[Any]) -> Evaluation:
+    """Return the counts and the mean of rewards in a row, with their interval.
+
+    `zero_or_one` says of the row that its rewards are all 0 or 1.
+    """
+    low = high = None
+    if row.zero_or_one or row.scored > 1:
+        low, high = mean_interval(row.mean, row.spread, row.scored, zero_or_one=row.zero_or_one)
+    return Evaluation(
+        policy=row.policy,
+        version=row.version,
+        episodes=row.episodes,
+        scored=row.scored,
+        mean=row.mean,
+        low=low,
+        high=high,
+    )
