@@ -64,56 +64,29 @@ MOST_EVENTS: Final = 50
 # A retraining frees thousands of episodes in one statement: it has as long as the pool allows.
 CHANGE_S: Final = 2 * LIMIT_S
 
-# The picture: a row for each version, and lanes beside each other where the line parts.
+# The picture, in pixels: a row for each version, and how far an arc goes aside for each it passes.
 ROW: Final = 44
-LANE: Final = 18
-MOST_LANES: Final = 8
+ASIDE: Final = 12
+FARTHEST: Final = 84
 
 
-# The line as a picture (pure)
+# The line of versions (pure)
 
 
-def lanes_of(line: Sequence[tuple[int, int | None]]) -> list[int]:
-    """Return the lane of each version of a line, given with its parent, the newest first (pure).
+def arcs_of(line: Sequence[tuple[int, int | None]]) -> list[str]:
+    """Return the paths from versions to their parents, past the versions between them (pure).
 
-    A child keeps its lane down to its parent, which takes the first of its children's.
+    The newest is first in the line. To a parent that is not in it, an arc leads to the lower edge.
     """
-    waiting: list[int | None] = []
-    lanes = []
-    for number, parent in line:
-        own = [lane for lane, wanted in enumerate(waiting) if wanted == number]
-        free = [lane for lane, wanted in enumerate(waiting) if wanted is None]
-        lane = (own or free or [len(waiting)])[0]
-        waiting += [None] * (lane + 1 - len(waiting))
-        for other in own:
-            waiting[other] = None
-        waiting[lane] = parent
-        lanes.append(lane)
-    return lanes
-
-
-def picture_of(line: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
-    """Return the picture of a line, in pixels (pure): its size, points by version, and paths.
-
-    A path leads from a version to its parent, or to the lower edge if that is on a later page.
-    """
-    height = ROW * len(line)
-    points = {
-        number: (LANE // 2 + LANE * min(lane, MOST_LANES - 1), ROW // 2 + ROW * row)
-        for row, ((number, _), lane) in enumerate(zip(line, lanes_of(line), strict=True))
-    }
-    paths = []
-    for number, parent in line:
-        x, y = points[number]
-        if parent in points:
-            end, bottom = points[parent]
-            bend = max(bottom - ROW, y)
-            curve = f"C{x} {bottom - 12} {end} {bend + 12} {end} {bottom}"
-            paths.append(f"M{x} {y}V{bend}{curve}")
-        elif parent is not None:
-            paths.append(f"M{x} {y}V{height}")
-    width = LANE // 2 + max((x for x, _ in points.values()), default=0)
-    return {"width": width, "height": height, "points": points, "paths": paths}
+    row_of = {number: row for row, (number, _) in enumerate(line)}
+    arcs = []
+    for row, (_, parent) in enumerate(line):
+        if parent is not None:
+            to = row_of.get(parent, len(line))
+            begin, end = ROW * row + ROW // 2, min(ROW * to + ROW // 2, ROW * len(line))
+            x = 9 + min(ASIDE * (to - row - 1), FARTHEST)
+            arcs.append(f"M9 {begin}Q{x} {(begin + end) // 2} 9 {end}")
+    return arcs
 
 
 def words_of(version: Row[Any]) -> list[str]:
@@ -216,13 +189,9 @@ async def carry_out(connection: AsyncConnection, order: Order, tenant: str | Non
             is_frozen = order.action == "freeze"
             await freeze_by_hand(connection, order.policy, order.reason, tenant, frozen=is_frozen)
         case "retrain":
+            without = [read_query(query, zoned=True) for query in order.without]
             start, retrain = await prepare_retraining(
-                connection,
-                order.policy,
-                order.number,
-                [read_query(query, zoned=True) for query in order.without],
-                order.reason,
-                tenant,
+                connection, order.policy, order.number, without, order.reason, tenant
             )
             retrained = await retrain(connection)
         case _:
@@ -310,7 +279,8 @@ async def versions(request: Request) -> Response:
         standing=standing,
         compared=compared,
         waits={number: event for number, event in events.items() if is_wait(event)},
-        picture=picture_of([(version.version, version.parent) for version in line]),
+        arcs=arcs_of([(version.version, version.parent) for version in line]),
+        row_height=ROW,
         older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
         words_of=words_of,
     )

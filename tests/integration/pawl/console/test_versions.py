@@ -156,7 +156,7 @@ async def test_approval_promotes_with_the_evidence_and_the_name_of_who_did_it(
     said = words_in(asked)
     assert "Approve m@2 ?" in said
     assert "New episodes begin with it" in said
-    assert "2 loaded serving 1 serving control with 5 % of new episodes" in said
+    assert "2 loaded serving 1 serving retired" in said
     done = await confirmed(console, "/versions/m/2/promote", anna, reason="seen by eye")
     assert (done.status, done.headers["Location"]) == (303, "/versions/m/2")
     assert await states(line) == {0: "retired", 1: "retired", 2: "serving", 3: "written"}

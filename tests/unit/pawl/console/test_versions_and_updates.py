@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pawl.console.updates import plots_of, stages_of
-from pawl.console.versions import Effects, Order, lanes_of, picture_of, words_of
+from pawl.console.versions import Effects, Order, arcs_of, words_of
 from store.ids import new_id
 from store.retraining import Retrained
 from store.versions import PolicyEvent, PolicyState
@@ -16,27 +16,20 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(
-    ("line", "lanes"),
+    ("line", "arcs"),
     [
         ([], []),
-        ([(2, 1), (1, 0), (0, None)], [0, 0, 0]),
+        ([(1, 0), (0, None)], ["M9 22Q9 44 9 66"]),
         # 3 failed, and 4 was trained from 2 again.
-        ([(4, 2), (3, 2), (2, 1), (1, 0), (0, None)], [0, 1, 0, 0, 0]),
-        # Its parent is on a later page, and keeps its lane.
-        ([(9, 4), (8, 7), (7, 6)], [0, 1, 1]),
-        # An imported version has none, so the next one takes its lane.
-        ([(3, None), (2, 0), (1, 0), (0, None)], [0, 0, 1, 0]),
+        ([(4, 2), (3, 2), (2, None)], ["M9 22Q21 66 9 110", "M9 66Q9 88 9 110"]),
+        # The parents are on a later page, however far.
+        ([(9, 4), (8, 7)], ["M9 22Q21 55 9 88", "M9 66Q9 77 9 88"]),
     ],
 )
-def test_child_keeps_its_lane_down_to_its_parent(
-    line: list[tuple[int, int | None]], lanes: list[int]
+def test_version_is_joined_to_its_parent_past_those_between(
+    line: list[tuple[int, int | None]], arcs: list[str]
 ) -> None:
-    assert lanes_of(line) == lanes
-
-
-def test_line_to_a_version_of_a_later_page_stays_open() -> None:
-    assert picture_of([(3, 1), (2, 1)])["paths"] == ["M9 22V88", "M27 66V88"]
-    assert picture_of([(2, 1), (1, None)])["paths"] == ["M9 22V22C9 54 9 34 9 66"]
+    assert arcs_of(line) == arcs
 
 
 @pytest.mark.parametrize(
