@@ -301,7 +301,7 @@ async def version(request: Request) -> Response:
         live=live.get(number),
         held_out=held_out.get(number),
         events=events,
-        is_waiting=is_wait(events[0]),
+        is_waiting=any(map(is_wait, events[:1])),
         words=words_of(own),
         actions=actions_of(own),
     )
