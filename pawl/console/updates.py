@@ -20,8 +20,8 @@ from trainer.trackers import BY_ID, flat
 
 TITLE: Final = "Updates"
 MOST: Final = 100
-# The plots: what each is about, and its lines by the figures' names.
-PLOTS: Final[Mapping[str, Mapping[str, str]]] = {
+# What is plotted and listed: the titles, and below each the figures by name, with their labels.
+SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
     "Reward of the batch": {"reward_mean": "mean reward"},
     "Loss": {"loss": "loss"},
     "KL, nats a token": {"kl_to_base": "to the base model", "drift_kl": "server to trainer"},
@@ -41,7 +41,7 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     done = [update for update in reversed(updates) if update.state == "done"]
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
     plots = {}
-    for title, lines in PLOTS.items():
+    for title, lines in SHOWN.items():
         series = [
             {"name": label, "values": [update.metrics.get(name) for update in done]}
             for name, label in lines.items()
@@ -88,6 +88,7 @@ async def updates(request: Request) -> Response:
         policies=known,
         updates=rows,
         outcomes=outcomes.most_common(),
+        shown=SHOWN,
         plots=plots_of(rows),
         older=rows[-1].id if len(rows) == MOST else None,
     )
