@@ -94,8 +94,8 @@ class Console:
         self.examining = asyncio.Lock()
         # Until when it counts, and what was found, by tenant.
         self.examined: dict[str | None, tuple[float, list[Finding]]] = {}
-        # What a change would come to is tried out with the locks that it takes, one at a time.
-        self.changing = asyncio.Lock()
+        # What a change would come to is tried out, with the locks that the change takes.
+        self.previewing = asyncio.Lock()
         self._versions: dict[str, str] = {}
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:

@@ -314,7 +314,7 @@ async def attempt(request: Request, order: Order, saw: str | None) -> tuple[Effe
         StoreError: it cannot be done.
         Refusal: the viewer's key is not for that, or there is no such version.
     """
-    async with console_of(request).changing, writing(request, "train") as connection:
+    async with console_of(request).previewing, writing(request, "train") as connection:
         effects = await carry_out(connection, order, viewer(request).tenant)
         is_seen = saw == effects.digest(order)
         if not is_seen or effects.loads is not None:
