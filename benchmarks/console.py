@@ -88,7 +88,8 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         if await connection.fetchval("SELECT to_regclass('episodes')") is None:
             await fill(url, say=console.print)
         some = await connection.fetch(
-            "SELECT id, task, policy FROM episodes TABLESAMPLE SYSTEM (2) LIMIT 200"
+            "SELECT id, task, policy, (SELECT update_id FROM consumptions WHERE episode_id = e.id"
+            " LIMIT 1) AS update_id FROM episodes e TABLESAMPLE SYSTEM (2) LIMIT 200"
         )
         long_run = await connection.fetchval("SELECT id FROM episodes WHERE key = $1", LONG_RUN)
         updates = await connection.fetch("SELECT id FROM updates")
@@ -111,7 +112,11 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         "episodes' counts": [f"/episodes/counts?{one}" for one in filters],
         "episode": [f"/episodes/{row['id']}" for row in some],
         "episode of 200 calls": [f"/episodes/{long_run}"],
-        "credit": [f"/episodes/{row['id']}/credit" for row in some],
+        "credit": [
+            f"/updates/{row['update_id']}/credit?episode={row['id']}"
+            for row in some
+            if row["update_id"] is not None
+        ],
         "group": [f"/groups?{one}" for one in tasks],
         "versions": ["/versions", *(f"/versions?policy={policy}" for policy in POLICIES)],
         "version": [f"/versions/{one}" for one in versions],

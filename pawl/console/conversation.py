@@ -2,49 +2,73 @@
 
 A request repeats its conversation from the beginning, so of each is shown what it adds to the one
 before. All three APIs with turns write messages in shapes of their own, which do not contradict
-each other: `said_in` reads them all, and shows what it does not know as JSON.
+each other: one walk reads them all, and shows what it does not know as JSON.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from proxy.formats.conversation import objects
+from proxy.formats.conversation import TOOL_ROLES, objects
 from proxy.formats.raw_json import (
-    ARRAY,
+    NULL,
     UNREADABLE,
+    Object,
+    decoded_object,
     parse_object,
-    string_or_none,
+    readable_value,
 )
 from proxy.formats.registry import FORMATS
+from store.read.detail import CallTexts
 from store.records import Record
 from store.values.documents import nests_too_deep
 
-Kind = Literal["text", "thought", "call", "result", "media", "other", "more"]
-# Of a message, and of each list in one: what is left out is a part of kind `more`.
+# Of a message.
 MOST_PARTS: Final = 200
+# Of those that a request adds, the first half and the last; of those of a reply, the first.
+MOST_MESSAGES: Final = 40
 # What instructions are written into, beside messages, in the API that has it.
 _INSTRUCTIONS: Final = ("system", "instructions")
-_TEXTS: Final = frozenset({None, "text", "input_text", "output_text", "refusal"})
-_THOUGHTS: Final = frozenset({"thinking", "reasoning", "reasoning_text", "redacted_thinking"})
-_CALLS: Final = frozenset({"tool_use", "function_call", "custom_tool_call", "server_tool_use"})
-_RESULTS: Final = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
+
+Kind = Literal["text", "thought", "call", "result", "media", "other", "more"]
+# By the type of a part or an item; "" is none.
+_KINDS: Final[dict[str, Kind]] = {
+    **dict.fromkeys(("", "text", "input_text", "output_text", "summary_text", "refusal"), "text"),
+    **dict.fromkeys(("thinking", "reasoning", "reasoning_text", "redacted_thinking"), "thought"),
+    **dict.fromkeys(("function", "custom", "function_call", "custom_tool_call"), "call"),
+    **dict.fromkeys(("tool_use", "server_tool_use"), "call"),
+    **dict.fromkeys(("tool_result", "function_call_output", "custom_tool_call_output"), "result"),
+}
 _MEDIA: Final = ("image", "audio", "file", "video", "document", "input_image", "input_file")
+# The fields in which a part of a kind has its text, and those in which it has its tool call's id.
+_TEXTS: Final[dict[Kind, tuple[str, ...]]] = {
+    "text": ("text", "refusal"),
+    "thought": ("thinking", "text", "data", "summary", "content"),
+    "call": ("arguments", "input"),
+    "result": ("output", "content"),
+}
+_TOOL_IDS: Final = ("tool_call_id", "tool_use_id", "call_id", "id")
+# The fields of a message; a part without a type that has none of them is no message.
+_MESSAGE: Final = frozenset(
+    {"content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call"}
+)
 
 
 class Part(Record, frozen=True, kw_only=True):
-    """Hold a piece of a message; `title` is a tool's name, or a type. `shown` characters fit."""
+    """Hold a piece of a message; `title` is a tool's name, or a type."""
 
     kind: Kind
     text: str
     title: str = ""
     tool_id: str | None = None
-    shown: int = 0
 
 
-class Said(Record, frozen=True, kw_only=True):
+MORE: Final = Part(kind="more", text="", title="what follows is not shown")
+
+
+class Message(Record, frozen=True, kw_only=True):
     """Hold what one message says."""
 
     role: str
@@ -56,45 +80,17 @@ class Said(Record, frozen=True, kw_only=True):
         return self.role, *((part.kind, part.title, part.text) for part in self.parts)
 
 
-class Asked(Record, frozen=True, kw_only=True):
-    """Hold the conversation that a request shows, message by message, unparsed."""
+class Turn(NamedTuple):
+    """Hold a call's reply, and what its request adds to the one before it.
 
-    instructions: tuple[bytes, ...] = ()
-    members: tuple[bytes, ...] = ()
-    tools: int = 0
-
-
-def asked_in(dialect: str, body: bytes | None) -> Asked | None:
-    """Return the conversation in a request of a format; None if it is not a JSON object."""
-    fields = None if body is None or nests_too_deep(body) else parse_object(body)
-    if fields is None:
-        return None
-    field = FORMATS[dialect].turns.field if dialect in FORMATS else ""
-    given = bytes(fields.get(field or "prompt", b""))
-    members = _members(given) if field and given[:1] == ARRAY else [given] if given else []
-    return Asked(
-        instructions=tuple(bytes(fields[name]) for name in _INSTRUCTIONS if name in fields),
-        members=tuple(members),
-        tools=len(_members(bytes(fields.get("tools", b"")))),
-    )
-
-
-def _members(raw: bytes) -> list[bytes]:
-    try:
-        return [bytes(one) for one in msgspec.json.decode(raw, type=list[msgspec.Raw])]
-    except UNREADABLE:
-        return [raw] if raw else []
-
-
-class Added(Record, frozen=True, kw_only=True):
-    """Hold what a request adds to the one before: `same` of its messages are repeated.
-
-    `left_out` of the messages before are not: the agent shortened its history, or changed it.
-    `repeats_reply` says that it sent the last reply back as it was, which is then left out.
-    `more` counts added messages that are not shown.
+    `messages` is None if the request cannot be taken apart. `same` messages are repeated, and
+    `left_out` of those before are not: the agent shortened its history, or changed it.
+    `repeats_reply` says that it sent the last reply back as it was, which is then left out. `more`
+    counts added messages that are not shown.
     """
 
-    said: tuple[Said, ...]
+    reply: tuple[Message, ...]
+    messages: tuple[Message, ...] | None = None
     same: int = 0
     left_out: int = 0
     repeats_reply: bool = False
@@ -102,216 +98,194 @@ class Added(Record, frozen=True, kw_only=True):
     tools: int = 0
 
 
-# Of the messages that a request adds: what is shown of more is their beginning and their end.
-MOST_MESSAGES: Final = 40
+NO_TEXTS: Final = CallTexts(None, None)
 
 
-def added(asked: Asked, base: Asked | None, reply: Sequence[Said]) -> Added:
-    """Return what a request adds to the one before it, `base`, and to the `reply` to that."""
-    before = base or Asked()
-    same = 0
-    for one, other in zip(asked.members, before.members, strict=False):
-        if one != other:
-            break
-        same += 1
-    instructions = [one for one in asked.instructions if one not in before.instructions]
-    new = asked.members[same:]
-    said = [_read(one, "system") for one in instructions]
-    head = MOST_MESSAGES // 2
-    skipped = max(len(new) - MOST_MESSAGES, 0)
-    kept = new if not skipped else (*new[:head], *new[-head:])
-    said += [_read(one, "user") for one in kept]
-    repeated = _repeated(said[len(instructions) :], reply)
-    return Added(
-        said=tuple(said[: len(instructions)] + said[len(instructions) + repeated :]),
+def turn_of(dialect: str, own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
+    """Return what a call says, and what was said in it that is new."""
+    reply = reply_in(own.reply)
+    fields, base = _fields(own.request), _fields(before.request) or {}
+    if fields is None:
+        return Turn(reply)
+    members, known = _members(dialect, fields), _members(dialect, base)
+    pairs = zip(members, known, strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    new = members[same:]
+    half = MOST_MESSAGES // 2
+    shown = new if len(new) <= MOST_MESSAGES else [*new[:half], *new[-half:]]
+    instructions = [
+        message_of(readable_value(fields[name]), "system")
+        for name in _INSTRUCTIONS
+        if name in fields and fields[name] != base.get(name)
+    ]
+    messages = [message_of(readable_value(raw), "user") for raw in shown]
+    repeated = _repeated(messages, reply_in(before.reply))
+    return Turn(
+        reply=reply,
+        messages=(*instructions, *messages[repeated:]),
         same=same,
-        left_out=len(before.members) - same,
+        left_out=len(known) - same,
         repeats_reply=repeated > 0,
-        more=skipped,
-        tools=asked.tools,
+        more=len(new) - len(shown),
+        tools=len(_listed(fields.get("tools", NULL))),
     )
 
 
-def _repeated(said: Sequence[Said], reply: Sequence[Said]) -> int:
-    """Return how many messages at the beginning are the reply, sent back."""
-    spoken = [part for one in reply for part in one.parts if part.kind in ("text", "call")]
-    sent: list[Part] = []
-    for count, one in enumerate(said, start=1):
-        if one.role != "assistant":
-            return 0
-        sent += [part for part in one.parts if part.kind in ("text", "call")]
-        if [_bare(part) for part in sent] == [_bare(part) for part in spoken]:
-            return count if spoken else 0
-    return 0
+def _fields(body: bytes | None) -> Object | None:
+    return None if body is None or nests_too_deep(body) else parse_object(body)
 
 
-def _bare(part: Part) -> tuple[str, str, str]:
-    return part.kind, part.title, part.text.strip()
+def _members(dialect: str, fields: Object) -> list[msgspec.Raw]:
+    """Return the messages of a request, unparsed; a format without turns has one prompt."""
+    field = FORMATS[dialect].turns.field if dialect in FORMATS else ""
+    if field:
+        return _listed(fields.get(field, NULL))
+    return [fields["prompt"]] if "prompt" in fields else []
 
 
-def _read(raw: bytes, role: str) -> Said:
-    """Return what an unparsed message says; `role` speaks where it names none."""
+def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the members of a list; what is no list is the only one."""
     try:
-        value = msgspec.json.decode(raw)
+        return msgspec.json.decode(raw, type=list[msgspec.Raw] | None) or []
     except UNREADABLE:
-        value = raw.decode(errors="replace")
-    return said_in(value, role)
+        return [raw]
 
 
-def said_in(member: Any, role: str) -> Said:
+def _repeated(messages: Sequence[Message], reply: Sequence[Message]) -> int:
+    """Return how many messages at the beginning are the reply, sent back."""
+    spoken = _spoken(reply)
+    own = list(takewhile(lambda message: message.role == "assistant", messages))
+    counts = (count for count in range(1, len(own) + 1) if _spoken(own[:count]) == spoken)
+    return next(counts, 0) if spoken else 0
+
+
+def _spoken(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
+    return [
+        (part.kind, part.title, part.text.strip())
+        for message in messages
+        for part in message.parts
+        if part.kind in ("text", "call")
+    ]
+
+
+def reply_in(body: bytes | None) -> tuple[Message, ...]:
+    """Return what a reply says, in whichever format; a failure is shown as it is."""
+    if body is None:
+        return ()
+    reply = decoded_object(body) or {}
+    members = [
+        choice.get("message", choice.get("text")) for choice in objects(reply.get("choices"))
+    ]
+    members = members or list(objects(reply.get("output")))
+    if not members and "content" in reply and "error" not in reply:
+        members = [reply]
+    if not members:
+        role = "error" if "error" in reply else "reply"
+        text = body.decode(errors="replace")
+        return (Message(role=role, parts=(Part(kind="other", text=text),)),)
+    messages = tuple(message_of(member, "assistant") for member in members[:MOST_MESSAGES])
+    is_cut = len(members) > MOST_MESSAGES
+    return (*messages, Message(role="reply", parts=(MORE,))) if is_cut else messages
+
+
+def message_of(member: Any, role: str) -> Message:
     """Return what a message says, or an item of one; `role` speaks where it names none."""
-    if not isinstance(member, dict):
-        return Said(role=role, parts=_first(_parts(member)))
-    kind, named = member.get("type"), member.get("role")
-    if kind in _RESULTS:
-        return Said(role="tool", parts=_first(_part(member)))
-    if not isinstance(named, str):
-        return Said(
-            role="assistant" if isinstance(kind, str) else role, parts=_first(_part(member))
-        )
-    return Said(role=named[:40], parts=_first(_of_message(named, member)))
+    if isinstance(member, dict):
+        kind, named = member.get("type"), member.get("role")
+        if isinstance(named, str):
+            role = named[:40]
+        elif isinstance(kind, str):
+            role = "tool" if _KINDS.get(kind) == "result" else "assistant"
+    return Message(role=role, parts=_first(_parts(member)))
 
 
 def _first(parts: Iterator[Part]) -> tuple[Part, ...]:
-    kept = tuple(islice(parts, MOST_PARTS + 1))
-    return kept if next(parts, None) is None else (*kept, _more("others"))
+    kept = tuple(islice(parts, MOST_PARTS))
+    return kept if next(parts, None) is None else (*kept, MORE)
 
 
-def _listed(
-    members: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Iterable[Part]]
-) -> Iterator[Part]:
-    for member in islice(members, MOST_PARTS):
-        yield from read(member)
-    if len(members) > MOST_PARTS:
-        yield _more(f"{len(members) - MOST_PARTS:,}")
-
-
-def _more(what: str) -> Part:
-    return Part(kind="more", text="", title=f"{what} are not shown")
-
-
-def _text_of(content: Any) -> str:
-    return "\n".join(part.text or part.title for part in _first(_parts(content)))
-
-
-def _of_message(role: str, message: dict[str, Any]) -> Iterator[Part]:
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thought, str):
-        yield Part(kind="thought", text=thought)
-    if role in ("tool", "function"):
-        text = _text_of(message.get("content"))
-        tool_id, name = message.get("tool_call_id"), message.get("name")
-        yield Part(kind="result", text=text, title=_name(name), tool_id=string_or_none(tool_id))
-        return
-    yield from _parts(message.get("content"))
-    refusal = message.get("refusal")
-    if isinstance(refusal, str):
-        yield Part(kind="text", text=refusal, title="refusal")
-    yield from _listed(list(objects(message.get("tool_calls"))), _tool_call)
-    function = message.get("function_call")
-    if isinstance(function, dict):
-        yield _call(None, function.get("name"), function.get("arguments"))
-
-
-def _tool_call(call: dict[str, Any]) -> Iterator[Part]:
-    of_kind = call.get("custom" if call.get("type") == "custom" else "function")
-    given = of_kind if isinstance(of_kind, dict) else {}
-    yield _call(call.get("id"), given.get("name"), given.get("arguments", given.get("input")))
-
-
-def _parts(content: Any) -> Iterator[Part]:
-    """Return the parts of a content: a text, a list of parts, or nothing."""
-    if isinstance(content, str):
-        yield Part(kind="text", text=content)
-    elif isinstance(content, list) and all(isinstance(one, dict) for one in content):
-        yield from _listed(content, _part)
-    elif content is not None:
-        yield Part(kind="other", text=_json(content))
-
-
-def _part(part: dict[str, Any]) -> Iterator[Part]:
-    kind = part.get("type")
-    name = _name(kind)
-    if kind in _CALLS:
-        identifier = part.get("call_id", part.get("id"))
-        yield _call(identifier, part.get("name"), part.get("arguments", part.get("input")))
-    elif kind in _RESULTS:
-        text = _text_of(part.get("output", part.get("content")))
-        failed = "error" if part.get("is_error") is True else ""
-        tool_id = string_or_none(part.get("tool_use_id", part.get("call_id")))
-        yield Part(kind="result", text=text, title=failed, tool_id=tool_id)
-    elif kind in _THOUGHTS:
-        texts = [part.get("thinking"), part.get("text"), part.get("data")]
-        texts += [one.get("text") for of in ("summary", "content") for one in objects(part.get(of))]
-        text = "\n".join(one for one in texts if isinstance(one, str))
-        yield Part(kind="thought", text=text)
-    elif kind in _TEXTS and isinstance(spoken := part.get("text", part.get("refusal")), str):
-        yield Part(kind="text", text=spoken)
-    elif kind == "message" or (kind is None and "content" in part):
-        yield from _parts(part.get("content"))
-    elif isinstance(kind, str) and kind.startswith(_MEDIA):
-        text = _json(part)
-        yield Part(
-            kind="media", text=text if len(text) < 300 else f"{len(text):,} characters", title=name
-        )
+def _parts(value: Any) -> Iterator[Part]:
+    """Yield the parts of a message, of its content, or of an item of it."""
+    if isinstance(value, str):
+        yield Part(kind="text", text=value)
+    elif isinstance(value, list) and all(isinstance(member, dict) for member in value):
+        for member in value:
+            yield from _parts(member)
+    elif not isinstance(value, dict):
+        if value is not None:
+            yield Part(kind="other", text=_json(value))
+    elif value.get("role") in TOOL_ROLES:
+        yield _part(value | {"type": "tool_result"})
+    elif value.get("type") in (None, "message") and not _MESSAGE.isdisjoint(value):
+        thought = value.get("reasoning_content") or value.get("reasoning")
+        if isinstance(thought, str):
+            yield Part(kind="thought", text=thought)
+        yield from _parts(value.get("content"))
+        if isinstance(value.get("refusal"), str):
+            yield _part({"type": "refusal", "refusal": value["refusal"]})
+        for call in (*objects(value.get("tool_calls")), *objects([value.get("function_call")])):
+            yield _part({"type": "function"} | call)
     else:
-        yield Part(kind="other", text=_json(part), title=name)
+        yield _part(value)
 
 
-def _call(tool_id: Any, name: Any, arguments: Any) -> Part:
-    text = arguments if isinstance(arguments, str) else _json(arguments)
-    return Part(kind="call", text=text, title=_name(name), tool_id=string_or_none(tool_id))
+def _part(part: dict[str, Any]) -> Part:
+    """Return a part that has a type, or at least a text."""
+    named = part.get("type")
+    name = named[:200] if isinstance(named, str) else ""
+    kind = _KINDS.get(name, "other")
+    nested = part.get(name)
+    if kind == "call" and isinstance(nested, dict):
+        part = part | nested
+    texts = [part[field] for field in _TEXTS.get(kind, ()) if part.get(field) is not None]
+    if kind == "other" or (kind == "text" and not texts):
+        text = _json(part)
+        if not name.startswith(_MEDIA):
+            return Part(kind="other", text=text, title=name)
+        shown = text if len(text) < 300 else f"{len(text):,} characters"
+        return Part(kind="media", text=shown, title=name)
+    title = name if name == "refusal" else part.get("name")
+    if part.get("is_error") is True:
+        title = "error"
+    ids = (part.get(field) for field in _TOOL_IDS)
+    return Part(
+        kind=kind,
+        text="\n".join(_text_of(text, is_json=kind == "call") for text in texts),
+        title=title[:200] if isinstance(title, str) else "",
+        tool_id=next((given for given in ids if isinstance(given, str)), None),
+    )
 
 
-def _name(value: Any) -> str:
-    return value[:200] if isinstance(value, str) else ""
+def _text_of(value: Any, *, is_json: bool) -> str:
+    if isinstance(value, str):
+        return value
+    if is_json:
+        return _json(value)
+    return "\n".join(part.text or part.title for part in _first(_parts(value)))
 
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode(errors="replace")
 
 
-def reply_in(body: bytes | None) -> tuple[Said, ...]:
-    """Return what a reply says, in whichever format; a failure is shown as it is."""
-    if body is None:
-        return ()
-    try:
-        reply = None if nests_too_deep(body) else msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE:
-        reply = None
-    if reply is None:
-        return (
-            Said(role="reply", parts=(Part(kind="other", text=body.decode(errors="replace")),)),
-        )
-    choices = [one.get("message", one.get("text")) for one in objects(reply.get("choices"))]
-    if choices or isinstance(reply.get("output"), list):
-        said = choices or list(objects(reply["output"]))
-        left = len(said) - MOST_MESSAGES
-        shown = tuple(said_in(one, "assistant") for one in said[:MOST_MESSAGES])
-        return (*shown, Said(role="reply", parts=(_more(f"{left:,}"),))) if left > 0 else shown
-    if "content" in reply and "error" not in reply:
-        return (Said(role="assistant", parts=_first(_parts(reply["content"]))),)
-    role = "error" if "error" in reply else "reply"
-    return (Said(role=role, parts=(Part(kind="other", text=_json(reply)),)),)
-
-
 class Space:
-    """Give out what a page has room for, characters and parts, so that it stays below its limit."""
+    """Give out what a page has room for, so that it stays below its limit.
 
-    def __init__(self, characters: int, each: int, parts: int = 1000) -> None:
-        """Begin with room for so many, of one text `each` at most."""
+    That is so many characters, of one text `each` at most, and so many parts. A character takes up
+    to eight bytes of a page.
+    """
+
+    def __init__(self, characters: int = 160_000, each: int = 3000, parts: int = 1000) -> None:
+        """Begin with all of it."""
         self._left, self._each, self._parts = characters, each, parts
 
-    def fit(self, said: Sequence[Said]) -> tuple[Said, ...]:
-        """Return messages with how much of each part is shown."""
-        return tuple(msgspec.structs.replace(one, parts=self._fitting(one.parts)) for one in said)
-
-    def _fitting(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        kept = tuple(map(self._fitted, parts[: self._parts]))
-        self._parts -= len(kept)
-        return kept if len(kept) == len(parts) else (*kept, _more(f"{len(parts) - len(kept):,}"))
-
-    def _fitted(self, part: Part) -> Part:
-        shown = min(len(part.text), self._each, self._left)
-        self._left = max(self._left - shown - len(part.title), 0)
-        return msgspec.structs.replace(part, shown=shown)
+    def fit(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+        """Yield the parts that there is room for, with how many characters of each."""
+        for part in parts:
+            if not self._parts:
+                yield MORE, 0
+                return
+            shown = min(len(part.text), self._each, self._left)
+            self._left = max(self._left - shown - len(part.title), 0)
+            self._parts -= 1
+            yield part, shown

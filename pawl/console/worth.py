@@ -1,239 +1,150 @@
-"""Show why calls are worth what they are, line by line: the arithmetic of `pawl credit`."""
+"""Show why calls are worth what they are: the arithmetic of `pawl credit`, a row for each step."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 from starlette.requests import Request
 
-from pawl.console.pages import figure, reading, viewer
-from pawl.credit import ExplainedUpdate, explain_past
+from pawl.console.pages import reading, viewer
+from pawl.credit import explain_past
 from store.errors import Damaged, UnknownUpdate
-from store.read.detail import MOST_CALLS, is_explainable
-from store.read.past import past_update
-from store.records import Record, Tokens
+from store.read.detail import is_explainable
+from store.read.past import PastUpdate, past_update
+from store.records import Tokens
 from trainer.credit.assign import TransitionCredit
 from trainer.credit.means import mean_of
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import CreditOptions, OffPolicyOptions
 
 
-class Step(Record, frozen=True, kw_only=True):
-    """Hold a line of arithmetic: a name, how it is computed, and what it comes to.
+class Compared(NamedTuple):
+    """Name what an attempt is compared within, and count those of it that were consumed earlier."""
 
-    The name of a metric (`is_metric`) is what somebody else chose.
-    """
-
-    name: str
-    how: str
-    value: float | None
-    is_metric: bool = False
-
-
-class Worth(Record, frozen=True, kw_only=True):
-    """Hold calls, by their numbers, with the same advantage for the same reasons, and the lines.
-
-    `weights` are their shares of the update's loss, in their order; of the last ones the numbers
-    may not be known.
-    """
-
-    calls: tuple[int, ...]
-    weights: tuple[float, ...]
-    reason: str | None
-    share: str
-    steps: tuple[Step, ...]
-
-    @property
-    def numbers(self) -> str:
-        """Return the numbers of the calls, those that follow each other as a range."""
-        ends = [n for n in self.calls if n + 1 not in self.calls]
-        starts = [n for n in self.calls if n - 1 not in self.calls]
-        pairs = zip(starts, ends, strict=True)
-        known = [f"{one}" if one == end else f"{one} to {end}" for one, end in pairs]
-        later = len(self.weights) - len(self.calls)
-        return ", ".join(known + [f"{later} after the first {MOST_CALLS:,}"] * (later > 0))
+    task: str
+    group: int | UUID
+    earlier: int
 
 
 class Explanation(NamedTuple):
-    """Hold the credit that an update gave, without the texts of its calls.
-
-    Of each group, `groups` has the task, the members, and how many earlier ones were compared.
-    """
+    """Hold the credit that an update gave, without the texts of its calls."""
 
     rule: CreditOptions
     off_policy: OffPolicyOptions
     metrics: Mapping[str, Any]
     notes: Sequence[str]
     credited: Sequence[TransitionCredit]
-    groups: Sequence[tuple[str, frozenset[UUID], int]]
+    compared: Mapping[UUID, Compared]
 
 
-def worth_of(explained: Explanation, episode: UUID, number_of: Mapping[UUID, int]) -> list[Worth]:
-    """Return the credit of an episode's calls, those with equal arithmetic together.
+class Worth(NamedTuple):
+    """Hold the numbers, shares of the loss and credit of calls whose arithmetic is equal.
 
-    `number_of` has the numbers of its calls.
+    `returns` are what they are compared with: those of attempts, or of the agent in each.
     """
-    own = [credit for credit in explained.credited if credit.episode_id == episode]
-    nobody = "", frozenset[UUID](), 0
-    groups = (group for group in explained.groups if episode in group[1])
-    task, members, earlier = next(groups, nobody)
+
+    calls: str
+    weights: Sequence[float]
+    credit: TransitionCredit
+    returns: Sequence[float]
+    earlier: int
+
+
+def worth_of(
+    explained: Explanation, is_wanted: Callable[[TransitionCredit, str], bool]
+) -> list[Worth]:
+    """Return the credit of the wanted calls; it is asked about each, and about its task."""
     by_agent = explained.rule.assignment == "per_agent"
-    finals: dict[str, dict[UUID, list[float]]] = {}
+    returns: dict[Any, dict[UUID, list[float]]] = {}
+    alike: dict[Any, list[TransitionCredit]] = {}
     for credit in explained.credited:
-        compared = credit.episode_id in members if task else credit.episode_id == episode
-        if compared and credit.r_final is not None:
-            of_agent = finals.setdefault(credit.call.agent if by_agent else "", {})
-            of_agent.setdefault(credit.episode_id, []).append(credit.r_final)
-    returns = {
-        agent: [mean_of(values) for values in of_agent.values()]
-        for agent, of_agent in finals.items()
-    }
-    same: dict[tuple[Any, ...], list[TransitionCredit]] = {}
-    for credit in own:
-        agent = credit.call.agent if by_agent else ""
-        figures = (agent, credit.r_final, credit.r_air, credit.comparison, credit.advantage)
-        same.setdefault((*figures, credit.reason, *credit.parts.items()), []).append(credit)
+        episode = credit.episode_id
+        compared = explained.compared[episode], credit.call.agent if by_agent else ""
+        if credit.r_final is not None:
+            of_episodes = returns.setdefault(compared, {})
+            of_episodes.setdefault(episode, []).append(credit.r_final)
+        if is_wanted(credit, compared[0].task):
+            figures = (credit.r_final, credit.r_air, credit.comparison, credit.advantage)
+            parts = tuple(credit.parts.items())
+            key = (compared, episode, *figures, credit.reason, parts)
+            alike.setdefault(key, []).append(credit)
     return [
         Worth(
-            calls=tuple(
-                number_of[credit.call.id] for credit in alike if credit.call.id in number_of
-            ),
-            weights=tuple(credit.weight for credit in alike),
-            reason=alike[0].reason,
-            share=_SHARES[explained.rule.equal_weight],
-            steps=tuple(_steps(alike[0], explained.rule, returns.get(agent, []), earlier)),
+            calls=ranges_of([credit.position + 1 for credit in own]),
+            weights=[credit.weight for credit in own],
+            credit=own[0],
+            returns=[mean_of(values) for values in returns.get(compared, {}).values()],
+            earlier=compared[0].earlier,
         )
-        for (agent, *_), alike in same.items()
+        for (compared, *_), own in alike.items()
     ]
 
 
-_BASELINES: Final = {
-    "group": "mean of the attempts",
-    "leave_one_out": "mean of the other attempts",
-    "moving": "moving average of its kind of task",
-    "none": "nothing",
-}
-_SPREADS: Final = {"group": "the spread of the attempts", "batch": "the spread of the update"}
-_SHARES: Final = {
-    "episode": "each episode counts the same, and each of its trained calls",
-    "call": "each trained call counts the same",
-    "token": "each sampled token counts the same",
-}
-
-
-def _steps(
-    credit: TransitionCredit, rule: CreditOptions, returns: Sequence[float], earlier: int
-) -> list[Step]:
-    """Return the lines from what was stated to the advantage."""
-    steps = [
-        Step(name=metric, how="part of the reward", value=one, is_metric=True)
-        for metric, one in credit.parts.items()
-    ]
-    by = {
-        "identical": "the episode's",
-        "per_agent": "its agent's",
-        "call": "its own, or the episode's",
-    }
-    steps.append(Step(name="reward", how=by[rule.assignment], value=credit.r_final))
-    compared = credit.comparison
-    how = f"{rule.air_lambda:g} × mean score of how its tools ended"
-    steps.append(Step(name="tools", how=how, value=credit.r_air))
-    if compared is not None:
-        shown = ", ".join(map(figure, returns[:16]))
-        more = f", and {earlier} consumed earlier" if earlier else ""
-        against = f" ({shown}{more})" if rule.baseline in ("group", "leave_one_out") else ""
-        centred = " − the update's mean" if rule.normalisation == "batch" else ""
-        steps += [
-            Step(
-                name="baseline",
-                how=_BASELINES.get(rule.baseline, rule.baseline) + against,
-                value=compared.baseline,
-            ),
-            Step(
-                name="difference",
-                how="reward − baseline"
-                + (" − the update's mean" if rule.normalisation == "batch" else ""),
-                value=compared.final,
-            ),
-            Step(
-                name="divided by",
-                how=_SPREADS.get(rule.normalisation, "nothing"),
-                value=compared.divisor,
-            ),
-            Step(
-                name="tools, compared",
-                how=f"{figure(compared.air_weight)} × ({figure(credit.r_air)} − "
-                f"{figure(compared.air_baseline)}{centred}) ÷ {figure(compared.air_divisor)}",
-                value=compared.air_weight * compared.air / compared.air_divisor,
-            ),
-        ]
-    how = "difference ÷ spread + tools" if compared is not None else "compared with nothing"
-    if compared is not None and credit.advantage != compared.value:
-        how = "0: the comparison gives no signal"
-    steps.append(Step(name="advantage", how=how, value=credit.advantage))
-    return steps
+def ranges_of(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, those that follow each other as a range."""
+    known = set(numbers)
+    starts = [number for number in numbers if number - 1 not in known]
+    ends = [number for number in numbers if number + 1 not in known]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
 
 
 # Who looks at an episode looks at its calls and its group too; several look at once.
-_Key = tuple[str | None, UUID]
-_Found = tuple[Explanation | None, str]
-_RECENT: Final[dict[_Key, tuple[float, Explanation]]] = {}
-_COMPUTING: Final[dict[_Key, asyncio.Task[_Found]]] = {}
+_RECENT: Final[dict[tuple[str | None, UUID], tuple[float, asyncio.Task[Explanation]]]] = {}
 KEPT: Final = 4
 KEPT_S: Final = 60.0
 
 
-async def explained_for(request: Request, update_id: UUID) -> _Found:
+async def explained_for(request: Request, update_id: UUID) -> tuple[Explanation | None, str]:
     """Return the credit of an update, or why it cannot be shown; a minute later, computed anew.
 
     It takes a connection of its own: the caller should hold none.
     """
-    key = viewer(request).tenant, update_id
-    made, explanation = _RECENT.get(key, (0.0, None))
-    if explanation is not None and time.monotonic() - made < KEPT_S:
-        return explanation, ""
-    if key not in _COMPUTING:
-        _COMPUTING[key] = asyncio.create_task(_explain(request, key))
-        _COMPUTING[key].add_done_callback(lambda _: _COMPUTING.pop(key))
-    return await asyncio.shield(_COMPUTING[key])
-
-
-async def _explain(request: Request, key: _Key) -> _Found:
-    tenant, update_id = key
-    try:
-        async with reading(request) as connection:
-            if not await is_explainable(connection, update_id):
-                return (
-                    None,
-                    f"it is too large to compute here: run `pawl credit --update {update_id}`",
-                )
-            past = await past_update(connection, update_id, tenant=tenant)
-        explanation = await asyncio.to_thread(lambda: _without_texts(explain_past(past)))
-    except (UnknownUpdate, TrainerError, Damaged) as error:
-        return None, str(error)
-    _RECENT.pop(key, None)
-    _RECENT[key] = time.monotonic(), explanation
+    tenant, now = viewer(request).tenant, time.monotonic()
+    made, computing = _RECENT.pop((tenant, update_id), (now, None))
+    if computing is None or now - made > KEPT_S:
+        made, computing = now, asyncio.create_task(_explained(request, update_id, tenant))
+    _RECENT[tenant, update_id] = made, computing
     while len(_RECENT) > KEPT:
         _RECENT.pop(next(iter(_RECENT)))
-    return explanation, ""
+    try:
+        return await asyncio.shield(computing), ""
+    except (UnknownUpdate, TrainerError, Damaged) as error:
+        return None, str(error)
+    finally:
+        if computing.done() and (computing.cancelled() or computing.exception()):
+            _RECENT.pop((tenant, update_id), None)
 
 
-def _without_texts(explained: ExplainedUpdate) -> Explanation:
-    replace = msgspec.structs.replace
+async def _explained(request: Request, update_id: UUID, tenant: str | None) -> Explanation:
+    async with reading(request) as connection:
+        if not await is_explainable(connection, update_id):
+            raise UnknownUpdate(
+                f"it is too large to compute here: run `pawl credit --update {update_id}`"
+            )
+        past = await past_update(connection, update_id, tenant=tenant)
+    return await asyncio.to_thread(_without_texts, past)
+
+
+def _without_texts(past: PastUpdate) -> Explanation:
+    explained, replace = explain_past(past), msgspec.structs.replace
     return Explanation(
         rule=explained.recipe.credit,
         off_policy=explained.recipe.off_policy,
-        metrics=explained.past.metrics,
+        metrics=past.metrics,
         notes=explained.notes,
         credited=[
-            replace(one, call=replace(one.call, request=None, reply=None, tokens=Tokens()))
-            for one in explained.plan.credited
+            replace(credit, call=replace(credit.call, request=None, reply=None, tokens=Tokens()))
+            for credit in explained.plan.credited
         ],
-        groups=[
-            (group.task, frozenset(one.id for one in group.episodes), len(group.earlier))
-            for group in explained.past.claim.groups
-        ],
+        compared={
+            episode.id: Compared(
+                group.task, place if group.task else episode.id, len(group.earlier)
+            )
+            for place, group in enumerate(past.claim.groups)
+            for episode in group.episodes
+        },
     )

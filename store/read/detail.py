@@ -5,8 +5,7 @@ those of a few calls are read afterwards. A request is stored as what it adds to
 the whole ones are made one after the other, and no more are kept than are still needed.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from math import exp
 from typing import Any, Final, NamedTuple
@@ -17,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
 from store.claims import members_of
-from store.read.assembly import tools_of
-from store.records import OWN_EPISODE, Record, ToolCall, ToolEvent
+from store.read.assembly import Told, tools_of
+from store.records import OWN_EPISODE, Record
 from store.schema.tables import FREE
 from store.tenants import tenant_of
 from store.values.packing import ITEM_BYTES, rebuild, unpack_ids, unpack_logprobs
@@ -33,82 +32,13 @@ ANY_SIZE: Final = 2**31 - 1
 LARGEST_EXPLAINED: Final = 32 * 1024 * 1024
 
 
-class CallHead(Record, frozen=True, kw_only=True):
-    """Describe a call without its texts; sizes are in bytes, of bodies that are JSON or not."""
-
-    id: UUID
-    parent_id: UUID | None
-    retry_of: UUID | None
-    agent: str
-    dialect: str
-    policy: str | None
-    policy_version: int | None
-    served_model: str | None
-    status: str
-    http_status: int | None
-    finish: str | None
-    stream: bool
-    confidence: str
-    trainable: bool
-    reason: str | None
-    started_at: datetime
-    first_chunk_ms: float | None
-    total_ms: float
-    request_bytes: int
-    reply_bytes: int
-    prompt_tokens: int
-    sampled_tokens: int
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_events: tuple[ToolEvent, ...] = ()
-    # The later attempt that counts in its place.
-    repeated_by: UUID | None = None
-
-
-class Stated(Record, frozen=True, kw_only=True):
-    """Describe a statement of feedback; `call` is None where it is about the whole episode.
-
-    `who` is the name of the API key that it came with, None if it was let in without one. `counts`
-    says that no later statement of the metric replaced it.
-    """
-
-    metric: str
-    value: float | str | None
-    at: datetime
-    who: str | None
-    call: UUID | None
-    counts: bool
-    late: bool
-
-
-class Fate(Record, frozen=True, kw_only=True):
-    """State what became of an episode for one policy, or what it waits for.
-
-    `update_id` is the update that consumed or holds it. `ready` counts the scored attempts at its
-    task that wait with it, of the `group_size` that the policy's last update took.
-    """
-
-    policy: str
-    version: int
-    latest: int
-    reward: float | None
-    lacks: str | None
-    scored: bool
-    update_id: UUID | None
-    update_state: str | None
-    made: int | None
-    made_state: str | None
-    trained: bool | None
-    reason: str | None
-    at: datetime | None
-    effective_sample: float | None
-    group_size: int | None
-    rolled_back: bool = False
-    set_aside: bool = False
-    ready: int = 0
-
-
 class EpisodeDetail(Record, frozen=True, kw_only=True):
-    """Hold an episode without the texts of its calls; `goes_on_from` is the first call left out."""
+    """Hold an episode without the texts of its calls.
+
+    `calls`, `statements` and `fates` are rows of the queries below. `tools` says whose tool events
+    are; of a part of the calls it is not known which are nobody's. `earlier_calls`
+    counts those before, without repeated ones; `goes_on_from` is the first one after.
+    """
 
     id: UUID
     key: str
@@ -117,12 +47,12 @@ class EpisodeDetail(Record, frozen=True, kw_only=True):
     split: str
     quarantined_reason: str | None
     deleted_at: datetime | None
-    calls: tuple[CallHead, ...]
+    calls: Sequence[Row[Any]]
     goes_on_from: UUID | None
     earlier_calls: int
-    statements: tuple[Stated, ...]
-    stray_events: tuple[ToolEvent, ...]
-    fates: tuple[Fate, ...]
+    tools: Told
+    statements: Sequence[Row[Any]]
+    fates: Sequence[Row[Any]]
 
 
 _PARTS: Final = text(
@@ -133,25 +63,24 @@ _PARTS: Final = text(
     """
 )
 _WHOLE: Final = text("SELECT COALESCE(root, id) FROM episodes WHERE id = :id")
-_BODY: Final = """
-    t.id, t.parent_id, t.retry_of, t.agent, t.dialect, t.policy, t.policy_version, t.served_model,
-    t.status, t.http_status, t.finish, t.stream, t.confidence, t.trainable, t.reason, t.started_at,
-    t.first_chunk_ms, t.total_ms, t.text_digest, CAST(t.tool_calls AS text) AS tool_calls,
-    COALESCE(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0),
-        octet_length(t.request_raw), 0) AS request_bytes,
-    COALESCE(octet_length(t.reply), octet_length(t.reply_raw), 0) AS reply_bytes,
-    octet_length(t.prompt_ids) + COALESCE(t.prompt_prefix, 0) AS prompt_bytes,
-    octet_length(t.sampled_ids) AS sampled_bytes"""
+# Calls without their texts; sizes are in bytes, of bodies that are JSON or not.
 _HEADS: Final = text(
     f"""
-    SELECT {_BODY} FROM transitions t
-    WHERE t.episode_id = ANY(:parts) AND t.id BETWEEN :since AND :last
-    ORDER BY t.id LIMIT {MOST_CALLS + 1}
+    SELECT id, parent_id, retry_of, agent, dialect, policy, policy_version, served_model, status,
+        http_status, finish, confidence, trainable, reason, started_at, total_ms, text_digest,
+        CAST(tool_calls AS text) AS tool_calls,
+        COALESCE(octet_length(request) + COALESCE(request_prefix + request_suffix, 0),
+            octet_length(request_raw), 0) AS request_bytes,
+        COALESCE(octet_length(reply), octet_length(reply_raw), 0) AS reply_bytes,
+        (octet_length(prompt_ids) + COALESCE(prompt_prefix, 0)) / {ITEM_BYTES} AS prompt_tokens,
+        octet_length(sampled_ids) / {ITEM_BYTES} AS sampled_tokens
+    FROM transitions WHERE episode_id = ANY(:parts) AND id BETWEEN :since AND :last
+    ORDER BY id LIMIT {MOST_CALLS + 1}
     """
 )
 _BEFORE: Final = text(
     "SELECT count(*) FROM transitions WHERE episode_id = ANY(:parts) AND id >= :first"
-    " AND id < :since"
+    " AND id < :since AND retry_of IS NULL"
 )
 _EVENTS: Final = text(
     f"""
@@ -159,41 +88,48 @@ _EVENTS: Final = text(
     FROM tool_events WHERE episode_id = ANY(:parts) ORDER BY at, id LIMIT {4 * MOST_CALLS}
     """
 )
-# The newest ones; in the order in which they were made.
+# The newest ones; in the order in which they were made. `call` is null where a statement is about
+# the whole episode, and `who` where it came without an API key. Those that no later one of their
+# metric replaced count.
 _STATEMENTS: Final = text(
     f"""
-    SELECT * FROM (
-        SELECT f.id, f.metric, f.value, f.label, f.at, f.call_id, f.episode_id,
-            COALESCE(k.name, r.api_key) AS who
-        FROM feedback f JOIN feedback_requests r ON r.id = f.request_id
+    SELECT *, at = max(at) OVER (PARTITION BY call, metric) AS counts,
+        COALESCE(at > (SELECT min(u.claimed_at) FROM consumptions c JOIN updates u
+            ON u.id = c.update_id WHERE c.episode_id = :whole AND c.trained), false) AS late
+    FROM (
+        SELECT f.id, f.metric, f.value, f.label, f.at, COALESCE(k.name, r.api_key) AS who,
+            CASE WHEN e.method = '{OWN_EPISODE}' THEN NULL ELSE f.call_id END AS call
+        FROM feedback f JOIN episodes e ON e.id = f.episode_id
+            JOIN feedback_requests r ON r.id = f.request_id
             LEFT JOIN api_keys k ON k.id = r.api_key
         WHERE f.episode_id = ANY(:parts) ORDER BY f.at DESC, f.id DESC LIMIT {MOST_STATEMENTS}) s
     ORDER BY at, id
     """
 )
-_FATES: Final = text(
-    """
-    SELECT p.policy, p.version, p.latest, p.reward, p.lacks, p.task,
+_POLICIES: Final = text(
+    "SELECT policy FROM episode_policies WHERE episode_id = :whole ORDER BY policy"
+)
+# What became of an episode for one policy, or what it waits for: the update that consumed or holds
+# it, the version that it made, how many scored attempts at its task wait with it, and of how many
+# the policy's last update took groups.
+_FATE: Final = text(
+    f"""
+    SELECT p.policy, p.version, p.latest, p.lacks, p.rolled_back, p.set_aside,
         p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
         u.id AS update_id, u.state AS update_state, u.version AS made, v.state AS made_state,
-        c.trained, c.reason, COALESCE(c.at, u.claimed_at) AS at, u.claimed_at,
+        c.trained, c.reason, COALESCE(c.at, u.claimed_at) AS at,
         CAST(u.metrics #>> ARRAY['off_policy_episodes', CAST(p.episode_id AS text)]
             AS double precision) AS effective_sample,
         (SELECT l.group_size FROM updates l WHERE l.policy = p.policy
-            ORDER BY l.claimed_at DESC LIMIT 1) AS group_size
-    FROM episode_policies p
+            ORDER BY l.claimed_at DESC LIMIT 1) AS group_size,
+        (SELECT count(*) FROM episode_policies
+            WHERE policy = p.policy AND task = p.task AND scored_at IS NOT NULL AND {FREE}) AS ready
+    FROM (
+        SELECT *, {HAS_ROLLED_BACK} AS rolled_back, NOT ({NOT_ASIDE}) AS set_aside
+        FROM episode_policies WHERE episode_id = :whole AND policy = :policy) p
         LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
         LEFT JOIN updates u ON u.id = COALESCE(c.update_id, p.claimed_by)
         LEFT JOIN policies v ON (v.name, v.version) = (u.policy, u.version)
-    WHERE p.episode_id = :whole ORDER BY p.policy
-    """
-)
-_WAITS: Final = text(
-    f"""
-    SELECT {HAS_ROLLED_BACK} AS rolled_back, NOT ({NOT_ASIDE}) AS set_aside,
-        (SELECT count(*) FROM episode_policies
-            WHERE policy = :policy AND task = :task AND scored_at IS NOT NULL AND {FREE}) AS ready
-    FROM episode_policies WHERE episode_id = :whole AND policy = :policy
     """
 )
 
@@ -214,27 +150,17 @@ async def episode_detail(
     parts = (await connection.execute(_PARTS, {"whole": whole})).all()
     head = next((part for part in parts if part.root is None), parts[0])
     ids = [part.id for part in parts]
-    first, last = (
-        min(part.first_call_id for part in parts),
-        max(part.last_call_id for part in parts),
-    )
+    first, last = parts[0].first_call_id, max(part.last_call_id for part in parts)
     spans = {"parts": ids, "first": first, "since": since or first, "last": last}
     rows = (await connection.execute(_HEADS, spans)).all()
     events = (await connection.execute(_EVENTS, {"parts": ids})).all()
-    told = tools_of(rows[:MOST_CALLS], events)
-    calls = tuple(
-        _head(
-            row,
-            tool_calls=told.tool_calls.get(row.id, ()),
-            tool_events=told.events.get(row.id, ()),
-            repeated_by=told.repeated_by.get(row.id),
-        )
-        for row in rows[:MOST_CALLS]
-    )
-    fates = (await connection.execute(_FATES, {"whole": whole})).all()
-    trained_at = min((row.claimed_at for row in fates if row.trained), default=None)
-    own = {part.id for part in parts if part.method == OWN_EPISODE}
-    statements = (await connection.execute(_STATEMENTS, {"parts": ids})).all()
+    calls = rows[:MOST_CALLS]
+    statements = await connection.execute(_STATEMENTS, {"parts": ids, "whole": whole})
+    policies = (await connection.execute(_POLICIES, {"whole": whole})).scalars().all()
+    fates = [
+        (await connection.execute(_FATE, {"whole": whole, "policy": policy})).one()
+        for policy in policies
+    ]
     return EpisodeDetail(
         id=whole,
         key=head.key,
@@ -246,50 +172,10 @@ async def episode_detail(
         calls=calls,
         goes_on_from=rows[MOST_CALLS].id if len(rows) > MOST_CALLS else None,
         earlier_calls=await connection.scalar(_BEFORE, spans) or 0 if since else 0,
-        statements=_stated(statements, own, trained_at),
-        # Of a part of the calls it is not known which are nobody's.
-        stray_events=told.events.get(None, ()) if since is None and len(calls) == len(rows) else (),
-        fates=tuple([await _fate(connection, whole, row) for row in fates]),
+        tools=tools_of(calls, events),
+        statements=statements.all(),
+        fates=fates,
     )
-
-
-def _head(row: Row[Any], **tools: Any) -> CallHead:
-    columns = {
-        name: value for name, value in row._mapping.items() if name in CallHead.__struct_fields__
-    }
-    counts = {
-        "prompt_tokens": row.prompt_bytes // ITEM_BYTES,
-        "sampled_tokens": row.sampled_bytes // ITEM_BYTES,
-    }
-    return CallHead(**{**columns, **counts, **tools})
-
-
-def _stated(
-    rows: Sequence[Row[Any]], own: Collection[UUID], trained_at: datetime | None
-) -> tuple[Stated, ...]:
-    """Return statements in the order of their times; `own` are the episodes of a single call."""
-    about = [None if row.episode_id in own else row.call_id for row in rows]
-    newest = {(call, row.metric): row.at for call, row in zip(about, rows, strict=True)}
-    return tuple(
-        Stated(
-            metric=row.metric,
-            value=row.label if row.value is None else row.value,
-            at=row.at,
-            who=row.who,
-            call=call,
-            counts=newest[call, row.metric] == row.at,
-            late=trained_at is not None and row.at > trained_at,
-        )
-        for call, row in zip(about, rows, strict=True)
-    )
-
-
-async def _fate(connection: AsyncConnection, whole: UUID, row: Row[Any]) -> Fate:
-    facts = {name: value for name, value in row._mapping.items() if name in Fate.__struct_fields__}
-    if row.update_id is None:
-        asked = {"whole": whole, "policy": row.policy, "task": row.task}
-        facts |= (await connection.execute(_WAITS, asked)).one()._mapping
-    return Fate(**facts)
 
 
 # The texts of a few calls
@@ -336,41 +222,28 @@ async def _requests(
 ) -> dict[UUID, bytes]:
     """Return the whole requests of these calls: those that can be made, and are not larger."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
-    return dict(whole_requests({row.id: row for row in rows}, wanted))
+    return whole_requests({row.id: row for row in rows}, wanted)
 
 
-def whole_requests(
-    rows: Mapping[UUID, Any], wanted: Collection[UUID]
-) -> Iterator[tuple[UUID, bytes]]:
-    """Yield the whole request of each wanted call that can be made (pure).
+def whole_requests(rows: Mapping[UUID, Any], wanted: Collection[UUID]) -> dict[UUID, bytes]:
+    """Return the whole request of each wanted call that can be made (pure).
 
-    `rows` are those calls, and all that they add to. A request is dropped after its last use.
+    `rows` are those calls, and all that they add to. Each is made of the nearest one before it that
+    is made already; what lies between is not kept.
     """
-    order: dict[UUID, None] = {}
-    for call in wanted:
-        chain: dict[UUID, None] = {}
-        at: UUID | None = call
-        while at is not None and at in rows and at not in chain and at not in order:
-            chain[at] = None
-            at = rows[at].parent_id
-        order |= dict.fromkeys(reversed(chain))
-    uses = Counter(rows[call].parent_id for call in order)
     whole: dict[UUID, bytes] = {}
-    for call in order:
-        row = rows[call]
-        body = row.request
-        if row.parent_id is not None:
-            base = whole.get(row.parent_id)
-            uses[row.parent_id] -= 1
-            if not uses[row.parent_id]:
-                whole.pop(row.parent_id, None)
-            body = _rebuilt(row, base)
-        if body is None:
-            continue
-        if uses[call]:
+    for call in sorted(wanted):
+        chain: dict[UUID, Any] = {}
+        at: UUID | None = call
+        while at is not None and at in rows and at not in whole and at not in chain:
+            chain[at] = rows[at]
+            at = rows[at].parent_id
+        body = None if at is None else whole.get(at)
+        for row in reversed(chain.values()):
+            body = row.request if row.parent_id is None else _rebuilt(row, body)
+        if body is not None:
             whole[call] = body
-        if call in wanted:
-            yield call, body
+    return whole
 
 
 def _rebuilt(row: Any, base: bytes | None) -> bytes | None:
@@ -466,7 +339,7 @@ async def raw_body(
 
 # Those that are compared side by side, and how many calls of each.
 MOST_ATTEMPTS: Final = 16
-FIRST_CALLS: Final = 6
+FIRST_CALLS: Final = 4
 
 _ATTEMPTS: Final = text(
     f"""

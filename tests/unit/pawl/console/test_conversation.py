@@ -8,13 +8,13 @@ import pytest
 from pawl.console.conversation import (
     MOST_MESSAGES,
     MOST_PARTS,
-    Added,
-    Said,
+    Message,
     Space,
-    added,
-    asked_in,
+    Turn,
     reply_in,
+    turn_of,
 )
+from store.read.detail import CallTexts
 
 Words = list[tuple[str, list[tuple[str, str, str]]]]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -22,15 +22,19 @@ USER = {"role": "user", "content": "q"}
 CALL = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 
 
-def words(said: tuple[Said, ...]) -> Words:
-    return [(one.role, [(part.kind, part.title, part.text) for part in one.parts]) for one in said]
+def words(messages: tuple[Message, ...] | None) -> Words:
+    return [
+        (message.role, [(part.kind, part.title, part.text) for part in message.parts])
+        for message in messages or ()
+    ]
 
 
-def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> Added:
-    asked = asked_in(dialect, json.dumps(fields).encode())
-    base = None if before is None else asked_in(dialect, json.dumps(before).encode())
-    assert asked is not None
-    return added(asked, base, reply_in(None if reply is None else json.dumps(reply).encode()))
+def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> Turn:
+    def encoded(body: Any) -> bytes | None:
+        return None if body is None else json.dumps(body).encode()
+
+    base = CallTexts(encoded(before), encoded(reply))
+    return turn_of(dialect, CallTexts(encoded(fields), None), base)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> 
     ],
 )
 def test_request_is_shown_message_by_message(dialect: str, fields: Any, expected: Words) -> None:
-    assert words(asking(dialect, fields).said) == expected
+    assert words(asking(dialect, fields).messages) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,10 @@ def test_request_is_shown_message_by_message(dialect: str, fields: Any, expected
             {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
             [("assistant", [("text", "", "a")])],
         ),
-        ({"error": {"message": "no"}}, [("error", [("other", "", '{"error":{"message":"no"}}')])]),
+        (
+            {"error": {"message": "no"}},
+            [("error", [("other", "", '{"error": {"message": "no"}}')])],
+        ),
     ],
 )
 def test_reply_is_shown_in_every_format(reply: Any, expected: Words) -> None:
@@ -176,9 +183,9 @@ def test_reply_is_shown_in_every_format(reply: Any, expected: Words) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff<script>", b"[1", b"[" * 500 + b"]" * 500])
 def test_reply_that_is_no_json_is_shown_as_text(body: bytes) -> None:
-    [said] = reply_in(body)
-    assert said.parts[0].text == body.decode(errors="replace")
-    assert asked_in("chat", body) is None
+    turn = turn_of("chat", CallTexts(body, body))
+    assert turn.reply[0].parts[0].text == body.decode(errors="replace")
+    assert turn.messages is None
 
 
 def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
@@ -189,10 +196,10 @@ def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
         "chat", {"messages": [SYSTEM, USER, reply, {"role": "user", "content": "r"}]}, before, whole
     )
     assert (more.same, more.left_out, more.repeats_reply) == (2, 0, True)
-    assert words(more.said) == [("user", [("text", "", "r")])]
+    assert words(more.messages) == [("user", [("text", "", "r")])]
     # The agent changed the reply, and then shortened its history.
     edited = asking("chat", {"messages": [SYSTEM, USER, {**reply, "content": "b"}]}, before, whole)
-    assert (edited.same, edited.repeats_reply, len(edited.said)) == (2, False, 1)
+    assert (edited.same, edited.repeats_reply, len(edited.messages)) == (2, False, 1)
     summary = asking(
         "chat", {"messages": [SYSTEM, {"role": "user", "content": "so far: …"}]}, before
     )
@@ -202,14 +209,15 @@ def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
 def test_of_many_messages_the_first_and_the_last_are_shown() -> None:
     many = [{"role": "user", "content": str(number)} for number in range(1000)]
     shown = asking("chat", {"messages": many})
-    assert (len(shown.said), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
-    assert [shown.said[0].parts[0].text, shown.said[-1].parts[0].text] == ["0", "999"]
+    assert (len(shown.messages), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
+    assert [shown.messages[0].parts[0].text, shown.messages[-1].parts[0].text] == ["0", "999"]
 
 
 def test_page_has_room_for_so_many_characters() -> None:
-    said = asking("completions", {"prompt": "x" * 10_000}).said
+    said = asking("completions", {"prompt": "x" * 10_000}).messages
     space = Space(5000, 3000)
-    assert [space.fit(said)[0].parts[0].shown for _ in range(3)] == [3000, 2000, 0]
+    fitted = [list(space.fit(said[0].parts)) for _ in range(3)]
+    assert [shown for [(_, shown)] in fitted] == [3000, 2000, 0]
 
 
 @pytest.mark.parametrize(
@@ -220,28 +228,28 @@ def test_page_has_room_for_so_many_characters() -> None:
     ],
 )
 def test_of_many_parts_of_a_message_the_first_are_shown(message: Any) -> None:
-    [said] = asking("chat", {"messages": [message]}).said
+    [said] = asking("chat", {"messages": [message]}).messages
     assert len(said.parts) == MOST_PARTS + 1
-    assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "49,800 are not shown")
+    assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "what follows is not shown")
 
 
 @pytest.mark.parametrize("reply", [{"choices": [{"text": "a"}] * 1000}, {"output": [{}] * 1000}])
 def test_of_many_messages_of_a_reply_the_first_are_shown(reply: Any) -> None:
     said = reply_in(json.dumps(reply).encode())
     assert len(said) == MOST_MESSAGES + 1
-    assert said[-1].parts[0].title == "960 are not shown"
+    assert said[-1].parts[0].title == "what follows is not shown"
 
 
 def test_nested_parts_are_as_many_as_those_of_one_list() -> None:
     nested: list[Any] = [{"content": [{"content": [{}] * 100}] * 100}] * 10
-    [said] = asking("chat", {"messages": [{"role": "user", "content": nested}]}).said
-    assert len(said.parts) == MOST_PARTS + 2
-    assert said.parts[-1].title == "others are not shown"
+    [said] = asking("chat", {"messages": [{"role": "user", "content": nested}]}).messages
+    assert len(said.parts) == MOST_PARTS + 1
+    assert said.parts[-1].title == "what follows is not shown"
 
 
 def test_page_has_room_for_so_many_parts() -> None:
-    said = asking("chat", {"messages": [{"role": "user", "content": [{}] * 10}]}).said
+    said = asking("chat", {"messages": [{"role": "user", "content": [{}] * 10}]}).messages
     space = Space(5000, 3000, parts=15)
-    fitted = [space.fit(said)[0].parts for _ in range(3)]
+    fitted = [list(space.fit(said[0].parts)) for _ in range(3)]
     assert [len(parts) for parts in fitted] == [10, 6, 1]
-    assert fitted[1][-1].title == "5 are not shown"
+    assert fitted[1][-1][0].title == "what follows is not shown"

@@ -7,33 +7,37 @@ from uuid import UUID
 
 import pytest
 
-from pawl.console.conversation import Part, Said
-from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, waits_for
-from pawl.console.group import Message, parting_of
-from pawl.console.worth import Worth
-from store.read.detail import CallHead, EpisodeDetail, Fate, Stated, whole_requests
+from pawl.console.conversation import Message, Part
+from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, numbers_of, waits_for
+from pawl.console.group import Spoken, parting_of
+from pawl.console.worth import ranges_of
+from store.read.assembly import Told
+from store.read.detail import EpisodeDetail, whole_requests
 from store.values.packing import delta
 from tests.support.records import tool_event
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 
 
-def head(number: int, **changes: Any) -> CallHead:
-    facts: dict[str, Any] = dict.fromkeys(CallHead.__struct_fields__)
-    facts |= {
+def head(number: int, **changes: Any) -> SimpleNamespace:
+    facts: dict[str, Any] = {
         "id": UUID(int=number),
         "agent": "a",
-        "dialect": "chat",
         "status": "complete",
         "http_status": 200,
         "trainable": True,
+        "reason": None,
         "started_at": NOW + timedelta(seconds=number),
         "total_ms": 1000.0,
         "sampled_tokens": 3,
-        "tool_calls": (),
-        "tool_events": (),
     }
-    return CallHead(**facts | changes)
+    return SimpleNamespace(**facts | changes)
+
+
+def recorded(calls: list[Any], statements: list[Any] = [], **changes: Any) -> EpisodeDetail:  # noqa: B006
+    facts: dict[str, Any] = dict.fromkeys(EpisodeDetail.__struct_fields__)
+    facts |= {"calls": calls, "statements": statements, "tools": Told({}, {}, {})}
+    return EpisodeDetail(**facts | {"earlier_calls": 0, "split": "train", "task": "t"} | changes)
 
 
 def test_agents_have_lanes_on_one_time_axis() -> None:
@@ -41,37 +45,32 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
         head(0),
         head(1, agent="b", trainable=False, reason="greedy"),
         head(2, status="client_gone"),
-        head(3, repeated_by=UUID(int=9)),
+        head(3),
     ]
-    said = Stated(
-        metric="reward",
-        value=1.0,
-        at=NOW + timedelta(days=1),
-        who=None,
-        call=None,
-        counts=True,
-        late=False,
-    )
-    lanes = lanes_of(calls, [said], earlier=10)
+    said = SimpleNamespace(metric="reward", value=1.0, label=None, at=NOW + timedelta(days=1))
+    tools = Told({}, {}, {UUID(int=3): UUID(int=9)})
+    lanes = lanes_of(recorded(calls, [said], tools=tools, earlier_calls=10))
     assert {
-        name: [(mark.x, mark.width, mark.look, mark.number) for mark in marks]
+        name: [(mark.x, mark.width, mark.look, mark.title.split(",")[0]) for mark in marks]
         for name, marks in lanes.lanes
     } == {
-        "a": [(0.0, 25.0, "good", 11), (50.0, 25.0, "bad", 13), (75.0, 25.0, "again", 14)],
-        "b": [(25.0, 25.0, "plain", 12)],
-        "feedback": [(100.0, 0.0, "said", None)],
+        "a": [
+            (0.0, 25.0, "good", "call 11"),
+            (50.0, 25.0, "bad", "call 13"),
+            (75.0, 25.0, "again", "call 14"),
+        ],
+        "b": [(25.0, 25.0, "plain", "call 12")],
+        "feedback": [(100.0, 0.0, "said", "reward = 1.0")],
     }
-    assert lanes.ticks[-1] == (100.0, 4.0)
-    many = lanes_of([head(number, agent=f"agent {number}") for number in range(50)], [])
+    assert lanes.seconds == 4.0
+    many = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
     assert [len(many.lanes), many.lanes[-1][0]] == [MOST_LANES + 1, "(others)"]
 
 
 def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
-    said = Stated(
-        metric="m" * 999, value="v" * 999, at=NOW, who=None, call=None, counts=True, late=False
-    )
-    called = head(0, tool_events=tuple(tool_event("ok", str(n)) for n in range(99)))
-    lanes = lanes_of([called] * 10, [said] * 1000)
+    said = SimpleNamespace(metric="m" * 999, value=None, label="v" * 999, at=NOW)
+    events = {UUID(int=0): tuple(tool_event("ok", str(n)) for n in range(99))}
+    lanes = lanes_of(recorded([head(0)] * 10, [said] * 1000, tools=Told({}, events, {})))
     marks = [mark for _, own in lanes.lanes for mark in own]
     assert len(marks) == 10 + 2 * MOST_MARKS
     assert lanes.more == 990 + 1000 - 2 * MOST_MARKS
@@ -95,20 +94,17 @@ def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
     ],
 )
 def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any], why: str) -> None:
-    known: dict[str, Any] = dict.fromkeys(Fate.__struct_fields__)
-    own: dict[str, Any] = dict.fromkeys(EpisodeDetail.__struct_fields__)
-    own |= {"split": "train", "task": "t"}
-    said = waits_for(Fate(**known | {"scored": True} | fate), EpisodeDetail(**own | episode))
+    facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside", "group_size", "ready")
+    known: dict[str, Any] = dict.fromkeys(facts) | {"scored": True} | fate
+    said: Any = waits_for(SimpleNamespace(**known), recorded([], **episode))
     assert why in said
     assert bool(said) is bool(why)
 
 
-def said(*texts: str) -> list[Message]:
+def said(*texts: str) -> list[Spoken]:
     return [
-        Message(
-            call=1, is_reply=False, said=Said(role="user", parts=(Part(kind="text", text=one),))
-        )
-        for one in texts
+        Spoken(1, False, Message(role="user", parts=(Part(kind="text", text=text),)))
+        for text in texts
     ]
 
 
@@ -147,21 +143,14 @@ def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() 
         parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
     )
     wanted = [UUID(int=4), UUID(int=5), UUID(int=2)]
-    assert dict(whole_requests(rows, wanted)) == {
-        one: bodies[one] for one in (wanted[0], wanted[2])
-    }
+    assert whole_requests(rows, wanted) == {one: bodies[one] for one in (wanted[0], wanted[2])}
 
 
-@pytest.mark.parametrize(
-    ("calls", "count", "numbers"),
-    [
-        ((1, 2, 3, 7), 4, "1 to 3, 7"),
-        ((999,), 3, "999, 2 after the first 1,000"),
-        ((), 1, "1 after the first 1,000"),
-    ],
-)
-def test_calls_after_those_that_are_read_have_no_number(
-    calls: tuple[int, ...], count: int, numbers: str
-) -> None:
-    weights = (0.5,) * count
-    assert Worth(calls=calls, weights=weights, reason=None, share="", steps=()).numbers == numbers
+def test_numbers_that_follow_each_other_are_a_range() -> None:
+    assert [ranges_of(numbers) for numbers in ((1, 2, 3, 7), (9,), ())] == ["1 to 3, 7", "9", ""]
+
+
+def test_repeated_call_does_not_count() -> None:
+    tools = Told({}, {}, {UUID(int=1): UUID(int=2)})
+    episode = recorded([head(number) for number in range(4)], tools=tools, earlier_calls=10)
+    assert [*numbers_of(episode).values()] == [11, 12, 12, 13]
