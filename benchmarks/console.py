@@ -106,8 +106,7 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
     ]
     return {
         "overview": [f"/?days={days}" for days in (1, 7, 30)],
-        "overview's rewards": [f"/overview/rewards?days={days}" for days in (1, 7, 30)],
-        "overview's traffic": [f"/overview/calls?days={days}" for days in (1, 7, 30)],
+        "overview's figures": [f"/overview/figures?days={days}" for days in (1, 7, 30)],
         "episodes": [f"/episodes?{one}" for one in filters],
         "episodes' counts": [f"/episodes/counts?{one}" for one in filters],
         "episode": [f"/episodes/{row['id']}" for row in some],

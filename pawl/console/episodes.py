@@ -1,101 +1,120 @@
-"""The screen Episodes: a list that follows what happens, by the filter that all views share."""
+"""The screen Episodes: a list that follows what happens, by the filter that its address carries."""
 
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
-from uuid import UUID
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, get_args
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.filters import STATES
-from pawl.console.pages import Refusal, filter_of, fragment, page, reading, viewer
+from pawl.console.pages import Refusal, fragment, page, reading, uuid_in, viewer
 from store.ids import time_of
 from store.read.browsing import (
+    LONGEST_NAME,
     MOST_CALLS,
-    EpisodeCounts,
-    EpisodePage,
+    EpisodeFilter,
+    State,
     browse,
     count_episodes,
 )
+from store.records import SPLITS
 
 TITLE: Final = "Episodes"
 # How long to look for what a filter chooses; longer for whoever asks to look further.
-LOOK_S: Final = 0.12
+LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0
+STATES: Final[tuple[State, ...]] = get_args(State)
+
+
+def _time(text: str) -> datetime:
+    """Read a time; one without a zone is UTC's: the server does not know the viewer's."""
+    moment = datetime.fromisoformat(text)
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    if not datetime(1970, 1, 1, tzinfo=UTC) <= moment < datetime(9999, 1, 1, tzinfo=UTC):
+        raise ValueError("no id is of this time")
+    return moment
+
+
+# By what a field of an address is read, and how to write it. Those not in `READERS` are names.
+Reader = tuple[Callable[[str], Any], str]
+NAME: Final[Reader] = (str, f"at most {LONGEST_NAME} characters, without U+0000")
+REWARD: Final[Reader] = (float, "a number, such as 0.5")
+TIME: Final[Reader] = (_time, "a time from 1970 on, such as 2026-11-26T12:00")
+READERS: Final[Mapping[str, Reader]] = {
+    "version": (int, "the number of a version, such as 3"),
+    "split": (str, f"one of {', '.join(SPLITS)}"),
+    "state": (str, f"one of {', '.join(STATES)}"),
+    "low": REWARD,
+    "high": REWARD,
+    "since": TIME,
+    "until": TIME,
+}
+
+
+class Filter(EpisodeFilter, frozen=True, kw_only=True):
+    """Choose episodes as an address does, such as `?policy=m&state=scored&low=0.5`."""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> "Filter":
+        """Read the filter in an address; other parameters are ignored, and so are empty ones.
+
+        Raises:
+            Refusal: a field cannot be used; it says how to write it.
+        """
+        values = {}
+        for field in msgspec.structs.fields(cls):
+            read, how = READERS.get(field.name, NAME)
+            if text := parameters.get(field.name, "").strip():
+                try:
+                    values[field.name] = msgspec.convert(read(text), field.type)
+                except (ValueError, msgspec.ValidationError) as error:
+                    title = "This filter cannot be used"
+                    raise Refusal(400, title, f"{field.name}: write {how}.") from error
+        return cls(**values)
+
+    def query(self, **changes: Any) -> dict[str, str]:
+        """Return the parameters of an address with this filter, or with other values of fields.
+
+        None takes a field out.
+        """
+        values = msgspec.to_builtins(self) | changes
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 async def episodes(request: Request) -> Response:
     """Show the newest episodes of a filter, or those before another."""
-    shown = await _shown(request)
-    return page(request, "episodes.html", states=STATES, **shown)
-
-
-async def rows(request: Request) -> Response:
-    """Return the list alone, for a page that follows what happens."""
-    return fragment(request, "episodes_list.html", **await _shown(request))
-
-
-async def _shown(request: Request) -> dict[str, Any]:
-    chosen = filter_of(request)
-    before = request.query_params.get("before")
-    try:
-        last = UUID(before) if before else None
-    except ValueError as error:
-        raise Refusal(
-            400, "There is no such part of the list", "before: write the id of an episode."
-        ) from error
-    further = "further" in request.query_params
+    chosen = Filter.of(request.query_params)
+    before = uuid_in(request.query_params.get("before"))
+    if before is None and "before" in request.query_params:
+        title = "There is no such part of the list"
+        raise Refusal(400, title, "before: write the id of an episode.")
+    within_s = LOOK_FURTHER_S if "further" in request.query_params else LOOK_S
     async with reading(request) as connection:
-        found: EpisodePage = await browse(
-            connection,
-            chosen,
-            viewer(request).tenant,
-            before=last,
-            within_s=LOOK_FURTHER_S if further else LOOK_S,
-        )
-    return {
-        "chosen": chosen,
-        "found": found,
-        "before": last,
-        "most_calls": MOST_CALLS,
-        "looked_to": time_of(found.goes_on_before) if found.goes_on_before else None,
-    }
-
-
-class Bar(NamedTuple):
-    """Describe a bar of the histogram: its range of rewards, and the episodes in it."""
-
-    low: float
-    high: float
-    episodes: int
+        tenant = viewer(request).tenant
+        listed = await browse(connection, chosen, tenant, before=before, within_s=within_s)
+    return page(
+        request,
+        "episodes.html",
+        states=STATES,
+        chosen=chosen,
+        listed=listed,
+        before=before,
+        most_calls=MOST_CALLS,
+        looked_to=time_of(listed.goes_on_before) if listed.goes_on_before else None,
+    )
 
 
 async def counts(request: Request) -> Response:
     """Return how many episodes are in which state, and how their rewards are distributed."""
-    chosen = filter_of(request)
+    chosen = Filter.of(request.query_params)
     async with reading(request) as connection:
         counted = await count_episodes(connection, chosen, viewer(request).tenant)
-    return fragment(
-        request,
-        "episodes_counts.html",
-        chosen=chosen,
-        counted=counted,
-        bars=list(_bars(counted)),
-        states=[state for state in STATES if state in counted.states],
-    )
-
-
-def _bars(counted: EpisodeCounts) -> Iterator[Bar]:
-    width = (counted.high - counted.low) / len(counted.bars)
-    for place, number in enumerate(counted.bars):
-        # Sums of floats end in digits that no address should have.
-        low, high = (float(f"{counted.low + width * at:.9g}") for at in (place, place + 1))
-        yield Bar(low, high, number)
+    return fragment(request, "episodes_counts.html", chosen=chosen, counted=counted, states=STATES)
 
 
 ROUTES: Final = [
     Route("/episodes", episodes, name="episodes"),
-    Route("/episodes/rows", rows, name="episodes_rows"),
     Route("/episodes/counts", counts, name="episodes_counts"),
 ]

@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from pawl.console.filters import BadFilter, Filter
 from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
 from store.database import make_engine
@@ -190,18 +189,6 @@ async def form(request: Request) -> dict[str, str]:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, errors="strict"))
     except ValueError as error:
         raise Refusal(400, "The form cannot be read", "Send it as UTF-8.") from error
-
-
-def filter_of(request: Request) -> Filter:
-    """Return the filter in a request's address.
-
-    Raises:
-        Refusal: a field of it cannot be used.
-    """
-    try:
-        return Filter.of(request.query_params)
-    except BadFilter as error:
-        raise Refusal(400, "This filter cannot be used", f"{error}.") from error
 
 
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.read.browsing import calls_of
+from store.read.browsing import newest_of
 from store.records import EVAL, OWN_EPISODE, Record, Split
 from store.schema.tables import SPLIT
 
@@ -28,7 +28,7 @@ OVER: Final = timedelta(minutes=10)
 _CALLS: Final = f"""
     WITH newest AS MATERIALIZED (
         SELECT t.policy, t.served_model, t.reason, t.http_status, t.split, t.started_at
-        FROM {{calls}} WHERE t.id >= :first ORDER BY t.id DESC LIMIT :most)
+        {{calls}})
     SELECT n.policy, CASE WHEN n.policy IS NULL THEN n.served_model END AS model, n.reason,
         n.http_status, n.split, count(*) AS calls, min(n.started_at) AS first_at,
         max(n.started_at) AS last_at
@@ -166,9 +166,8 @@ async def newest_calls(
 
     With `tenant` they are those of this tenant's newest episodes.
     """
-    calls, own = calls_of(tenant, now - WINDOW)
-    values = {"first": lowest_id_at(now - WINDOW), "most": MOST_CALLS, **own}
-    rows = await connection.execute(text(_CALLS.format(calls=calls)), values)
+    sql, values = newest_of(tenant, now - WINDOW, MOST_CALLS)
+    rows = await connection.execute(text(_CALLS.format(calls=sql)), values)
     return [CallKind(**row._mapping) for row in rows]
 
 

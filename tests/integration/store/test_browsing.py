@@ -1,20 +1,23 @@
 """What a filter chooses, a part at a time; what is counted of it, and of the last days."""
 
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.claim_query import ClaimRule
 from store.read import browsing, health
 from store.read.browsing import (
+    PARTS,
     EpisodeFilter,
     EpisodePage,
+    Rows,
     browse,
     count_episodes,
-    figures,
+    outcomes,
     traffic,
     waiting,
 )
@@ -62,6 +65,22 @@ async def found(engine: AsyncEngine, tenant: str | None = None, **chosen: Any) -
     return "".join(line.key[-1] for line in page.lines)
 
 
+def calls_in(rows: Rows) -> int:
+    """All calls of the time."""
+    return sum(row.calls for row in rows if row.part is not None)
+
+
+async def fates(
+    connection: AsyncConnection, tenant: str | None, since: datetime
+) -> dict[tuple[str, str], int]:
+    """How many episodes of each policy are in each state, for whatever reasons."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for row in (await outcomes(connection, tenant, since))[0]:
+        if row.state is not None:
+            counts[row.policy, row.state] += row.episodes
+    return counts
+
+
 @pytest.mark.parametrize(
     ("chosen", "names"),
     [
@@ -101,8 +120,8 @@ async def test_tenant_sees_its_own_episodes_alone(ledger: AsyncEngine) -> None:
         counts = await count_episodes(connection, EpisodeFilter(), "acme")
         assert counts.states == {"unscored": 1}
         since = NOW - timedelta(days=1)
-        assert (await traffic(connection, "acme", since)).calls == 1
-        assert [f.episodes for f in (await figures(connection, "acme", since)).fates] == [1]
+        assert calls_in(await traffic(connection, "acme", since)) == 1
+        assert await fates(connection, "acme", since) == {("m", "unscored"): 1}
         assert await waiting(connection, "acme") == []
 
 
@@ -114,13 +133,12 @@ async def test_tenant_beside_a_busy_one_sees_its_own_newest(
     monkeypatch.setattr(health, "MOST_CALLS", 1)
     since = NOW - timedelta(days=1)
     async with ledger.connect() as connection:
-        assert (await traffic(connection, "acme", since)).calls == 1
-        assert [f.episodes for f in (await figures(connection, "acme", since)).fates] == [1]
+        assert calls_in(await traffic(connection, "acme", since)) == 1
+        assert await fates(connection, "acme", since) == {("m", "unscored"): 1}
         assert (await count_episodes(connection, EpisodeFilter(), "acme")).looked_at == 1
         assert [kind.calls for kind in await health.newest_calls(connection, NOW, "acme")] == [1]
         monkeypatch.setattr(browsing, "MOST_OWN", 1)
-        busy = await traffic(connection, "default", since)
-    assert (busy.calls, busy.is_cut) == (1, True)
+        assert calls_in(await traffic(connection, "default", since)) == 1
 
 
 async def test_rewards_are_without_quarantined_episodes_as_gates_read_them(
@@ -130,8 +148,8 @@ async def test_rewards_are_without_quarantined_episodes_as_gates_read_them(
         await connection.execute(
             text("UPDATE episodes SET quarantined_reason = 'lost' WHERE key = 'c'")
         )
-        outcome = await figures(connection, None, NOW - timedelta(days=1))
-    [zero] = [one for one in outcome.by_version if (one.split, one.version) == ("train", 0)]
+        rows, _ = await outcomes(connection, None, NOW - timedelta(days=1))
+    [zero] = [row for row in rows if (row.split, row.version) == ("train", 0)]
     assert (zero.scored, zero.mean) == (1, 1.0)
 
 
@@ -180,14 +198,27 @@ async def test_overview_counts_calls_rewards_and_what_became_of_episodes(
     since = datetime.now(UTC) - timedelta(days=1)
     async with ledger.connect() as connection:
         calls = await traffic(connection, None, since)
-        outcome = await figures(connection, None, since)
-    assert (calls.calls, calls.trainable, calls.reasons) == (8, 7, {"greedy": 1})
-    assert sum(number for number, _ in calls.parts) == 8
-    by_version = {(one.policy, one.split, one.version): one for one in outcome.by_version}
+        rows, cut_at = await outcomes(connection, None, since)
+        by_state = await fates(connection, None, since)
+    assert calls_in(calls) == 8
+    assert {row.reason: row.calls for row in calls if row.part is None} == {None: 7, "greedy": 1}
+    by_version = {
+        (row.policy, row.split, row.version): row for row in rows if row.version is not None
+    }
     zero = by_version["m", "train", 0]
-    assert (zero.episodes, zero.scored, zero.mean, zero.graded) == (5, 2, -0.5, True)
+    assert (zero.episodes, zero.scored, zero.mean, zero.zero_or_one) == (5, 2, -0.5, False)
     assert by_version["other", "train", 2].mean == 1.0
     assert by_version["m", "eval", 0].mean == 0.5
-    fates = {(one.policy, one.state): one.episodes for one in outcome.fates}
-    assert fates["m", "trained"] == 2
-    assert fates["other", "scored"] == 1
+    assert (by_state["m", "trained"], by_state["other", "scored"], cut_at) == (2, 1, None)
+
+
+async def test_time_that_is_shown_begins_with_what_is_first_in_it(ledger: AsyncEngine) -> None:
+    async with ledger.connect() as connection:
+        calls = await traffic(connection, None, NOW - timedelta(days=7))
+        rows, _ = await outcomes(connection, None, NOW - timedelta(days=7))
+    parts = [row.part for row in calls if row.part is not None]
+    assert len(parts) == PARTS
+    begins = (parts[0], min(row.part for row in rows if row.part is not None))
+    assert all(
+        timedelta() <= one - (NOW - timedelta(hours=6)) < timedelta(minutes=9) for one in begins
+    )

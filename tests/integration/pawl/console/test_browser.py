@@ -12,10 +12,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.ledger import LONG_RUN, fill
-from pawl.console.filters import FIELDS
 from pawl.console.pages import LARGEST_PAGE
 from store.embedded import EmbeddedPostgres
 from store.keys import create_key
+from store.read.browsing import EpisodeFilter
 from tests.conftest import Psql, database_of
 from tests.integration.conftest import Proxy
 from tests.integration.pawl.console.conftest import OpenConsole
@@ -111,7 +111,8 @@ async def test_hostile_texts_are_shown_as_text_and_do_nothing(
     lists = ["/", "/episodes", "/versions?policy=m", "/versions/m/0", "/updates", "/review"]
     paths = [f"/episodes/{row.id}" for row in rows] + [f"/updates/{one}" for one in updates]
     paths += [f"/groups?policy=m&task={quote(row.task)}" for row in rows[::10]]
-    paths += [f"/episodes?{name}={quote(row.task)}" for row in rows[::20] for name in FIELDS]
+    fields = EpisodeFilter.__struct_fields__
+    paths += [f"/episodes?{name}={quote(row.task)}" for row in rows[::20] for name in fields]
     wrong: dict[str, list[str]] = {}
     async with open_console() as console, view(browser, console.address, NARROW) as tab:
         for path in (*lists, *paths):

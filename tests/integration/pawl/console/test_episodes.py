@@ -13,7 +13,7 @@ from tests.integration.pawl.console.conftest import Pages
 from tests.support.records import ago, call, reward
 
 HOSTILE = "<script>alert(1)</script>\u202e"
-PARTS = ("/", "/overview/calls", "/overview/rewards", "/overview/doctor", "/episodes/counts")
+PARTS = ("/", "/overview/figures", "/overview/doctor", "/episodes/counts")
 
 
 async def shown(console: Pages, path: str, headers: dict[str, str] | None = None) -> str:
@@ -27,7 +27,7 @@ def links(page: str) -> list[str]:
 
 
 async def test_empty_database_says_what_to_do_first(console: Pages) -> None:
-    assert "OPENAI_BASE_URL" in await shown(console, "/overview/rewards")
+    assert "OPENAI_BASE_URL" in await shown(console, "/overview/figures")
     assert "OPENAI_BASE_URL" in await shown(console, "/episodes")
     for path in PARTS:
         await shown(console, path)
@@ -73,15 +73,31 @@ async def test_names_of_agents_are_shown_as_text_and_carried_by_addresses(
         [link] = {one for one in links(page) if f"?{name}" in one}
         assert ">e<" in await shown(console, link)
     assert ">e<" not in await shown(console, "/episodes?agent=nobody")
-    assert "&lt;script&gt;" in await shown(console, "/overview/rewards")
+    assert "&lt;script&gt;" in await shown(console, "/overview/figures")
+
+
+async def test_overview_shows_rewards_of_a_version_live_and_held_out_with_intervals(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    held_out = [call("e", task="eval/1", split="eval"), reward(0.25, episode="e")]
+    scores = [("a", 1.0), ("b", 0.0), ("c", 1.0)]
+    live = [(call(key), reward(value, episode=key)) for key, value in scores]
+    await Ingester().store(engine, [*(one for pair in live for one in pair), *held_out, call("d")])
+    page = await shown(console, "/overview/figures")
+    # Wilson's interval of two in three, and one value that has none.
+    for text in ('0.667</b> <span class="dim">0.208 to 0.939<', "3 of 4 episodes"):
+        assert text in page
+    for text in ('0.250</b> <span class="dim">0.250 to 0.250<', "1 of 1 episodes"):
+        assert text in page
+    assert "5 episodes, 0 % trained" in page
 
 
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("low=x", "low: &#39;x&#39; is no number; write one such as 0.5."),
+        ("low=x", "low: write a number, such as 0.5."),
         ("before=x", "before: write the id of an episode."),
-        ("policy=%FF%00", "policy: leave out the character U+0000."),
+        ("policy=%FF%00", "policy: write at most 512 characters, without U+0000."),
     ],
 )
 async def test_filter_that_cannot_be_used_is_a_page_that_names_the_field(

@@ -5,7 +5,8 @@ from urllib.parse import parse_qsl, urlencode
 
 import pytest
 
-from pawl.console.filters import BadFilter, Filter
+from pawl.console.episodes import Filter
+from pawl.console.pages import Refusal
 
 
 def test_filter_is_read_back_from_its_address() -> None:
@@ -33,22 +34,28 @@ def test_filter_is_read_back_from_its_address() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"version": "three"}, "version: 'three' is no version"),
+        ({"version": "three"}, "version: write the number of a version, such as 3"),
         ({"version": "99999999999"}, "version"),
-        ({"low": "nan"}, "low: 'nan' is no number"),
+        ({"version": "-1"}, "version"),
+        ({"low": "nan"}, "low: write a number, such as 0.5"),
         ({"high": "inf"}, "high"),
-        ({"low": "1", "high": "0"}, "low: write a number that is no greater than high"),
-        ({"since": "yesterday"}, "since: 'yesterday' is no time"),
+        ({"high": "1e400"}, "high"),
+        ({"since": "yesterday"}, "since: write a time from 1970 on, such as 2026-11-26T12:00"),
         ({"until": "0001-01-01"}, "until: write a time from 1970 on"),
-        ({"state": "lost"}, "state: 'lost' is unknown; write one of open, "),
+        ({"since": "1970-01-01T00:00+12:00"}, "since"),
+        ({"state": "lost"}, "state: write one of open, "),
         ({"split": "test"}, "split"),
         ({"policy": "m" * 600}, "policy: write at most 512 characters"),
-        ({"text": "a\0b"}, "text: leave out the character"),
+        ({"text": "a\0b"}, "text: write at most 512 characters, without U+0000"),
     ],
 )
 def test_field_that_cannot_be_used_is_named_with_the_remedy(
     given: dict[str, str], said: str
 ) -> None:
-    with pytest.raises(BadFilter) as refused:
+    with pytest.raises(Refusal) as refused:
         Filter.of(given)
-    assert str(refused.value).startswith(said)
+    assert (refused.value.status_code, refused.value.detail[: len(said)]) == (400, said)
+
+
+def test_time_without_a_zone_is_of_utc() -> None:
+    assert Filter.of({"since": "2026-11-26T12:00"}).since == datetime(2026, 11, 26, 12, tzinfo=UTC)
