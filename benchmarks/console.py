@@ -3,6 +3,7 @@
 Each page is asked for with many filters, places and episodes: the 95th percentile. Then streams
 run through a proxy on the same database, in turns with nobody at the console and with two people
 who ask for one page after another: the 99th percentile of a first chunk, and of a chunk's delay.
+Proxy, PostgreSQL and console share the cores as the kernel likes, as on a user's machine.
 Making the ledger takes two minutes and 3 GB; `--ledger FOLDER` keeps it for the next time.
 """
 
@@ -28,7 +29,7 @@ from rich.console import Console
 
 from benchmarks.ledger import LONG_RUN, POLICIES, VERSIONS, fill
 from benchmarks.proxy.__main__ import INTERVAL_S, load_streams, work_folder
-from benchmarks.proxy.peers import LOAD_CORE, MEASURED_CORE, Running
+from benchmarks.proxy.peers import LOAD_CORE, Running
 from benchmarks.proxy.streams import Plan
 from benchmarks.report import Bar, Rows, bars_table, number, percentile
 from benchmarks.stack import answers, free_port, on_core, running, running_proxy, wait_for
@@ -88,8 +89,12 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         if await connection.fetchval("SELECT to_regclass('episodes')") is None:
             await fill(url, say=console.print)
         some = await connection.fetch(
-            "SELECT id, task, policy, (SELECT update_id FROM consumptions WHERE episode_id = e.id"
-            " LIMIT 1) AS update_id FROM episodes e TABLESAMPLE SYSTEM (2) LIMIT 200"
+            "SELECT id, task, policy FROM episodes TABLESAMPLE SYSTEM (2) LIMIT 200"
+        )
+        trained = await connection.fetch(
+            "SELECT p.episode_id, p.policy, p.task, u.id FROM updates u CROSS JOIN LATERAL"
+            " (SELECT * FROM episode_policies WHERE claimed_by = u.id LIMIT 3) p"
+            " WHERE u.state = 'done'"
         )
         long_run = await connection.fetchval("SELECT id FROM episodes WHERE key = $1", LONG_RUN)
         updates = await connection.fetch("SELECT id FROM updates")
@@ -111,12 +116,11 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         "episodes' counts": [f"/episodes/counts?{one}" for one in filters],
         "episode": [f"/episodes/{row['id']}" for row in some],
         "episode of 200 calls": [f"/episodes/{long_run}"],
-        "credit": [
-            f"/updates/{row['update_id']}/credit?episode={row['id']}"
-            for row in some
-            if row["update_id"] is not None
+        "credit": [f"/updates/{row['id']}/credit?episode={row['episode_id']}" for row in trained],
+        "group": [
+            f"/groups?policy={row['policy']}&task={quote(row['task'])}&update={row['id']}"
+            for row in trained
         ],
-        "group": [f"/groups?{one}" for one in tasks],
         "versions": ["/versions", *(f"/versions?policy={policy}" for policy in POLICIES)],
         "version": [f"/versions/{one}" for one in versions],
         "updates": ["/updates", *(f"/updates?policy={policy}" for policy in POLICIES)],
@@ -133,7 +137,7 @@ def everything(folder: Path) -> Iterator[tuple[Running, str]]:
     with work_folder() as logs, running(server, logs / "model.log", {}, LOAD_CORE) as model:
         models = f"http://127.0.0.1:{upstream}/v1/models"
         wait_for(lambda: answers(models), model, logs / "model.log")
-        with running_proxy(folder, upstream, core=MEASURED_CORE) as proxy:
+        with running_proxy(folder, upstream) as proxy:
             environment = {
                 "DATABASE_URL": proxy.database_url,
                 "PAWL_CONSOLE_LISTEN": f"127.0.0.1:{port}",

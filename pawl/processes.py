@@ -4,10 +4,12 @@ import asyncio
 import atexit
 import ctypes
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -30,6 +32,19 @@ def showing_gpus(gpus: Sequence[int]) -> dict[str, str]:
         return {}
     # CUDA's own order is by speed.
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+
+
+def yield_cores(niceness: int = 10) -> None:
+    """Let other processes have the cores first, where there are not enough of them.
+
+    Linux shares cores among sessions before it looks at a process (`sched_autogroup`, see
+    sched(7)), so a session of one's own steps back as a whole.
+    """
+    os.nice(niceness)
+    if os.getsid(0) == os.getpid():
+        # Kernels without it have no such file.
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:

@@ -42,7 +42,7 @@ from pawl.console import (
 )
 from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
-from pawl.processes import stop_event
+from pawl.processes import stop_event, yield_cores
 from pawl.settings import ConsoleSettings
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
@@ -87,6 +87,8 @@ async def run(settings: ConsoleSettings) -> None:
     Raises:
         OSError: its port cannot be listened on.
     """
+    # Agents wait for the proxy; who looks can wait a little.
+    yield_cores()
     stop = stop_event()
     async with contextlib.AsyncExitStack() as exits:
         if settings.database_url is not None:
