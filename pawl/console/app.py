@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Final
@@ -47,7 +47,6 @@ from pawl.settings import ConsoleSettings
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
-from proxy.settings import Access
 from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
 from store.grants import MARK, SCOPES
 from store.keys import key_ring
@@ -127,7 +126,8 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
             timeout_graceful_shutdown=STOP_S,
             limit_concurrency=MOST_AT_ONCE,
         )
-        server = _Server(config)
+        # It ends at SIGTERM and SIGINT by itself, too, and then raises them again.
+        server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="console")
         try:
             bound = listener.getsockname()[1]
@@ -160,15 +160,6 @@ class _Protocol(H11Protocol):
     def _unset_keepalive_if_required(self) -> None:
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             super()._unset_keepalive_if_required()
-
-
-class _Server(uvicorn.Server):
-    """Leave signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
 
 
 def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
@@ -207,20 +198,18 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ConsoleSettings) -> None:
         """Store the settings, by which a request is let in."""
         self._app = app
-        self._prefix = settings.console_prefix
-        self._access: Access = settings.access
-        self._host = address(settings.console_listen)[0]
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return
         # A proxy in front may have removed the prefix, or not.
-        path = scope["path"]
-        inner = path.removeprefix(self._prefix)
+        path, prefix = scope["path"], self._settings.console_prefix
+        inner = path.removeprefix(prefix)
         if path != inner and not inner.startswith("/"):
             inner = "/"
-        scope.update(path=self._prefix + inner, root_path=self._prefix)
+        scope.update(path=prefix + inner, root_path=prefix)
         request = Request(scope, receive)
         started = False
 
@@ -264,7 +253,7 @@ class Guard:
             key = request.cookies.get(COOKIE, "").encode() or key
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
         local = is_loopback(request.scope.get("client")) and not relayed
-        gate = Gate(self._access)
+        gate = Gate(self._settings.access)
         async with console_of(request).engine.connect() as connection:
             gate.take(await key_ring(connection))
         grant = gate.check(Shown(key, relayed), "read", local=local)
@@ -286,7 +275,8 @@ class Guard:
         a server in front, which need not say that it relays.
         """
         host = urlsplit("//" + request.headers.get("host", "")).hostname or "."
-        is_own = host == self._host or host.endswith(".localhost") or is_loopback((host,))
+        listens_on, _ = address(self._settings.console_listen)
+        is_own = host == listens_on or host.endswith(".localhost") or is_loopback((host,))
         if ("." in host or ":" in host) and not is_own:
             raise Refusal(
                 403,

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import Refusal, fragment, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
 from store.ids import time_of
 from store.read.browsing import (
     LONGEST_NAME,
@@ -111,7 +111,7 @@ async def counts(request: Request) -> Response:
     chosen = Filter.of(request.query_params)
     async with reading(request) as connection:
         counted = await count_episodes(connection, chosen, viewer(request).tenant)
-    return fragment(request, "episodes_counts.html", chosen=chosen, counted=counted, states=STATES)
+    return part(request, "episodes_counts.html", chosen=chosen, counted=counted, states=STATES)
 
 
 ROUTES: Final = [

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import console_of, fragment, page, reading, viewer
+from pawl.console.pages import console_of, page, part, reading, viewer
 from pawl.doctor.examine import examine
 from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions, traffic, waiting
 from store.records import EVAL, TRAIN
@@ -44,7 +44,7 @@ async def doctor(request: Request) -> Response:
             of_parts = tenant is None
             findings = await examine(console.settings, console.engine, tenant, of_parts=of_parts)
             console.examined[tenant] = (monotonic() + KEPT_S, findings)
-    return fragment(request, "overview_doctor.html", findings=findings)
+    return part(request, "overview_doctor.html", findings=findings)
 
 
 async def figures(request: Request) -> Response:
@@ -61,7 +61,7 @@ async def figures(request: Request) -> Response:
         _card(policy, list(own), [row for row in promoted if row.policy == policy])
         for policy, own in groupby(rows, key=lambda row: row.policy)
     ]
-    return fragment(
+    return part(
         request,
         "overview_figures.html",
         calls=sum(row.calls for row in parts),
@@ -92,16 +92,13 @@ def _calls_chart(parts: Rows) -> dict[str, Any]:
 
 def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
     """Return what is shown of a policy, from its rows of `outcomes` and of `promotions`."""
-    times: dict[datetime, dict[str, Any]] = {}
-    versions: dict[int, dict[str, Any]] = {}
+    times: dict[Any, dict[str, Any]] = {}
+    versions: dict[Any, dict[str, Any]] = {}
     for row in rows:
         if row.scored and row.split is not None:
             low, high = mean_interval(row.mean, row.spread, row.scored, zero_or_one=row.zero_or_one)
-            mean = {**row._mapping, "low": low, "high": high}
-            if row.part is not None:
-                times.setdefault(row.part, {})[row.split] = mean
-            else:
-                versions.setdefault(row.version, {})[row.split] = mean
+            lines, at = (versions, row.version) if row.part is None else (times, row.part)
+            lines.setdefault(at, {})[row.split] = {**row._mapping, "low": low, "high": high}
     fates = [row for row in rows if row.state is not None]
 
     def series(split: str, **more: Any) -> dict[str, Any]:

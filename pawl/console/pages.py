@@ -10,8 +10,10 @@ import unicodedata
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from itertools import groupby, islice
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
 from uuid import UUID
@@ -89,13 +91,12 @@ class Console:
             lstrip_blocks=True,
         )
         self.templates.filters.update(when=when, figure=figure, visible=visible, bare=bare)
-        self.templates.globals.update(url=self.url, static=self.static, nobody=NOBODY)
+        self.templates.globals.update(url=self.url, static=cache(self.static), nobody=NOBODY)
         self.examining = asyncio.Lock()
         # Until when it counts, and what was found, by tenant.
         self.examined: dict[str | None, tuple[float, list[Finding]]] = {}
         # What a change would come to is tried out, with the locks that the change takes.
         self.previewing = asyncio.Lock()
-        self._versions: dict[str, str] = {}
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
         """Return the address of a route behind the prefix."""
@@ -104,10 +105,8 @@ class Console:
 
     def static(self, name: str) -> str:
         """Return the address of a static file, another one for each content."""
-        if name not in self._versions:
-            content = files("pawl.console").joinpath("static", name).read_bytes()
-            self._versions[name] = sha256(content).hexdigest()[:12]
-        return self.url("static", path=name, query={"v": self._versions[name]})
+        content = files("pawl.console").joinpath("static", name).read_bytes()
+        return self.url("static", path=name, query={"v": sha256(content).hexdigest()[:12]})
 
 
 def console_of(request: Request) -> Console:
@@ -206,16 +205,10 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
     return HTMLResponse(body, status)
 
 
-def fragment(request: Request, template: str, **context: Any) -> HTMLResponse:
-    """Return a part of a page, which htmx puts in its place."""
-    return page(request, template, **context)
-
-
 def part(request: Request, template: str, **context: Any) -> HTMLResponse:
     """Return a part that htmx loads; for a browser without scripts, a page of that part alone."""
-    if "hx-request" in request.headers:
-        return fragment(request, template, **context)
-    return page(request, "part.html", part=template, screen="episodes", **context)
+    alone = "hx-request" not in request.headers
+    return page(request, "base.html" if alone else template, part=template, **context)
 
 
 # How values are shown: the filters of the templates
@@ -266,30 +259,18 @@ def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Mar
     if text is None:
         return Markup("–")
     kept = text[:limit]
-    parts: list[str] = []
-    at = 0
-    for found in _UNSEEN.finditer(kept):
-        parts.append(_without_towers(kept[at : found.start()]))
-        named = " ".join(f"{ord(one):04X}" for one in found[0][:8])
-        more = "" if len(found[0]) <= 8 else f" +{len(found[0]) - 8}"
-        parts.append(f"<i>{named}{more}</i>")
-        at = found.end()
-    parts.append(_without_towers(kept[at:]))
-    cut = len(text) - len(kept)
-    if cut:
+    if not kept.isascii():
+        runs = groupby(kept, key=lambda letter: unicodedata.combining(letter) > 0)
+        kept = "".join("".join(islice(run, _MARKS if marks else None)) for marks, run in runs)
+    shown = _UNSEEN.sub(_numbers, str(escape(kept)))
+    if len(text) > limit:
         rest = Markup('<a href="{}">raw</a>').format(raw) if raw else ""
-        parts.append(f' <span class="cut">… {cut:,} more {rest}</span>')
-    return Markup('<bdi class="text">{}</bdi>').format(Markup("".join(parts)))
+        shown += f' <span class="cut">… {len(text) - limit:,} more {rest}</span>'
+    return Markup('<bdi class="text">{}</bdi>').format(Markup(shown))
 
 
-def _without_towers(text: str) -> str:
-    """Escape text, with at most `_MARKS` combining marks on each letter."""
-    if text.isascii():
-        return str(escape(text))
-    kept: list[str] = []
-    run = 0
-    for one in text:
-        run = run + 1 if unicodedata.combining(one) else 0
-        if run <= _MARKS:
-            kept.append(one)
-    return str(escape("".join(kept)))
+def _numbers(unseen: re.Match[str]) -> str:
+    """Return what stands for unseen characters: the numbers of the first, in Unicode."""
+    named = " ".join(f"{ord(one):04X}" for one in unseen[0][:8])
+    more = "" if len(unseen[0]) <= 8 else f" +{len(unseen[0]) - 8}"
+    return f"<i>{named}{more}</i>"

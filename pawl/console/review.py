@@ -3,9 +3,9 @@
 A score goes to the proxy's `/feedback`, with the viewer's own API key, as any client's does.
 """
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import aiohttp
@@ -60,31 +60,22 @@ def statements_of(
 
 
 def _number(stated: str, scale: Scale) -> float:
-    try:
+    with suppress(ValueError):
         value = float(stated)
-    except ValueError:
-        value = math.nan
-    if not scale.low <= value <= scale.high:
-        raise Refusal(
-            400,
-            "This is no score",
-            f"{scale.metric}: write a number from {scale.low:g} to {scale.high:g}.",
-        )
-    return value
-
-
-def _doubt(name: str | None) -> Doubt:
-    return next((doubt for doubt in DOUBTS if doubt == name), "unscored")
+        if scale.low <= value <= scale.high:
+            return value
+    how = f"{scale.metric}: write a number from {scale.low:g} to {scale.high:g}."
+    raise Refusal(400, "This is no score", how)
 
 
 async def review(request: Request) -> Response:
     """Show the next episode of the queue, or post the score of one and go on to the next."""
     # A key states what its own tenant's episodes are worth, whomever's its bearer may see.
     tenant = viewer(request).tenant or DEFAULT
-    if request.method == "POST":
-        return await _post(request, tenant)
     query = request.query_params
-    doubt = _doubt(query.get("kind"))
+    doubt: Doubt = next((kind for kind in DOUBTS if kind == query.get("kind")), "unscored")
+    if request.method == "POST":
+        return await _post(request, tenant, doubt)
     before, until = uuid_in(query.get("before")), uuid_in(query.get("at"))
     async with reading(request) as connection:
         policy, policies = await chosen_policy(request, connection, tenant)
@@ -110,7 +101,7 @@ async def review(request: Request) -> Response:
     )
 
 
-async def _post(request: Request, tenant: str) -> Response:
+async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
     """Post a score once: a repeat under the same `once` states nothing new."""
     require(request, "feedback")
     given = await form(request)
@@ -138,15 +129,12 @@ async def _post(request: Request, tenant: str) -> Response:
             "counts once. PAWL_LISTEN says where the proxy is.",
         ) from error
     if status not in TAKEN:
-        raise Refusal(
-            max(status, 400),
-            "The proxy refused the score",
-            f"{url} answered {status}: {answer}",
-        )
+        why = f"{url} answered {status}: {answer}"
+        raise Refusal(max(status, 400), "The proxy refused the score", why)
     shown = ", ".join(f"{one['metric']} {one['value']}" for one in statements)
-    query = {"policy": policy.name, "kind": _doubt(given.get("kind")), "before": str(episode)}
-    to = console.url("review", query=query | {"done": f"{shown}: {key}"[:300]})
-    return RedirectResponse(to, 303)
+    done = f"{shown}: {key}"[:300]
+    query = {"policy": policy.name, "kind": doubt, "before": episode, "done": done}
+    return RedirectResponse(console.url("review", query=query), 303)
 
 
 ROUTES: Final = [Route("/review", review, name="review", methods=["GET", "POST"])]
