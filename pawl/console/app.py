@@ -55,7 +55,6 @@ from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
-# In the order of the navigation, which shows those that have a title.
 SCREENS: Final = (overview, episodes, tokens, episode, group, versions, updates, review)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
@@ -178,10 +177,7 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
     )
     # A prefix's own end is no page's.
     app.router.redirect_slashes = False
-    app.state.console = console = Console(app, settings, database_url)
-    console.templates.globals["screens"] = [
-        (screen.ROUTES[0].name, screen.TITLE) for screen in SCREENS if screen.TITLE
-    ]
+    app.state.console = Console(app, settings, database_url)
     return app
 
 

@@ -33,8 +33,6 @@ from store.records import EVAL
 from store.tenants import tenant_of
 from trainer.credit.assign import TransitionCredit
 
-# The navigation has no entry for one episode.
-TITLE: Final = ""
 CALLS_A_PAGE: Final = 20
 MOST_LANES: Final = 12
 # Of the marks of tools, and of those of feedback.

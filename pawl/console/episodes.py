@@ -21,7 +21,6 @@ from store.read.browsing import (
 )
 from store.records import SPLITS
 
-TITLE: Final = "Episodes"
 # How long to look for what a filter chooses; longer for whoever asks to look further.
 LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0

@@ -18,8 +18,6 @@ from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from store.read.detail import FIRST_CALLS, attempts, first_calls, group_updates
 from store.tenants import SEPARATOR, scoped, tenant_of
 
-TITLE: Final = ""
-
 
 class Spoken(NamedTuple):
     """Hold a message of an attempt, and in which of its calls it was asked or answered."""

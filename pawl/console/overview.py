@@ -15,7 +15,6 @@ from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions, traffi
 from store.records import EVAL, TRAIN
 from store.values.intervals import mean_interval
 
-TITLE: Final = "Overview"
 # What may be looked at, in days.
 PERIODS: Final = ("1", "7", "30")
 USUAL: Final = "7"

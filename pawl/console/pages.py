@@ -192,9 +192,12 @@ async def form(request: Request) -> dict[str, str]:
 
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
     """Return a whole page, of a template that extends `base.html`."""
-    who = getattr(request.state, "viewer", None)
-    filled = console_of(request).templates.get_template(template)
-    body = filled.render(viewer=who, **context).encode(errors="replace")
+    console = console_of(request)
+    context["viewer"] = getattr(request.state, "viewer", None)
+    # The first name in the address is that of an entry of the navigation.
+    inner = request.scope["path"].removeprefix(console.prefix)
+    context["screen"] = inner.strip("/").partition("/")[0] or "overview"
+    body = console.templates.get_template(template).render(context).encode(errors="replace")
     if len(body) > LARGEST_PAGE:
         raise Refusal(
             500,

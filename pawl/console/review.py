@@ -20,7 +20,6 @@ from pawl.judging.feedback import TAKEN, feedback_url, post_once
 from store.judging import REVIEWED, Doubt, Scale, key_to_review, review_queue, scales_of
 from store.tenants import DEFAULT
 
-TITLE: Final = "Review"
 # Of the queue, those that are named beside the one that is shown.
 MOST: Final = 12
 # Places on a metric's scale that have a number key.

@@ -24,8 +24,6 @@ from store.records import Record
 from trainer.errors import TrainerError
 from trainer.publishing.model_server import ModelServer
 
-# It is no entry of the navigation.
-TITLE: Final = ""
 TOKENS_A_PAGE: Final = 1000
 # What the levels of a token begin with: of its probability, and of its ratio.
 LIKELY: Final = (0.05, 0.2, 0.5, 0.9)

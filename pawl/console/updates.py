@@ -18,7 +18,6 @@ from store.version_queries import list_events
 from store.versions import PolicyEvent
 from trainer.trackers import BY_ID, flat
 
-TITLE: Final = "Updates"
 MOST: Final = 100
 # What is plotted and listed: the titles, and below each the figures by name, with their labels.
 SHOWN: Final[Mapping[str, Mapping[str, str]]] = {

@@ -57,7 +57,6 @@ from store.version_queries import list_events
 from store.version_states import lock_policies
 from store.versions import PolicyEvent, PolicyVersion
 
-TITLE: Final = "Versions"
 # Versions of one page, and events of one version.
 MOST: Final = 40
 MOST_EVENTS: Final = 50
