@@ -30,16 +30,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pawl.console import (
-    episode,
-    episodes,
-    group,
-    overview,
-    review,
-    tokens,
-    updates,
-    versions,
-)
+from pawl.console import episode, episodes, group, overview, review, tokens, updates, versions
 from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event, yield_cores

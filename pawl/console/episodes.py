@@ -37,11 +37,10 @@ def _time(text: str) -> datetime:
 
 
 # By what a field of an address is read, and how to write it. Those not in `READERS` are names.
-Reader = tuple[Callable[[str], Any], str]
-NAME: Final[Reader] = (str, f"at most {LONGEST_NAME} characters, without U+0000")
-REWARD: Final[Reader] = (float, "a number, such as 0.5")
-TIME: Final[Reader] = (_time, "a time from 1970 on, such as 2026-11-26T12:00")
-READERS: Final[Mapping[str, Reader]] = {
+NAME: Final = (str, f"at most {LONGEST_NAME} characters, without U+0000")
+REWARD: Final = (float, "a number, such as 0.5")
+TIME: Final = (_time, "a time from 1970 on, such as 2026-11-26T12:00")
+READERS: Final[Mapping[str, tuple[Callable[[str], Any], str]]] = {
     "version": (int, "the number of a version, such as 3"),
     "split": (str, f"one of {', '.join(SPLITS)}"),
     "state": (str, f"one of {', '.join(STATES)}"),
@@ -68,7 +67,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
             if text := parameters.get(field.name, "").strip():
                 try:
                     values[field.name] = msgspec.convert(read(text), field.type)
-                except (ValueError, msgspec.ValidationError) as error:
+                except ValueError as error:
                     title = "This filter cannot be used"
                     raise Refusal(400, title, f"{field.name}: write {how}.") from error
         return cls(**values)

@@ -14,7 +14,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, islice
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl, quote, urlencode
 from uuid import UUID
 
@@ -111,14 +111,12 @@ class Console:
 
 def console_of(request: Request) -> Console:
     """Return what the application of a request holds."""
-    console: Console = request.app.state.console
-    return console
+    return cast("Console", request.app.state.console)
 
 
 def viewer(request: Request) -> Viewer:
     """Return who looks."""
-    who: Viewer = request.state.viewer
-    return who
+    return cast("Viewer", request.state.viewer)
 
 
 # The database
@@ -199,12 +197,8 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
     context["screen"] = inner.strip("/").partition("/")[0] or "overview"
     body = console.templates.get_template(template).render(context).encode(errors="replace")
     if len(body) > LARGEST_PAGE:
-        raise Refusal(
-            500,
-            "This page is too large to be shown",
-            f"It would have {len(body):,} bytes, and {LARGEST_PAGE:,} is the limit: choose less "
-            "with the filter.",
-        )
+        why = f"It has {len(body):,} bytes, over {LARGEST_PAGE:,}: choose less with the filter."
+        raise Refusal(500, "This page is too large to be shown", why)
     return HTMLResponse(body, status)
 
 
