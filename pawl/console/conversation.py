@@ -119,13 +119,15 @@ def turn_of(dialect: str, own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
         if name in fields and fields[name] != base.get(name)
     ]
     messages = [message_of(readable_value(raw), "user") for raw in shown]
-    repeated = _repeated(messages, reply_in(before.reply))
+    answers = list(takewhile(lambda message: message.role == "assistant", messages))
+    spoken = _spoken(answers)
+    repeats_reply = bool(spoken) and spoken == _spoken(reply_in(before.reply))
     return Turn(
         reply=reply,
-        messages=(*instructions, *messages[repeated:]),
+        messages=(*instructions, *messages[len(answers) if repeats_reply else 0 :]),
         same=same,
         left_out=len(known) - same,
-        repeats_reply=repeated > 0,
+        repeats_reply=repeats_reply,
         more=len(new) - len(shown),
         tools=len(_listed(fields.get("tools", NULL))),
     )
@@ -151,15 +153,8 @@ def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
         return [raw]
 
 
-def _repeated(messages: Sequence[Message], reply: Sequence[Message]) -> int:
-    """Return how many messages at the beginning are the reply, sent back."""
-    spoken = _spoken(reply)
-    own = list(takewhile(lambda message: message.role == "assistant", messages))
-    counts = (count for count in range(1, len(own) + 1) if _spoken(own[:count]) == spoken)
-    return next(counts, 0) if spoken else 0
-
-
 def _spoken(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
+    """Return what is equal in a reply and in the same one, sent back by its agent."""
     return [
         (part.kind, part.title, part.text.strip())
         for message in messages

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -19,19 +20,24 @@ from starlette.routing import Route
 
 from pawl.console.conversation import NO_TEXTS, Space, Turn, turn_of
 from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
-from pawl.console.worth import explained_for, worth_of
-from store.errors import Damaged
+from pawl.credit import explain_past
+from store.errors import Damaged, UnknownUpdate
 from store.ids import time_of
 from store.read.detail import (
     CallTexts,
     EpisodeDetail,
     call_texts,
     episode_detail,
+    is_explainable,
     raw_body,
 )
-from store.records import EVAL
+from store.read.past import PastUpdate, past_update
+from store.records import EVAL, Tokens
 from store.tenants import tenant_of
 from trainer.credit.assign import TransitionCredit
+from trainer.credit.means import mean_of
+from trainer.errors import TrainerError
+from trainer.recipes.recipe import Recipe
 
 CALLS_A_PAGE: Final = 20
 MOST_LANES: Final = 12
@@ -222,20 +228,148 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
     return next((why for applies, why in reasons if applies), ready)
 
 
+# Why calls have their advantage: the arithmetic of `pawl credit`, a row for each step
+
+
+class Compared(NamedTuple):
+    """Name what an attempt is compared within, and count those of it that were consumed earlier."""
+
+    task: str
+    group: int | UUID
+    earlier: int
+
+
+class Explanation(NamedTuple):
+    """Hold the credit that an update gave, without the texts of its calls."""
+
+    recipe: Recipe
+    notes: Sequence[str]
+    credited: Sequence[TransitionCredit]
+    compared: Mapping[UUID, Compared]
+
+
+class Worth(NamedTuple):
+    """Hold the numbers, shares of the loss and credit of calls whose arithmetic is equal.
+
+    `returns` are what they are compared with: those of attempts, or of the agent in each.
+    """
+
+    calls: str
+    weights: Sequence[float]
+    credit: TransitionCredit
+    returns: Sequence[float]
+    earlier: int
+
+
+def worth_of(
+    explained: Explanation, episode: UUID | None, task: str | None, tenant: str | None
+) -> list[Worth]:
+    """Return the credit of the calls of an episode, or at a task, if they are the tenant's."""
+    by_agent = explained.recipe.credit.assignment == "per_agent"
+    returns: dict[Any, dict[UUID, list[float]]] = {}
+    alike: dict[Any, list[TransitionCredit]] = {}
+    for credit in explained.credited:
+        of = explained.compared[credit.episode_id]
+        compared = of, credit.call.agent if by_agent else ""
+        if credit.r_final is not None:
+            of_episodes = returns.setdefault(compared, {})
+            of_episodes.setdefault(credit.episode_id, []).append(credit.r_final)
+        is_named = credit.episode_id == episode or bool(task and of.task == task)
+        if is_named and tenant in (None, tenant_of(credit.episode)):
+            figures = (credit.r_final, credit.r_air, credit.comparison, credit.advantage)
+            parts = tuple(credit.parts.items())
+            key = (compared, credit.episode_id, *figures, credit.reason, parts)
+            alike.setdefault(key, []).append(credit)
+    return [
+        Worth(
+            calls=ranges_of([credit.position + 1 for credit in own]),
+            weights=[credit.weight for credit in own],
+            credit=own[0],
+            returns=[mean_of(values) for values in returns.get(compared, {}).values()],
+            earlier=compared[0].earlier,
+        )
+        for (compared, *_), own in alike.items()
+    ]
+
+
+def ranges_of(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, those that follow each other as a range."""
+    known = set(numbers)
+    starts = [number for number in numbers if number - 1 not in known]
+    ends = [number for number in numbers if number + 1 not in known]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
+
+
+# Who looks at an episode looks at its calls and its group too; several look at once.
+_RECENT: Final[dict[tuple[str | None, UUID], asyncio.Task[Explanation]]] = {}
+KEPT: Final = 4
+KEPT_S: Final = 60.0
+
+
+async def explained_for(request: Request, update_id: UUID) -> tuple[Explanation | None, str]:
+    """Return the credit of an update, or why it cannot be shown; a minute later, computed anew.
+
+    It takes a connection of its own: the caller should hold none.
+    """
+    tenant = viewer(request).tenant
+    key = tenant, update_id
+    if key not in _RECENT:
+        _RECENT[key] = asyncio.create_task(_explained(request, update_id, tenant))
+        asyncio.get_running_loop().call_later(KEPT_S, _RECENT.pop, key, None)
+    computing = _RECENT[key]
+    if len(_RECENT) > KEPT:
+        _RECENT.pop(next(iter(_RECENT)))
+    try:
+        return await asyncio.shield(computing), ""
+    except (UnknownUpdate, TrainerError, Damaged) as error:
+        return None, str(error)
+    finally:
+        if computing.done() and (computing.cancelled() or computing.exception()):
+            _RECENT.pop(key, None)
+
+
+async def _explained(request: Request, update_id: UUID, tenant: str | None) -> Explanation:
+    async with reading(request) as connection:
+        if not await is_explainable(connection, update_id):
+            raise UnknownUpdate(
+                f"it is too large to compute here: run `pawl credit --update {update_id}`"
+            )
+        past = await past_update(connection, update_id, tenant=tenant)
+    return await asyncio.to_thread(_without_texts, past)
+
+
+def _without_texts(past: PastUpdate) -> Explanation:
+    explained, replace = explain_past(past), msgspec.structs.replace
+    return Explanation(
+        recipe=explained.recipe,
+        notes=explained.notes,
+        credited=[
+            replace(credit, call=replace(credit.call, request=None, reply=None, tokens=Tokens()))
+            for credit in explained.plan.credited
+        ],
+        compared={
+            episode.id: Compared(
+                group.task, place if group.task else episode.id, len(group.earlier)
+            )
+            for place, group in enumerate(past.claim.groups)
+            for episode in group.episodes
+        },
+    )
+
+
 async def credit(request: Request) -> Response:
     """Show why calls of an update have their advantage: an episode's, or those at a task."""
     query, tenant = request.query_params, viewer(request).tenant
     episode, task = uuid_in(query.get("episode")), query.get("task")
     explained, why = await explained_for(request, request.path_params["id"])
-
-    def is_wanted(credit: TransitionCredit, group: str) -> bool:
-        is_named = credit.episode_id == episode or bool(task and group == task)
-        return is_named and tenant in (None, tenant_of(credit.episode))
-
-    rows = [] if explained is None else worth_of(explained, is_wanted)
+    rows = [] if explained is None else worth_of(explained, episode, task, tenant)
     return part(
         request, "credit.html", rows=rows, explained=explained, why=why, by_attempt=bool(task)
     )
+
+
+# Bytes
 
 
 async def raw(request: Request) -> Response:

@@ -64,11 +64,11 @@ def parting_of(attempts: Mapping[UUID, Sequence[Spoken]]) -> Parting | None:
     return None
 
 
-def _named(request: Request) -> tuple[str, str, UUID | None]:
-    """Return the policy, the task (as it is kept) and the update that an address names.
+async def group(request: Request) -> Response:
+    """Show the attempts at a task that an update held, or those that wait for one.
 
     Raises:
-        Refusal: one lacks, or the viewer may not know of it.
+        Refusal: the policy or the task lacks, or the viewer may not know of it.
     """
     asked, tenant = request.query_params, viewer(request).tenant
     policy, task = asked.get("policy", ""), asked.get("task", "")
@@ -80,12 +80,7 @@ def _named(request: Request) -> tuple[str, str, UUID | None]:
             "There is no such group",
             "A group is the attempts at a task: it is named by a policy and a task.",
         )
-    return policy, task, uuid_in(asked.get("update"))
-
-
-async def group(request: Request) -> Response:
-    """Show the attempts at a task that an update held, or those that wait for one."""
-    policy, task, update = _named(request)
+    update = uuid_in(asked.get("update"))
     async with reading(request) as connection:
         members = await attempts(connection, policy, task, update)
         updates = await group_updates(connection, policy, task)

@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import zip_longest
 from statistics import fmean
 from typing import Final
 
@@ -17,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pawl.console.episode import explained_for
 from pawl.console.pages import Refusal, console_of, part, reading, viewer
-from pawl.console.worth import explained_for
 from store.read.detail import CallTokens, call_tokens
 from store.records import Record
 from trainer.errors import TrainerError
@@ -47,24 +48,22 @@ class Token(Record, frozen=True, kw_only=True):
 
 def tokens_of(call: CallTokens, start: int, texts: Sequence[str] | None) -> list[Token]:
     """Return `TOKENS_A_PAGE` sampled tokens from `start` on, whose texts are `texts` (pure)."""
-    places = range(len(call.sampled_ids))[start : start + TOKENS_A_PAGE]
-    found = []
-    for number, place in enumerate(places):
-        logprob = call.sampled_logprobs[place] if call.sampled_logprobs else None
-        ratio = call.ratios[place] if call.ratios else None
-        likely = None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0)))
-        found.append(
-            Token(
-                place=place,
-                id=call.sampled_ids[place],
-                text=texts[number] if texts else None,
-                logprob=logprob,
-                ratio=ratio,
-                likely=likely,
-                moved=None if ratio is None else bisect(RATIOS, ratio),
-            )
+    columns = (call.sampled_ids, call.sampled_logprobs, call.ratios)
+    page = [column[start : start + TOKENS_A_PAGE] for column in columns]
+    return [
+        Token(
+            place=place,
+            id=token,
+            text=text,
+            logprob=logprob,
+            ratio=ratio,
+            likely=None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0))),
+            moved=None if ratio is None else bisect(RATIOS, ratio),
         )
-    return found
+        for place, (token, logprob, ratio, text) in enumerate(
+            zip_longest(*page, texts or ()), start
+        )
+    ]
 
 
 async def _texts(request: Request, call: CallTokens, start: int) -> list[str] | None:
@@ -90,7 +89,7 @@ async def tokens(request: Request) -> Response:
     if call.update_id is not None:
         explained, why = await explained_for(request, call.update_id)
     if explained is not None:
-        bounds = explained.off_policy.sequence_bounds(len(call.sampled_ids) or 1)
+        bounds = explained.recipe.off_policy.sequence_bounds(len(call.sampled_ids) or 1)
     own = (one for one in (explained.credited if explained else ()) if one.call.id == call.id)
     return part(
         request,
@@ -102,7 +101,7 @@ async def tokens(request: Request) -> Response:
         # The geometric mean of the ratios decides whether a call carries loss.
         ratio=math.exp(fmean(map(math.log, call.ratios))) if call.ratios else None,
         bounds=bounds,
-        cap=explained and explained.off_policy.ratio_cap,
+        cap=explained and explained.recipe.off_policy.ratio_cap,
         after=start + TOKENS_A_PAGE if start + TOKENS_A_PAGE < len(call.sampled_ids) else None,
     )
 

@@ -77,16 +77,13 @@ async def updates(request: Request) -> Response:
         rows: Sequence[Row[Any]] = []
         if policy is not None:
             rows = await updates_of(connection, policy.name, before, MOST, BY_ID)
-    outcomes: Counter[str] = Counter()
-    for row in rows:
-        outcomes.update(row.outcomes)
     return page(
         request,
         "updates.html",
         policy=policy,
         policies=known,
         updates=rows,
-        outcomes=outcomes.most_common(),
+        outcomes=sum((Counter(row.outcomes) for row in rows), Counter()).most_common(),
         shown=SHOWN,
         plots=plots_of(rows),
         older=rows[-1].id if len(rows) == MOST else None,

@@ -117,95 +117,93 @@ def actions_of(version: Row[Any]) -> list[str]:
 # What a change comes to
 
 
-class Order(Record, frozen=True, kw_only=True):
-    """Say what is to be done with a version, and why; `without` are queries of a retraining."""
+class Change(Record, frozen=True, kw_only=True):
+    """Say what is to be done with a version, and why; `without` are queries of a retraining.
+
+    Once it was done, or tried, the rest says what it comes to. `moved` has each version that stands
+    otherwise than before, with how it stood and how it stands. `waits` is the event, with evidence,
+    by which the version to promote waits for a person. `loads` is a version that the servers have
+    to load first.
+    """
 
     action: str
     policy: str
     number: int
     without: tuple[str, ...] = ()
     reason: str = "by hand"
+    moved: tuple[tuple[int, list[str], list[str]], ...] = ()
+    waits: PolicyEvent | None = None
+    retrained: Retrained | None = None
+    loads: PolicyVersion | None = None
 
     @property
     def named(self) -> str:
         """Return the version as commands name it."""
         return f"{self.policy}@{self.number}"
 
+    @property
+    def digest(self) -> str:
+        """Return what tells this change from all others that a person may confirm.
 
-class Effects(Record, frozen=True, kw_only=True):
-    """Say what an order comes to.
-
-    `changes` has each version that stands otherwise than before, with how it stood and how it
-    stands. `waits` is the event, with evidence, by which the version to promote waits for a person.
-    `loads` is a version that the servers have to load first.
-    """
-
-    changes: tuple[tuple[int, list[str], list[str]], ...] = ()
-    waits: PolicyEvent | None = None
-    retrained: Retrained | None = None
-    loads: PolicyVersion | None = None
-
-    def digest(self, order: Order) -> str:
-        """Return what tells these effects from all others that a person may confirm.
-
-        How many episodes a retraining frees is not among them, as it may be others a moment later.
+        How many episodes a retraining frees is not among it, as it may be others a moment later.
         """
         done = self.retrained
         seen = [
-            *(order.action, order.named, sorted(order.without)),
-            [(number, now) for number, _, now in self.changes],
+            *(self.action, self.named, sorted(self.without)),
+            [(number, now) for number, _, now in self.moved],
             self.waits and self.waits.id,
             done and (done.left_out, done.learned, done.abandoned),
         ]
         return sha256(msgspec.json.encode(seen)).hexdigest()[:24]
 
 
-async def carry_out(connection: AsyncConnection, order: Order, tenant: str | None) -> Effects:
-    """Do what an order says in the caller's transaction, and return what it came to.
+async def carry_out(connection: AsyncConnection, change: Change, tenant: str | None) -> Change:
+    """Do what a change says in the caller's transaction, and return it with what it came to.
 
     Raises:
         StoreError: it cannot be done; the message says why.
         Refusal: the tenant (None: anybody) has no such version, or there is no such action.
     """
     await begin(connection, CHANGE_S)
-    await own_version(connection, order.policy, order.number, tenant)
-    await lock_policies(connection, [order.policy])
-    places = await places_of(connection, order.policy, [order.number])
+    await own_version(connection, change.policy, change.number, tenant)
+    await lock_policies(connection, [change.policy])
+    places = await places_of(connection, change.policy, [change.number])
     before = {number: words_of(version) for number, version in places.items()}
     waits: PolicyEvent | None = None
     retrained: Retrained | None = None
     start: PolicyVersion | None = None
-    match order.action:
+    match change.action:
         case "promote":
-            start, waits = await find_to_promote(connection, order.named, tenant)
+            start, waits = await find_to_promote(connection, change.named, tenant)
             if start.unloaded:
-                await recall(connection, start, order.reason)
-            evidence = None if waits is None else waits.evidence
-            await promote_as_seen(connection, start, order.reason, evidence)
+                await recall(connection, start, change.reason)
+            await promote_as_seen(connection, start, change.reason, waits and waits.evidence)
         case "rollback":
-            await roll_back_by_hand(connection, order.named, order.reason, tenant)
+            await roll_back_by_hand(connection, change.named, change.reason, tenant)
         case "freeze" | "unfreeze":
-            is_frozen = order.action == "freeze"
-            await freeze_by_hand(connection, order.policy, order.reason, tenant, frozen=is_frozen)
+            frozen = change.action == "freeze"
+            await freeze_by_hand(connection, change.policy, change.reason, tenant, frozen=frozen)
         case "retrain":
-            without = [read_query(query, zoned=True) for query in order.without]
+            without = [read_query(query, zoned=True) for query in change.without]
             start, retrain = await prepare_retraining(
-                connection, order.policy, order.number, without, order.reason, tenant
+                connection, change.policy, change.number, without, change.reason, tenant
             )
             retrained = await retrain(connection)
         case _:
-            raise Refusal(HTTPStatus.NOT_FOUND, "There is no such action", order.action)
-    places = await places_of(connection, order.policy, before)
+            raise Refusal(HTTPStatus.NOT_FOUND, "There is no such action", change.action)
+    places = await places_of(connection, change.policy, before)
     after = {number: words_of(version) for number, version in places.items()}
-    changes = tuple(
+    moved = tuple(
         (number, before[number], now)
         for number, now in after.items()
         if number in before and now != before[number]
     )
-    if not changes and retrained is None:
-        raise StateChanged(f"{order.action} of {order.named} changes nothing: it is so already")
+    if not moved and retrained is None:
+        raise StateChanged(f"{change.action} of {change.named} changes nothing: it is so already")
     loads = start if start is not None and start.unloaded else None
-    return Effects(changes=changes, waits=waits, retrained=retrained, loads=loads)
+    return msgspec.structs.replace(
+        change, moved=moved, waits=waits, retrained=retrained, loads=loads
+    )
 
 
 # Pages
@@ -306,24 +304,24 @@ async def version(request: Request) -> Response:
     )
 
 
-async def attempt(request: Request, order: Order, saw: str | None) -> tuple[Effects, bool]:
-    """Return what an order comes to, and whether it was done: that is what the viewer `saw`.
+async def attempt(request: Request, change: Change, saw: str | None) -> tuple[Change, bool]:
+    """Return what a change comes to, and whether it was done: that is what the viewer `saw`.
 
     Raises:
         StoreError: it cannot be done.
         Refusal: the viewer's key is not for that, or there is no such version.
     """
     async with console_of(request).previewing, writing(request, "train") as connection:
-        effects = await carry_out(connection, order, viewer(request).tenant)
-        is_seen = saw == effects.digest(order)
-        if not is_seen or effects.loads is not None:
+        tried = await carry_out(connection, change, viewer(request).tenant)
+        is_seen = saw == tried.digest
+        if not is_seen or tried.loads is not None:
             await connection.rollback()
-    if not is_seen or effects.loads is None:
-        return effects, is_seen
+    if not is_seen or tried.loads is None:
+        return tried, is_seen
     async with writing(request, "train") as connection:
-        await recall(connection, effects.loads, order.reason)
-    await wait_until_loaded(effects.loads)
-    return await attempt(request, order, saw)
+        await recall(connection, tried.loads, change.reason)
+    await wait_until_loaded(tried.loads)
+    return await attempt(request, change, saw)
 
 
 async def confirm(request: Request) -> Response:
@@ -336,7 +334,7 @@ async def confirm(request: Request) -> Response:
     given: Mapping[str, str] = await form(request) if is_posted else request.query_params
     queries = (line.strip() for line in given.get("without", "").splitlines())
     reason = given.get("reason", "").strip()[:500]
-    order = Order(
+    change = Change(
         action=request.path_params["action"],
         policy=request.path_params["policy"],
         number=request.path_params["number"],
@@ -345,22 +343,20 @@ async def confirm(request: Request) -> Response:
         reason=f"{reason or 'by hand'} (by {viewer(request).name}, in the console)",
     )
     try:
-        effects, is_done = await attempt(request, order, given.get("saw") if is_posted else None)
+        tried, is_done = await attempt(request, change, given.get("saw") if is_posted else None)
     except StoreError as error:
         unknown = isinstance(error, UnknownPolicy | UnknownNames)
         status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.CONFLICT
         raise Refusal(status, "This cannot be done", str(error)) from error
     if is_done:
-        to = console_of(request).url("version", policy=order.policy, number=order.number)
+        to = console_of(request).url("version", policy=change.policy, number=change.number)
         return RedirectResponse(to, HTTPStatus.SEE_OTHER)
     return page(
         request,
         "confirm.html",
         HTTPStatus.CONFLICT if is_posted else HTTPStatus.OK,
-        order=order,
-        effects=effects,
-        notes=as_text(effects.retrained) if effects.retrained else "",
-        saw=effects.digest(order),
+        change=tried,
+        notes=as_text(tried.retrained) if tried.retrained else "",
         reason=reason,
         is_stale=is_posted and "saw" in given,
     )

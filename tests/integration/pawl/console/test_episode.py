@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.console import conversation, worth
+from pawl.console import conversation, episode
 from pawl.console.pages import figure
 from pawl.credit import explain_past
 from store.ids import new_id
@@ -213,7 +213,7 @@ async def test_credit_that_several_ask_for_at_once_is_computed_once(
         computed.append(threading.current_thread().name)
         return explain_past(past)
 
-    monkeypatch.setattr(worth, "explain_past", explain)
+    monkeypatch.setattr(episode, "explain_past", explain)
     await fill(engine)
     path = await credit_of(engine, "run-2")
     pages = await asyncio.gather(*(console.get(path) for _ in range(8)))

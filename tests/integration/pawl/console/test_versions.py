@@ -102,7 +102,7 @@ async def test_versions_have_state_figures_parent_and_reason(
     assert shown.status == 200
     said = words_in(shown)
     assert "Version 1 serves" in said
-    assert "Version 0 is its control, with 5 % of the new episodes" in said
+    assert "0 base control with 5 % of new episodes" in said
     assert "Version 2 waits for a person" in said
     assert shown.body.count(b'class="edge') == 3
     assert shown.body.count(b'<circle class="v') == 4

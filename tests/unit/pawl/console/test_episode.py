@@ -8,9 +8,15 @@ from uuid import UUID
 import pytest
 
 from pawl.console.conversation import Message, Part
-from pawl.console.episode import MOST_LANES, MOST_MARKS, lanes_of, numbers_of, waits_for
+from pawl.console.episode import (
+    MOST_LANES,
+    MOST_MARKS,
+    lanes_of,
+    numbers_of,
+    ranges_of,
+    waits_for,
+)
 from pawl.console.group import Spoken, parting_of
-from pawl.console.worth import ranges_of
 from store.read.assembly import Told
 from store.read.detail import EpisodeDetail, whole_requests
 from store.values.packing import delta

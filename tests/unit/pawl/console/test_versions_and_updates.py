@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pawl.console.updates import plots_of, stages_of
-from pawl.console.versions import Effects, Order, arcs_of, words_of
+from pawl.console.versions import Change, arcs_of, words_of
 from store.ids import new_id
 from store.retraining import Retrained
 from store.versions import PolicyEvent, PolicyState
@@ -56,9 +56,9 @@ def test_confirmation_is_of_the_effects_and_not_of_figures_that_move_on() -> Non
         done = Retrained(
             serves="m@1", served="m@2", freed={"trained": freed}, left_out=left_out, learned=0
         )
-        order = Order(action="retrain", policy="m", number=1, **of)
-        effects = Effects(changes=((1, ["retired"], list(serves)),), retrained=done)
-        return effects.digest(order)
+        moved = ((1, ["retired"], list(serves)),)
+        retraining = {"action": "retrain", "policy": "m", "number": 1, "retrained": done}
+        return Change(**retraining, moved=moved, **of).digest
 
     assert seen(freed=5) == seen()
     others = [seen(left_out=3), seen(serves=("serving", "ended")), seen(without=("task=b",))]
