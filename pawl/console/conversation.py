@@ -252,9 +252,7 @@ def _part(part: dict[str, Any]) -> Part:
 
 
 def _text_of(value: Any, *, is_json: bool) -> str:
-    if isinstance(value, str):
-        return value
-    if is_json:
+    if is_json and not isinstance(value, str):
         return _json(value)
     return "\n".join(part.text or part.title for part in _first(_parts(value)))
 

@@ -11,7 +11,6 @@ from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-import msgspec
 from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -20,7 +19,7 @@ from starlette.routing import Route
 
 from pawl.console.conversation import NO_TEXTS, Space, Turn, turn_of
 from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
-from pawl.credit import explain_past
+from pawl.credit import ExplainedUpdate, explain_past
 from store.errors import Damaged, UnknownUpdate
 from store.ids import time_of
 from store.read.detail import (
@@ -31,13 +30,12 @@ from store.read.detail import (
     is_explainable,
     raw_body,
 )
-from store.read.past import PastUpdate, past_update
-from store.records import EVAL, Tokens
+from store.read.past import past_update
+from store.records import EVAL
 from store.tenants import tenant_of
 from trainer.credit.assign import TransitionCredit
 from trainer.credit.means import mean_of
 from trainer.errors import TrainerError
-from trainer.recipes.recipe import Recipe
 
 CALLS_A_PAGE: Final = 20
 MOST_LANES: Final = 12
@@ -231,63 +229,42 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
 # Why calls have their advantage: the arithmetic of `pawl credit`, a row for each step
 
 
-class Compared(NamedTuple):
-    """Name what an attempt is compared within, and count those of it that were consumed earlier."""
-
-    task: str
-    group: int | UUID
-    earlier: int
-
-
-class Explanation(NamedTuple):
-    """Hold the credit that an update gave, without the texts of its calls."""
-
-    recipe: Recipe
-    notes: Sequence[str]
-    credited: Sequence[TransitionCredit]
-    compared: Mapping[UUID, Compared]
-
-
-class Worth(NamedTuple):
-    """Hold the numbers, shares of the loss and credit of calls whose arithmetic is equal.
-
-    `returns` are what they are compared with: those of attempts, or of the agent in each.
-    """
-
-    calls: str
-    weights: Sequence[float]
-    credit: TransitionCredit
-    returns: Sequence[float]
-    earlier: int
-
-
 def worth_of(
-    explained: Explanation, episode: UUID | None, task: str | None, tenant: str | None
-) -> list[Worth]:
-    """Return the credit of the calls of an episode, or at a task, if they are the tenant's."""
+    explained: ExplainedUpdate, episode: UUID | None, task: str | None, tenant: str | None
+) -> list[dict[str, Any]]:
+    """Return the credit of the calls of an episode, or at a task, if they are the tenant's.
+
+    Calls whose arithmetic is equal have one row. Its `returns` are what they are compared with:
+    those of attempts, or of the agent in each; `earlier` counts attempts consumed earlier.
+    """
     by_agent = explained.recipe.credit.assignment == "per_agent"
+    groups = explained.past.claim.groups
+    place_of = {own.id: place for place, group in enumerate(groups) for own in group.episodes}
     returns: dict[Any, dict[UUID, list[float]]] = {}
     alike: dict[Any, list[TransitionCredit]] = {}
-    for credit in explained.credited:
-        of = explained.compared[credit.episode_id]
-        compared = of, credit.call.agent if by_agent else ""
+    for credit in explained.plan.credited:
+        place = place_of[credit.episode_id]
+        group = groups[place]
+        # Without a task an episode is compared with none of the others.
+        among = place if group.task else credit.episode_id
+        compared = among, credit.call.agent if by_agent else ""
         if credit.r_final is not None:
             of_episodes = returns.setdefault(compared, {})
             of_episodes.setdefault(credit.episode_id, []).append(credit.r_final)
-        is_named = credit.episode_id == episode or bool(task and of.task == task)
+        is_named = credit.episode_id == episode or bool(task and group.task == task)
         if is_named and tenant in (None, tenant_of(credit.episode)):
             figures = (credit.r_final, credit.r_air, credit.comparison, credit.advantage)
             parts = tuple(credit.parts.items())
             key = (compared, credit.episode_id, *figures, credit.reason, parts)
             alike.setdefault(key, []).append(credit)
     return [
-        Worth(
-            calls=ranges_of([credit.position + 1 for credit in own]),
-            weights=[credit.weight for credit in own],
-            credit=own[0],
-            returns=[mean_of(values) for values in returns.get(compared, {}).values()],
-            earlier=compared[0].earlier,
-        )
+        {
+            "calls": ranges_of([credit.position + 1 for credit in own]),
+            "weights": [credit.weight for credit in own],
+            "credit": own[0],
+            "returns": [mean_of(values) for values in returns.get(compared, {}).values()],
+            "earlier": len(groups[place_of[own[0].episode_id]].earlier),
+        }
         for (compared, *_), own in alike.items()
     ]
 
@@ -301,13 +278,14 @@ def ranges_of(numbers: Sequence[int]) -> str:
     return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
 
 
-# Who looks at an episode looks at its calls and its group too; several look at once.
-_RECENT: Final[dict[tuple[str | None, UUID], asyncio.Task[Explanation]]] = {}
-KEPT: Final = 4
+# Who looks at an episode looks at its calls and its group too; several look at once. Each has the
+# texts of its calls, `LARGEST_EXPLAINED` bytes at most.
+_RECENT: Final[dict[tuple[str | None, UUID], asyncio.Task[ExplainedUpdate]]] = {}
+KEPT: Final = 2
 KEPT_S: Final = 60.0
 
 
-async def explained_for(request: Request, update_id: UUID) -> tuple[Explanation | None, str]:
+async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpdate | None, str]:
     """Return the credit of an update, or why it cannot be shown; a minute later, computed anew.
 
     It takes a connection of its own: the caller should hold none.
@@ -329,33 +307,14 @@ async def explained_for(request: Request, update_id: UUID) -> tuple[Explanation 
             _RECENT.pop(key, None)
 
 
-async def _explained(request: Request, update_id: UUID, tenant: str | None) -> Explanation:
+async def _explained(request: Request, update_id: UUID, tenant: str | None) -> ExplainedUpdate:
     async with reading(request) as connection:
         if not await is_explainable(connection, update_id):
             raise UnknownUpdate(
                 f"it is too large to compute here: run `pawl credit --update {update_id}`"
             )
         past = await past_update(connection, update_id, tenant=tenant)
-    return await asyncio.to_thread(_without_texts, past)
-
-
-def _without_texts(past: PastUpdate) -> Explanation:
-    explained, replace = explain_past(past), msgspec.structs.replace
-    return Explanation(
-        recipe=explained.recipe,
-        notes=explained.notes,
-        credited=[
-            replace(credit, call=replace(credit.call, request=None, reply=None, tokens=Tokens()))
-            for credit in explained.plan.credited
-        ],
-        compared={
-            episode.id: Compared(
-                group.task, place if group.task else episode.id, len(group.earlier)
-            )
-            for place, group in enumerate(past.claim.groups)
-            for episode in group.episodes
-        },
-    )
+    return await asyncio.to_thread(explain_past, past)
 
 
 async def credit(request: Request) -> Response:
@@ -380,9 +339,7 @@ async def raw(request: Request) -> Response:
         async with reading(request) as connection:
             body = await raw_body(connection, call, which, viewer(request).tenant)
     if body is None:
-        raise Refusal(
-            HTTPStatus.NOT_FOUND, "There are no such bytes", "The call has none, or is gone."
-        )
+        raise Refusal(404, "There are no such bytes", "The call has none, or is gone.")
     headers = {
         "Content-Disposition": f'attachment; filename="{call}-{which}.txt"',
         "X-Content-Type-Options": "nosniff",

@@ -21,7 +21,6 @@ from starlette.routing import Route
 from pawl.console.episode import explained_for
 from pawl.console.pages import Refusal, console_of, part, reading, viewer
 from store.read.detail import CallTokens, call_tokens
-from store.records import Record
 from trainer.errors import TrainerError
 from trainer.publishing.model_server import ModelServer
 
@@ -31,38 +30,28 @@ LIKELY: Final = (0.05, 0.2, 0.5, 0.9)
 RATIOS: Final = (0.5, 0.8, 1.25, 2.0)
 
 
-class Token(Record, frozen=True, kw_only=True):
-    """Hold a sampled token: its text, its probability when it was sampled, and its ratio.
+def tokens_of(
+    call: CallTokens, start: int, texts: Sequence[str] | None
+) -> list[dict[str, float | str | None]]:
+    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, whose texts are `texts` (pure).
 
-    `likely` and `moved` are levels of these, 0 (the least) to 4. What is not known is None.
+    `likely` and `moved` are levels of a token's probability when it was sampled and of its ratio, 0
+    (the least) to 4. What is not known is None.
     """
-
-    place: int
-    id: int
-    text: str | None
-    logprob: float | None
-    ratio: float | None
-    likely: int | None
-    moved: int | None
-
-
-def tokens_of(call: CallTokens, start: int, texts: Sequence[str] | None) -> list[Token]:
-    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, whose texts are `texts` (pure)."""
-    columns = (call.sampled_ids, call.sampled_logprobs, call.ratios)
-    page = [column[start : start + TOKENS_A_PAGE] for column in columns]
+    page = slice(start, start + TOKENS_A_PAGE)
+    logprobs, ratios = call.sampled_logprobs[page], call.ratios[page]
+    known = zip_longest(call.sampled_ids[page], logprobs, ratios, texts or ())
     return [
-        Token(
-            place=place,
-            id=token,
-            text=text,
-            logprob=logprob,
-            ratio=ratio,
-            likely=None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0))),
-            moved=None if ratio is None else bisect(RATIOS, ratio),
-        )
-        for place, (token, logprob, ratio, text) in enumerate(
-            zip_longest(*page, texts or ()), start
-        )
+        {
+            "place": place,
+            "id": token,
+            "text": text,
+            "logprob": logprob,
+            "ratio": ratio,
+            "likely": None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0))),
+            "moved": None if ratio is None else bisect(RATIOS, ratio),
+        }
+        for place, (token, logprob, ratio, text) in enumerate(known, start)
     ]
 
 
@@ -90,7 +79,7 @@ async def tokens(request: Request) -> Response:
         explained, why = await explained_for(request, call.update_id)
     if explained is not None:
         bounds = explained.recipe.off_policy.sequence_bounds(len(call.sampled_ids) or 1)
-    own = (one for one in (explained.credited if explained else ()) if one.call.id == call.id)
+    own = (one for one in (explained.plan.credited if explained else ()) if one.call.id == call.id)
     return part(
         request,
         "episode_tokens.html",

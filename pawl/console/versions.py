@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
@@ -169,15 +170,14 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
     await lock_policies(connection, [change.policy])
     places = await places_of(connection, change.policy, [change.number])
     before = {number: words_of(version) for number, version in places.items()}
-    waits: PolicyEvent | None = None
-    retrained: Retrained | None = None
-    start: PolicyVersion | None = None
     match change.action:
         case "promote":
             start, waits = await find_to_promote(connection, change.named, tenant)
             if start.unloaded:
                 await recall(connection, start, change.reason)
-            await promote_as_seen(connection, start, change.reason, waits and waits.evidence)
+            evidence = None if waits is None else waits.evidence
+            await promote_as_seen(connection, start, change.reason, evidence)
+            change = replace(change, waits=waits, loads=start if start.unloaded else None)
         case "rollback":
             await roll_back_by_hand(connection, change.named, change.reason, tenant)
         case "freeze" | "unfreeze":
@@ -189,6 +189,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
                 connection, change.policy, change.number, without, change.reason, tenant
             )
             retrained = await retrain(connection)
+            change = replace(change, retrained=retrained, loads=start if start.unloaded else None)
         case _:
             raise Refusal(HTTPStatus.NOT_FOUND, "There is no such action", change.action)
     places = await places_of(connection, change.policy, before)
@@ -198,12 +199,9 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         for number, now in after.items()
         if number in before and now != before[number]
     )
-    if not moved and retrained is None:
+    if not moved and change.retrained is None:
         raise StateChanged(f"{change.action} of {change.named} changes nothing: it is so already")
-    loads = start if start is not None and start.unloaded else None
-    return msgspec.structs.replace(
-        change, moved=moved, waits=waits, retrained=retrained, loads=loads
-    )
+    return replace(change, moved=moved)
 
 
 # Pages
