@@ -68,17 +68,6 @@ class Mark(NamedTuple):
     call: UUID | None = None
 
 
-class Lanes(NamedTuple):
-    """Hold the marks of each agent, and of feedback, over so many `seconds`.
-
-    `more` counts tools and statements without a mark.
-    """
-
-    lanes: Sequence[tuple[str, Sequence[Mark]]]
-    seconds: float = 0.0
-    more: int = 0
-
-
 def look_of(call: Row[Any], *, is_repeated: bool) -> str:
     """Return how a call is coloured: it counts not, it failed, it can be trained or it cannot."""
     if is_repeated:
@@ -88,10 +77,13 @@ def look_of(call: Row[Any], *, is_repeated: bool) -> str:
     return "good" if call.trainable else "plain"
 
 
-def lanes_of(episode: EpisodeDetail) -> Lanes:
-    """Return a lane for each agent, in the order of their first calls, and one for feedback."""
+def lanes_of(episode: EpisodeDetail) -> tuple[list[tuple[str, list[Mark]]], float, int]:
+    """Return a lane for each agent, in the order of their first calls, and one for feedback.
+
+    The seconds that they last, and how many tools and statements have no mark, come after them.
+    """
     if not episode.calls:
-        return Lanes([])
+        return [], 0.0, 0
     begin: datetime = min(call.started_at for call in episode.calls)
     ends = [(c.started_at - begin).total_seconds() + c.total_ms / 1e3 for c in episode.calls]
     seconds = max(*ends, 1e-3)
@@ -122,11 +114,8 @@ def lanes_of(episode: EpisodeDetail) -> Lanes:
         Mark(x_of(row.at), 0.0, "said", f"{row.metric[:80]} = {row.label or row.value}"[:160])
         for row in episode.statements[-MOST_MARKS:]
     ]
-    return Lanes(
-        [*lanes.items(), *([("feedback", feedback)] if feedback else [])],
-        seconds,
-        sum(max(count - MOST_MARKS, 0) for count in (tools, len(episode.statements))),
-    )
+    more = sum(max(count - MOST_MARKS, 0) for count in (tools, len(episode.statements)))
+    return [*lanes.items(), *([("feedback", feedback)] if feedback else [])], seconds, more
 
 
 # The calls of a page
@@ -169,13 +158,16 @@ async def episode(request: Request) -> Response:
         end = start + CALLS_A_PAGE
         shown = calls[start:end]
         turns = await turns_of(connection, shown, bases_of(calls))
+    lanes, seconds, more_marks = lanes_of(detail)
     return page(
         request,
         "episode.html",
         screen="episodes",
         episode=detail,
         tenant=tenant_of(detail.key),
-        lanes=lanes_of(detail),
+        lanes=lanes,
+        seconds=seconds,
+        more_marks=more_marks,
         calls=shown,
         turns=turns,
         numbers=numbers_of(detail),

@@ -1,7 +1,6 @@
 """The screen Group: the attempts at one task side by side, and where they part."""
 
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from itertools import zip_longest
 from os.path import commonprefix
 from typing import Any, Final, NamedTuple
@@ -75,11 +74,7 @@ async def group(request: Request) -> Response:
     if tenant is not None and SEPARATOR not in task:
         task = scoped(tenant, task)
     if not policy or not task or "\0" in policy + task or tenant not in (None, tenant_of(task)):
-        raise Refusal(
-            HTTPStatus.NOT_FOUND,
-            "There is no such group",
-            "A group is the attempts at a task: it is named by a policy and a task.",
-        )
+        raise Refusal(404, "There is no such group", "A group is named by a policy and a task.")
     update = uuid_in(asked.get("update"))
     async with reading(request) as connection:
         members = await attempts(connection, policy, task, update)

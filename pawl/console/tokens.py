@@ -74,11 +74,9 @@ async def tokens(request: Request) -> Response:
         call = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
     if call is None:
         raise Refusal(HTTPStatus.NOT_FOUND, "There is no such call")
-    explained, why, bounds = None, "no update has consumed its episode yet", None
+    explained, why = None, "no update has consumed its episode yet"
     if call.update_id is not None:
         explained, why = await explained_for(request, call.update_id)
-    if explained is not None:
-        bounds = explained.recipe.off_policy.sequence_bounds(len(call.sampled_ids) or 1)
     own = (one for one in (explained.plan.credited if explained else ()) if one.call.id == call.id)
     return part(
         request,
@@ -89,8 +87,7 @@ async def tokens(request: Request) -> Response:
         why=why,
         # The geometric mean of the ratios decides whether a call carries loss.
         ratio=math.exp(fmean(map(math.log, call.ratios))) if call.ratios else None,
-        bounds=bounds,
-        cap=explained and explained.recipe.off_policy.ratio_cap,
+        off_policy=explained and explained.recipe.off_policy,
         after=start + TOKENS_A_PAGE if start + TOKENS_A_PAGE < len(call.sampled_ids) else None,
     )
 

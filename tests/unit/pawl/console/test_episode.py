@@ -55,10 +55,10 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
     ]
     said = SimpleNamespace(metric="reward", value=1.0, label=None, at=NOW + timedelta(days=1))
     tools = Told({}, {}, {UUID(int=3): UUID(int=9)})
-    lanes = lanes_of(recorded(calls, [said], tools=tools, earlier_calls=10))
+    lanes, seconds, _ = lanes_of(recorded(calls, [said], tools=tools, earlier_calls=10))
     assert {
         name: [(mark.x, mark.width, mark.look, mark.title.split(",")[0]) for mark in marks]
-        for name, marks in lanes.lanes
+        for name, marks in lanes
     } == {
         "a": [
             (0.0, 25.0, "good", "call 11"),
@@ -68,18 +68,18 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
         "b": [(25.0, 25.0, "plain", "call 12")],
         "feedback": [(100.0, 0.0, "said", "reward = 1.0")],
     }
-    assert lanes.seconds == 4.0
-    many = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
-    assert [len(many.lanes), many.lanes[-1][0]] == [MOST_LANES + 1, "(others)"]
+    assert seconds == 4.0
+    many, *_ = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
+    assert [len(many), many[-1][0]] == [MOST_LANES + 1, "(others)"]
 
 
 def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
     said = SimpleNamespace(metric="m" * 999, value=None, label="v" * 999, at=NOW)
     events = {UUID(int=0): tuple(tool_event("ok", str(n)) for n in range(99))}
-    lanes = lanes_of(recorded([head(0)] * 10, [said] * 1000, tools=Told({}, events, {})))
-    marks = [mark for _, own in lanes.lanes for mark in own]
+    lanes, _, more = lanes_of(recorded([head(0)] * 10, [said] * 1000, tools=Told({}, events, {})))
+    marks = [mark for _, own in lanes for mark in own]
     assert len(marks) == 10 + 2 * MOST_MARKS
-    assert lanes.more == 990 + 1000 - 2 * MOST_MARKS
+    assert more == 990 + 1000 - 2 * MOST_MARKS
     assert max(len(mark.title) for mark in marks) <= 160
 
 
