@@ -7,7 +7,6 @@ sampled tokens are parts that are loaded by themselves.
 import asyncio
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -72,7 +71,7 @@ def look_of(call: Row[Any], *, is_repeated: bool) -> str:
     """Return how a call is coloured: it counts not, it failed, it can be trained or it cannot."""
     if is_repeated:
         return "again"
-    if call.status != "complete" or (call.http_status or 0) >= HTTPStatus.BAD_REQUEST:
+    if call.status != "complete" or (call.http_status or 0) >= 400:
         return "bad"
     return "good" if call.trainable else "plain"
 
@@ -189,10 +188,10 @@ async def _detail(
     try:
         detail = await episode_detail(connection, request.path_params["id"], since)
     except Damaged as error:
-        raise Refusal(HTTPStatus.CONFLICT, "The episode cannot be read back", str(error)) from error
+        raise Refusal(409, "The episode cannot be read back", str(error)) from error
     tenant = viewer(request).tenant
     if detail is None or tenant not in (None, tenant_of(detail.key)):
-        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such episode", "It may have been deleted.")
+        raise Refusal(404, "There is no such episode", "It may have been deleted.")
     return detail
 
 
@@ -332,10 +331,7 @@ async def raw(request: Request) -> Response:
             body = await raw_body(connection, call, which, viewer(request).tenant)
     if body is None:
         raise Refusal(404, "There are no such bytes", "The call has none, or is gone.")
-    headers = {
-        "Content-Disposition": f'attachment; filename="{call}-{which}.txt"',
-        "X-Content-Type-Options": "nosniff",
-    }
+    headers = {"Content-Disposition": f'attachment; filename="{call}-{which}.txt"'}
     return Response(body, media_type="text/plain; charset=utf-8", headers=headers)
 
 

@@ -9,7 +9,6 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
-from http import HTTPStatus
 from itertools import zip_longest
 from statistics import fmean
 from typing import Final
@@ -39,7 +38,7 @@ def tokens_of(
     (the least) to 4. What is not known is None.
     """
     page = slice(start, start + TOKENS_A_PAGE)
-    logprobs, ratios = call.sampled_logprobs[page], call.ratios[page]
+    logprobs, ratios = call.sampled_logprobs[page], map(_exp, call.log_ratios[page])
     known = zip_longest(call.sampled_ids[page], logprobs, ratios, texts or ())
     return [
         {
@@ -48,11 +47,15 @@ def tokens_of(
             "text": text,
             "logprob": logprob,
             "ratio": ratio,
-            "likely": None if logprob is None else bisect(LIKELY, math.exp(min(logprob, 0.0))),
+            "likely": None if logprob is None else bisect(LIKELY, _exp(logprob)),
             "moved": None if ratio is None else bisect(RATIOS, ratio),
         }
         for place, (token, logprob, ratio, text) in enumerate(known, start)
     ]
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
 
 
 async def _texts(request: Request, call: CallTokens, start: int) -> list[str] | None:
@@ -73,7 +76,7 @@ async def tokens(request: Request) -> Response:
     async with reading(request) as connection:
         call = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
     if call is None:
-        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such call")
+        raise Refusal(404, "There is no such call")
     explained, why = None, "no update has consumed its episode yet"
     if call.update_id is not None:
         explained, why = await explained_for(request, call.update_id)
@@ -86,7 +89,7 @@ async def tokens(request: Request) -> Response:
         credit=next(own, None),
         why=why,
         # The geometric mean of the ratios decides whether a call carries loss.
-        ratio=math.exp(fmean(map(math.log, call.ratios))) if call.ratios else None,
+        ratio=_exp(fmean(call.log_ratios)) if call.log_ratios else None,
         off_policy=explained and explained.recipe.off_policy,
         after=start + TOKENS_A_PAGE if start + TOKENS_A_PAGE < len(call.sampled_ids) else None,
     )

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from itertools import groupby
 from typing import Any, Final
 
@@ -100,7 +99,7 @@ async def update(request: Request) -> Response:
     async with reading(request) as connection:
         row = await one_update(connection, of, tenant, BY_ID)
         if row is None:
-            raise Refusal(HTTPStatus.NOT_FOUND, "There is no such update")
+            raise Refusal(404, "There is no such update")
         members = await members_of(connection, row.id)
         events = []
         if row.version is not None:

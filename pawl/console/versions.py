@@ -7,7 +7,6 @@ something else by then.
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -191,7 +190,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
             retrained = await retrain(connection)
             change = replace(change, retrained=retrained, loads=start if start.unloaded else None)
         case _:
-            raise Refusal(HTTPStatus.NOT_FOUND, "There is no such action", change.action)
+            raise Refusal(404, "There is no such action", change.action)
     places = await places_of(connection, change.policy, before)
     after = {number: words_of(version) for number, version in places.items()}
     moved = tuple(
@@ -217,7 +216,7 @@ async def own_version(
     """
     version = await one_version(connection, policy, number)
     if version is None or tenant not in (None, version.tenant):
-        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such version", f"{policy}@{number}")
+        raise Refusal(404, "There is no such version", f"{policy}@{number}")
     return version
 
 
@@ -233,7 +232,7 @@ async def chosen_policy(
     known = await policies_of(connection, tenant, name)
     policy = next(iter(known), None)
     if name and (policy is None or policy.name != name):
-        raise Refusal(HTTPStatus.NOT_FOUND, "There is no such policy", name)
+        raise Refusal(404, "There is no such policy", name)
     return policy, known
 
 
@@ -344,15 +343,15 @@ async def confirm(request: Request) -> Response:
         tried, is_done = await attempt(request, change, given.get("saw") if is_posted else None)
     except StoreError as error:
         unknown = isinstance(error, UnknownPolicy | UnknownNames)
-        status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.CONFLICT
+        status = 404 if unknown else 409
         raise Refusal(status, "This cannot be done", str(error)) from error
     if is_done:
         to = console_of(request).url("version", policy=change.policy, number=change.number)
-        return RedirectResponse(to, HTTPStatus.SEE_OTHER)
+        return RedirectResponse(to, 303)
     return page(
         request,
         "confirm.html",
-        HTTPStatus.CONFLICT if is_posted else HTTPStatus.OK,
+        409 if is_posted else 200,
         change=tried,
         notes=as_text(tried.retrained) if tried.retrained else "",
         reason=reason,

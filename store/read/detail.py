@@ -7,7 +7,6 @@ the whole ones are made one after the other, and no more are kept than are still
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from math import exp
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -259,9 +258,9 @@ def _rebuilt(row: Any, base: bytes | None) -> bytes | None:
 class CallTokens(Record, frozen=True, kw_only=True):
     """Hold what a call sampled, with its policy's base `model`, whose ids these are.
 
-    Shapes: `sampled_ids` (S,), `sampled_logprobs` (S,) or none, in nats; `ratios` (S,) or none, of
-    the policy that was trained on the call, before, to the one that sampled it. `update_id` is the
-    update that consumed its episode for its policy, if any did.
+    Shapes: `sampled_ids` (S,), `sampled_logprobs` (S,) or none, in nats; `log_ratios` (S,) or none,
+    of the policy that was trained on the call, before, to the one that sampled it. `update_id` is
+    the update that consumed its episode for its policy, if any did.
     """
 
     id: UUID
@@ -270,7 +269,7 @@ class CallTokens(Record, frozen=True, kw_only=True):
     reason: str | None
     sampled_ids: Sequence[int]
     sampled_logprobs: Sequence[float]
-    ratios: Sequence[float]
+    log_ratios: Sequence[float]
     update_id: UUID | None
 
 
@@ -313,7 +312,7 @@ async def call_tokens(
         reason=row.reason,
         sampled_ids=unpack_ids(row.sampled_ids),
         sampled_logprobs=sampled,
-        ratios=[exp(now - then) for now, then in zip(policy, sampled, strict=bool(policy))],
+        log_ratios=[now - then for now, then in zip(policy, sampled, strict=bool(policy))],
         update_id=row.update_id,
     )
 
