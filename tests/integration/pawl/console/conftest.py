@@ -37,6 +37,16 @@ class Pages:
         return await self.ask("GET", path, headers)
 
 
+# No other process runs; one of somebody else's may, on the usual ports.
+NOWHERE = "127.0.0.1:1"
+ALONE: dict[str, Any] = {
+    "console_listen": "127.0.0.1:0",
+    "admin_listen": NOWHERE,
+    "trainer_listen": NOWHERE,
+    "controller_listen": NOWHERE,
+    "upstream_url": f"http://{NOWHERE}/v1",
+}
+
 OpenConsole = Callable[..., AbstractAsyncContextManager[Pages]]
 
 
@@ -47,7 +57,7 @@ def open_console(database_url: str) -> OpenConsole:
     @asynccontextmanager
     async def run(url: str = database_url, **settings: Any) -> AsyncIterator[Pages]:
         async with (
-            serving(ConsoleSettings(console_listen="127.0.0.1:0", **settings), url) as address,
+            serving(ConsoleSettings(**(ALONE | settings)), url) as address,
             aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
         ):
             yield Pages(address, session)
