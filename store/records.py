@@ -67,7 +67,8 @@ class ToolEvent(Record, frozen=True, kw_only=True):
 
     `ms` is the execution's duration in milliseconds, if it was stated. `quotes` are the digests of
     the texts among the arguments of its tool call, where the request that brings its result shows
-    them: with these the call of an agent's own is known by the reply that it was made of.
+    them: with these the call of an agent's own is known by the reply that it was made of. `at` is
+    when it was recorded, which its id does not tell; None: it is not stored yet.
     """
 
     id: UUID
@@ -78,6 +79,7 @@ class ToolEvent(Record, frozen=True, kw_only=True):
     ms: float | None = None
     source: ToolSource = "header"
     quotes: tuple[UUID, ...] = ()
+    at: datetime | None = None
 
 
 class Tokens(Record, frozen=True, kw_only=True):

@@ -20,7 +20,6 @@ from pawl.console.conversation import NO_TEXTS, Space, Turn, turn_of
 from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
 from pawl.credit import ExplainedUpdate, explain_past
 from store.errors import Damaged, UnknownUpdate
-from store.ids import time_of
 from store.read.detail import (
     CallTexts,
     EpisodeDetail,
@@ -107,7 +106,7 @@ def lanes_of(episode: EpisodeDetail) -> tuple[list[tuple[str, list[Mark]]], floa
         for event in events[: max(MOST_MARKS - tools, 0)]:
             look = "ok" if event.status == "ok" else "failed"
             title = f"{(event.name or 'a tool')[:80]}: {event.status}"
-            lane.append(Mark(x_of(time_of(event.id)), 0.0, look, title))
+            lane.append(Mark(x_of(event.at or call.started_at), 0.0, look, title))
         tools += len(events)
     feedback = [
         Mark(x_of(row.at), 0.0, "said", f"{row.metric[:80]} = {row.label or row.value}"[:160])

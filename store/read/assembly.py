@@ -405,6 +405,7 @@ def _event(row: Any) -> ToolEvent:
         detail=row.detail,
         ms=row.ms,
         source=row.source,
+        at=row.at,
     )
 
 

@@ -121,6 +121,6 @@ def episode_at(episode: Episode, moment: datetime) -> Episode:
 def _call_at(call: TransitionRow, moment: datetime) -> TransitionRow:
     return msgspec.structs.replace(
         call,
-        tool_events=tuple(event for event in call.tool_events if time_of(event.id) <= moment),
+        tool_events=tuple(event for event in call.tool_events if event.at and event.at <= moment),
         feedback=tuple(item for item in call.feedback if item.at <= moment),
     )

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import msgspec
 
@@ -133,8 +133,8 @@ def statement(
 
 
 def tool_event(status: str, tool_id: str | None, event_id: UUID | None = None) -> ToolEvent:
-    """Make an event about a tool call."""
+    """Make an event about a tool call; the id of one does not tell its time."""
     return msgspec.convert(
-        {"id": event_id or new_id(), "tool_id": tool_id, "name": "tool", "status": status},
+        {"id": event_id or uuid4(), "tool_id": tool_id, "name": "tool", "status": status},
         ToolEvent,
     )
