@@ -209,8 +209,8 @@ transitions = Table(
     Column("prompt_ids", LargeBinary, nullable=False),
     Column("sampled_ids", LargeBinary, nullable=False),
     Column("sampled_logprobs", LargeBinary, nullable=False),
-    # Those of the sampled ids under the policy that was trained on the call, before the update's
-    # first step.
+    # Those of the sampled ids under the policy as it was first trained on the call, before that
+    # step of an update.
     Column("policy_logprobs", LargeBinary),
     one_of("status", CALL_STATUSES),
     one_of("confidence", CONFIDENCES),

@@ -331,7 +331,7 @@ class Learner:
         }
 
     def policy_logprobs(self) -> dict[RowKey, bytes]:
-        """Return what the policy gave the tokens of the last update before its first step."""
+        """Return what the policy gave each token of the last update as it was first trained on."""
         return self._policy_logprobs
 
     def _take_steps(
@@ -347,14 +347,15 @@ class Learner:
         self._policy_logprobs = {}
 
         def check_drift() -> None:
-            # Only before the first step is the policy the newest version, and drift measurable.
-            if off_policy:
-                return
             seen = self.processes.gather(self._trainer.take_compared())
             compared = [row for rows in seen for row in rows]
-            most = self._recipe.off_policy.max_drift
-            off_policy.update(checked_metrics(compared, newest, most))
-            self._policy_logprobs |= {row.key: row.policy_logprobs for row in compared if row.key}
+            # Only before the first step is the policy the newest version, and drift measurable.
+            if not off_policy:
+                most = self._recipe.off_policy.max_drift
+                off_policy.update(checked_metrics(compared, newest, most))
+            for row in compared:
+                if row.key is not None:
+                    self._policy_logprobs.setdefault(row.key, row.policy_logprobs)
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:

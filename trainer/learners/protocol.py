@@ -37,10 +37,10 @@ class LearnerProtocol(Protocol):
         """
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
-        """Return what the policy gave the sampled tokens of the last update before its first step.
+        """Return what the policy gave each token of the last update as it was first trained on.
 
-        Of each row of that step, log-probabilities (S,) as `pack_logprobs` packs them; none where
-        nothing was compared with what sampled the rows.
+        Of each row, log-probabilities (S,) before that step, as `pack_logprobs` packs them; none
+        where nothing was compared with what sampled the rows.
         """
 
     def interrupt(self) -> None:
