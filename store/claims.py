@@ -12,7 +12,6 @@ the query of `store.claim_query`.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
@@ -276,14 +275,6 @@ _CONSUME: Final = text(
     WHERE u.id = :update_id ORDER BY e.place
     """
 )
-# Of calls that were trained on, what the policy gave their sampled tokens before.
-_KEEP_LOGPROBS: Final = text(
-    """
-    UPDATE transitions t SET policy_logprobs = n.logprobs
-    FROM unnest(CAST(:calls AS uuid[]), CAST(:logprobs AS bytea[])) AS n (id, logprobs)
-    WHERE t.id = n.id
-    """
-)
 
 
 async def consume(
@@ -296,7 +287,6 @@ async def consume(
     version: int | None,
     adapter_path: str | None,
     baselines: Mapping[str, Any] | None = None,
-    policy_logprobs: Mapping[UUID, bytes] = MappingProxyType({}),
 ) -> None:
     """Record a finished update: consume its episodes and add the version that it made.
 
@@ -309,7 +299,6 @@ async def consume(
         version: the new version, or None if nothing was trained (no signal in any group).
         adapter_path: the folder of the new version's adapter.
         baselines: the state that the next update's moving baselines start from.
-        policy_logprobs: by call, what the policy gave its sampled ids before the update, packed.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -326,14 +315,36 @@ async def consume(
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
     await consume_episodes(connection, update_id, outcomes)
-    if policy_logprobs:
-        of_calls = {"calls": list(policy_logprobs), "logprobs": list(policy_logprobs.values())}
-        await connection.execute(_KEEP_LOGPROBS, of_calls)
     if version is not None and adapter_path is not None:
         source = metrics.get(IMPORTED_FROM)
         await add_version(
             connection, policy, version, adapter_path, update_id, imported_from=source
         )
+
+
+# A call that a deletion holds is left as it is, so that neither waits for the other.
+_KEEP_LOGPROBS: Final = text(
+    """
+    WITH free AS (SELECT id FROM transitions WHERE id = ANY(CAST(:calls AS uuid[]))
+        FOR NO KEY UPDATE SKIP LOCKED)
+    UPDATE transitions t SET policy_logprobs = n.logprobs
+    FROM unnest(CAST(:calls AS uuid[]), CAST(:logprobs AS bytea[])) AS n (id, logprobs)
+        JOIN free USING (id)
+    WHERE t.id = n.id AND t.id = ANY(CAST(:calls AS uuid[]))
+        AND t.policy_logprobs IS DISTINCT FROM n.logprobs
+    """
+)
+
+
+async def keep_policy_logprobs(
+    connection: AsyncConnection, of_calls: Mapping[UUID, bytes | None]
+) -> None:
+    """Keep what a policy gave the sampled ids of calls as it was trained on them, packed.
+
+    None: an update compared nothing; what an earlier one left is forgotten.
+    """
+    values = {"calls": list(of_calls), "logprobs": list(of_calls.values())}
+    await connection.execute(_KEEP_LOGPROBS, values)
 
 
 # Locked in the order of keys, as everywhere, until the caller's transaction ends.

@@ -76,14 +76,14 @@ async def run(settings: ConsoleSettings) -> None:
     Raises:
         OSError: its port cannot be listened on.
     """
-    # Agents wait for the proxy; who looks can wait a little.
-    yield_cores()
     stop = stop_event()
     async with contextlib.AsyncExitStack() as exits:
         if settings.database_url is not None:
             url = settings.database_url.get_secret_value()
         else:
             url = (await exits.enter_async_context(kept_postgres(settings.data_dir))).url
+        # Agents wait for the proxy and its PostgreSQL; who looks can wait a little.
+        yield_cores()
         where = await exits.enter_async_context(serving(settings, url))
         log.info("console_up", address=where)
         await stop.wait()

@@ -268,9 +268,15 @@ class Space:
     to eight bytes of a page.
     """
 
-    def __init__(self, characters: int = 160_000, each: int = 3000, parts: int = 1000) -> None:
+    def __init__(self, characters: int = 140_000, each: int = 3000, parts: int = 1000) -> None:
         """Begin with all of it."""
         self._left, self._each, self._parts = characters, each, parts
+
+    def take(self, text: str | None, most: int) -> int:
+        """Return how many characters of a text there is room for, `most` at most, and take them."""
+        shown = min(len(text or ""), most, self._left)
+        self._left -= shown
+        return shown
 
     def fit(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
         """Yield the parts that there is room for, with how many characters of each."""
@@ -278,7 +284,6 @@ class Space:
             if not self._parts:
                 yield MORE, 0
                 return
-            shown = min(len(part.text), self._each, self._left)
-            self._left = max(self._left - shown - len(part.title), 0)
+            self.take(part.title + (part.tool_id or ""), 260)
             self._parts -= 1
-            yield part, shown
+            yield part, self.take(part.text, self._each)

@@ -28,6 +28,7 @@ from store.read.detail import (
     is_explainable,
     raw_body,
 )
+from store.read.lineage import one_update
 from store.read.past import past_update
 from store.records import EVAL
 from store.tenants import tenant_of
@@ -209,7 +210,10 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
         (not fate.scored, "nobody has scored it yet"),
         (fate.rolled_back, "a version that sampled it was rolled back"),
         (fate.set_aside, "it was sampled while a model server was at fault"),
-        (episode.task is None, f"it has no task; updates took groups of {fate.group_size or '?'}"),
+        (
+            episode.task is None and fate.group_size != 1,
+            f"it has no task; updates took groups of {fate.group_size or '?'}",
+        ),
     )
     size = f" of the {fate.group_size} that the last update took" if fate.group_size else ""
     ready = f"it waits for the next update: {fate.ready} scored attempts at its task wait{size}"
@@ -286,8 +290,8 @@ async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpd
         _RECENT[key] = asyncio.create_task(_explained(request, update_id, tenant))
         asyncio.get_running_loop().call_later(KEPT_S, _RECENT.pop, key, None)
     computing = _RECENT[key]
-    if len(_RECENT) > KEPT:
-        _RECENT.pop(next(iter(_RECENT)))
+    for old in [old for old, task in _RECENT.items() if task.done() and old != key][:-KEPT]:
+        _RECENT.pop(old)
     try:
         return await asyncio.shield(computing), ""
     except (UnknownUpdate, TrainerError, Damaged) as error:
@@ -299,6 +303,8 @@ async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpd
 
 async def _explained(request: Request, update_id: UUID, tenant: str | None) -> ExplainedUpdate:
     async with reading(request) as connection:
+        if await one_update(connection, update_id, tenant, ()) is None:
+            raise UnknownUpdate(f"there is no update {update_id}")
         if not await is_explainable(connection, update_id):
             raise UnknownUpdate(
                 f"it is too large to compute here: run `pawl credit --update {update_id}`"

@@ -90,7 +90,9 @@ class Console:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self.templates.filters.update(when=when, figure=figure, visible=visible, bare=bare)
+        self.templates.filters.update(
+            when=when, figure=figure, visible=visible, plain=plain, bare=bare
+        )
         self.templates.globals.update(url=self.url, static=cache(self.static), nobody=NOBODY)
         self.examining = asyncio.Lock()
         # Until when it counts, and what was found, by tenant.
@@ -132,24 +134,22 @@ async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
 
 
 @asynccontextmanager
-async def writing(request: Request, scope: Scope) -> AsyncIterator[AsyncConnection]:
-    """Open a transaction for a change, which is committed at the end of the block.
-
-    Raises:
-        Refusal: the viewer's key is not for `scope`.
-    """
-    require(request, scope)
+async def writing(request: Request) -> AsyncIterator[AsyncConnection]:
+    """Open a transaction for a change that `require` let in; it is committed after the block."""
     async with console_of(request).engine.begin() as connection:
         await begin(connection, LIMIT_S)
         yield connection
 
 
 def require(request: Request, scope: Scope) -> None:
-    """Refuse a change that the viewer's key is not for.
+    """Refuse a change that the viewer's key is not for, or that a link elsewhere leads to.
 
     Raises:
-        Refusal: it is not for `scope`.
+        Refusal: it is not for `scope`, or the viewer comes from another site.
     """
+    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        title = "A link of another site leads here"
+        raise Refusal(403, title, "Open the console itself, and ask for the change there.")
     who = viewer(request)
     if scope not in who.scopes:
         raise Refusal(
@@ -194,7 +194,7 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
     context["viewer"] = getattr(request.state, "viewer", None)
     # The first name in the address is that of an entry of the navigation.
     inner = request.scope["path"].removeprefix(console.prefix)
-    context["screen"] = inner.strip("/").partition("/")[0] or "overview"
+    context.setdefault("screen", inner.strip("/").partition("/")[0] or "overview")
     body = console.templates.get_template(template).render(context).encode(errors="replace")
     if len(body) > LARGEST_PAGE:
         why = f"It has {len(body):,} bytes, over {LARGEST_PAGE:,}: choose less with the filter."
@@ -244,6 +244,13 @@ _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\uffa0\ud800-\udfff\U000e0000-\U000e0fff]+"
 )
+
+
+def plain(text: str) -> str:
+    """Return text of an agent or a model for a tooltip or a title, without what is unseen."""
+    return _UNSEEN.sub("\ufffd", text)
+
+
 # Of marks that are put on one letter, so that none grows over its neighbours.
 _MARKS: Final = 4
 

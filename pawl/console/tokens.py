@@ -5,6 +5,7 @@ shown. A ratio is how much likelier a token was to the policy that was about to 
 than to the one that sampled it.
 """
 
+import asyncio
 import math
 from bisect import bisect
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from trainer.errors import TrainerError
 from trainer.publishing.model_server import ModelServer
 
 TOKENS_A_PAGE: Final = 1000
+# For all servers together; then ids are shown.
+TEXTS_S: Final = 3.0
 # What the levels of a token begin with: of its probability, and of its ratio.
 LIKELY: Final = (0.05, 0.2, 0.5, 0.9)
 RATIOS: Final = (0.5, 0.8, 1.25, 2.0)
@@ -61,11 +64,13 @@ def _exp(value: float) -> float:
 async def _texts(request: Request, call: CallTokens, start: int) -> list[str] | None:
     """Return the texts of a page of tokens, as the first model server says that knows."""
     ids = call.sampled_ids[start : start + TOKENS_A_PAGE]
-    for url in console_of(request).settings.model_servers:
-        with suppress(TrainerError):
-            async with ModelServer(url) as server:
-                if (texts := await server.token_texts(call.model, ids)) is not None:
-                    return texts
+    with suppress(TimeoutError):
+        async with asyncio.timeout(TEXTS_S):
+            for url in console_of(request).settings.model_servers:
+                with suppress(TrainerError):
+                    async with ModelServer(url) as server:
+                        if (texts := await server.token_texts(call.model, ids)) is not None:
+                            return texts
     return None
 
 

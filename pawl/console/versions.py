@@ -6,6 +6,7 @@ something else by then.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ from pawl.console.pages import (
     form,
     page,
     reading,
+    require,
     viewer,
     writing,
 )
@@ -248,7 +250,7 @@ async def versions(request: Request) -> Response:
         line = await line_of(connection, policy.name, before, MOST)
         numbers = [version.version for version in line]
         # No episode of a version began before the version was made, but for the base model's.
-        since = None if 0 in numbers else min(version.created_at for version in line)
+        since = None if 0 in numbers else min((row.created_at for row in line), default=None)
         live, held_out = await rewards_of(connection, policy.name, numbers, since)
         events = await newest_events(connection, policy.name, numbers)
         compared = []
@@ -301,24 +303,31 @@ async def version(request: Request) -> Response:
     )
 
 
-async def attempt(request: Request, change: Change, saw: str | None) -> tuple[Change, bool]:
+async def attempt(
+    request: Request, change: Change, saw: str | None, *, is_loaded: bool = False
+) -> tuple[Change, bool]:
     """Return what a change comes to, and whether it was done: that is what the viewer `saw`.
 
     Raises:
         StoreError: it cannot be done.
         Refusal: the viewer's key is not for that, or there is no such version.
     """
-    async with console_of(request).previewing, writing(request, "train") as connection:
+    require(request, "train")
+    # What only shows what would come of it waits for others that do, and holds up nothing else.
+    tried_alone = console_of(request).previewing if saw is None else nullcontext()
+    async with tried_alone, writing(request) as connection:
         tried = await carry_out(connection, change, viewer(request).tenant)
         is_seen = saw == tried.digest
         if not is_seen or tried.loads is not None:
             await connection.rollback()
+    if is_loaded and (not is_seen or tried.loads is not None):
+        raise StateChanged(f"{change.named} was loaded, and meanwhile versions changed: look again")
     if not is_seen or tried.loads is None:
         return tried, is_seen
-    async with writing(request, "train") as connection:
+    async with writing(request) as connection:
         await recall(connection, tried.loads, change.reason)
     await wait_until_loaded(tried.loads)
-    return await attempt(request, change, saw)
+    return await attempt(request, change, saw, is_loaded=True)
 
 
 async def confirm(request: Request) -> Response:

@@ -53,12 +53,14 @@ class Recording:
 
         It makes none where no episode gives a signal.
         """
+        await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
+        # Afterwards: nobody who waits for the policy waits for this.
         of_calls = {
-            one.call.id: policy_logprobs[one.episode_id, one.position]
+            one.call.id: policy_logprobs.get((one.episode_id, one.position))
             for one in plan.credited
-            if (one.episode_id, one.position) in policy_logprobs
         }
-        await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made, of_calls)
+        async with self._engine.begin() as connection:
+            await claims.keep_policy_logprobs(connection, of_calls)
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
         self._count(plan.outcomes)
@@ -89,7 +91,6 @@ class Recording:
         metrics: Mapping[str, Any],
         baselines: Mapping[str, Any] | None,
         made: tuple[int, Path] | None,
-        policy_logprobs: Mapping[UUID, bytes] = MappingProxyType({}),
     ) -> None:
         """Consume an update's episodes; `made` is the number and folder of its version, if any.
 
@@ -110,7 +111,6 @@ class Recording:
                 version=version,
                 adapter_path=None if folder is None else str(folder),
                 baselines=baselines,
-                policy_logprobs=policy_logprobs,
             )
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:

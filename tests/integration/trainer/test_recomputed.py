@@ -10,6 +10,7 @@ import pytest
 import torch
 from sqlalchemy import text
 
+from store.claims import keep_policy_logprobs
 from store.read.past import past_update
 from store.read.stats import totals
 from store.values.packing import unpack_logprobs
@@ -216,6 +217,10 @@ async def test_trained_calls_keep_what_the_policy_gave_their_tokens_before(bench
     for row in rows:
         given = set(unpack_logprobs(row.policy_logprobs or b""))
         assert given == ({-2.0} if row.id in trained else set())
+    # An update that compares nothing leaves nothing of an earlier one.
+    async with bench.engine.begin() as connection:
+        await keep_policy_logprobs(connection, dict.fromkeys(trained))
+        assert not (await connection.scalar(text("SELECT count(policy_logprobs) FROM transitions")))
 
 
 LOSSES = {

@@ -10,12 +10,15 @@ import threading
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
+import msgspec
 import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.console import conversation, episode
+from pawl.console import tokens as token_screen
 from pawl.console.pages import figure
 from pawl.credit import explain_past
 from store.ids import new_id
@@ -293,6 +296,47 @@ async def test_tokens_are_shown_with_their_ratios_and_whether_the_call_is_masked
     page = (await console.get(f"/calls/{call.id}/tokens")).body.decode()
     assert shown in page
     assert f"ratio {figure(math.exp(min(log_ratios[5], 700)), 3)}"[:8] in page
+
+
+async def test_tokens_are_ids_while_a_model_server_hangs(
+    engine: AsyncEngine, open_console: OpenConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(engine)
+    monkeypatch.setattr(token_screen, "TEXTS_S", 0.2)
+    [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
+    async with (
+        await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent,
+        open_console(
+            upstream_url=f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
+        ) as console,
+    ):
+        page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
+    assert "No model server says the texts" in page
+
+
+async def test_page_with_the_worst_texts_is_no_larger_than_others(
+    engine: AsyncEngine, console: Pages
+) -> None:
+    worst = '"\u200b' * 500
+    made = []
+    for n in range(20):
+        event = tool_event("error", None)
+        events = (
+            msgspec.structs.replace(
+                event, id=uuid4(), tool_id=f"{worst[:50]}{one}", name=worst, detail=worst
+            )
+            for one in range(20)
+        )
+        said = [{"role": "user", "content": f"{n} {worst * 10}"} for _ in range(10)]
+        reply = {"role": "assistant", "content": worst * 20}
+        made.append(
+            chat_call("worst", said, reply, task="t", tool_events=tuple(events), **ago(200 - n, n))
+        )
+    await store(engine, *made)
+    [episode] = await episodes(engine)
+    page = await console.get(f"/episodes/{episode.id}")
+    assert page.status == 200
+    assert len(page.body) <= 2_000_000
 
 
 async def test_tokens_have_the_texts_that_a_model_server_tells(

@@ -281,6 +281,18 @@ async def test_change_needs_scope_confirmation_and_our_own_page(
     assert "Roll back" not in text_of(await console.get("/versions", reader))
 
 
+async def test_link_of_another_site_previews_no_change(console: Pages, line: AsyncEngine) -> None:
+    followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}
+    assert (await console.get("/versions/m/1", followed)).status == 200
+    reply = await console.get("/versions/m/1/rollback", followed)
+    assert reply.status == 403
+    assert "A link of another site" in reply.body.decode()
+
+
+async def test_line_before_the_first_version_is_empty(console: Pages, line: AsyncEngine) -> None:
+    assert (await console.get("/versions?policy=m&before=0")).status == 200
+
+
 async def test_tenant_sees_and_moves_its_own_policies_alone(
     console: Pages, line: AsyncEngine
 ) -> None:
