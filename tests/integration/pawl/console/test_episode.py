@@ -304,13 +304,20 @@ async def test_tokens_are_ids_while_a_model_server_hangs(
     await fill(engine)
     monkeypatch.setattr(token_screen, "TEXTS_S", 0.2)
     [episode] = [one for one in await episodes(engine) if one.key == "run-3"]
+    connections: list[asyncio.StreamWriter] = []
+
+    def keep(_: asyncio.StreamReader, connection: asyncio.StreamWriter) -> None:
+        connections.append(connection)
+
     async with (
-        await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent,
+        await asyncio.start_server(keep, "127.0.0.1", 0) as silent,
         open_console(
             upstream_url=f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/v1"
         ) as console,
     ):
         page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
+        for connection in connections:
+            connection.close()
     assert "No model server says the texts" in page
 
 
