@@ -325,13 +325,14 @@ async def consume(
 # A call that a deletion holds is left as it is, so that neither waits for the other.
 _KEEP_LOGPROBS: Final = text(
     """
-    WITH free AS (SELECT id FROM transitions WHERE id = ANY(CAST(:calls AS uuid[]))
-        FOR NO KEY UPDATE SKIP LOCKED)
-    UPDATE transitions t SET policy_logprobs = n.logprobs
-    FROM unnest(CAST(:calls AS uuid[]), CAST(:logprobs AS bytea[])) AS n (id, logprobs)
-        JOIN free USING (id)
-    WHERE t.id = n.id AND t.id = ANY(CAST(:calls AS uuid[]))
-        AND t.policy_logprobs IS DISTINCT FROM n.logprobs
+    WITH free AS (
+        SELECT t.id, n.logprobs FROM transitions t
+        JOIN unnest(CAST(:calls AS uuid[]), CAST(:logprobs AS bytea[])) AS n (id, logprobs)
+            ON n.id = t.id
+        WHERE t.id = ANY(CAST(:calls AS uuid[])) AND t.policy_logprobs IS DISTINCT FROM n.logprobs
+        FOR NO KEY UPDATE OF t SKIP LOCKED)
+    UPDATE transitions t SET policy_logprobs = free.logprobs
+    FROM free WHERE t.id = free.id AND t.id = ANY(CAST(:calls AS uuid[]))
     """
 )
 

@@ -106,7 +106,7 @@ class Console:
         return f"{path}?{urlencode(query)}" if query else path
 
     def static(self, name: str) -> str:
-        """Return the address of a static file, another one for each content."""
+        """Return the address of a static file, which changes with the file's content."""
         content = files("pawl.console").joinpath("static", name).read_bytes()
         return self.url("static", path=name, query={"v": sha256(content).hexdigest()[:12]})
 

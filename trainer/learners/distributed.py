@@ -179,7 +179,7 @@ class Leader:
 
 
 def follow(learners: "Mapping[str, Learner]") -> None:
-    """Run the commands of rank 0 until it says stop; `learners` are those that it has.
+    """Run the commands of rank 0 in this process until rank 0 stops; `learners` are by policy.
 
     A command that fails in one process has failed in all; rank 0 reports it.
     """

@@ -54,13 +54,6 @@ class Recording:
         It makes none where no episode gives a signal.
         """
         await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
-        # Afterwards: nobody who waits for the policy waits for this.
-        of_calls = {
-            one.call.id: policy_logprobs.get((one.episode_id, one.position))
-            for one in plan.credited
-        }
-        async with self._engine.begin() as connection:
-            await claims.keep_policy_logprobs(connection, of_calls)
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
         self._count(plan.outcomes)
@@ -68,6 +61,13 @@ class Recording:
             if metrics.get(name) is not None:
                 gauge.labels(self._policy).set(metrics[name])
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)
+        # Apart from what ends the update: nobody who waits for the policy waits for this.
+        of_calls = {
+            one.call.id: policy_logprobs.get((one.episode_id, one.position))
+            for one in plan.credited
+        }
+        async with self._engine.begin() as connection:
+            await claims.keep_policy_logprobs(connection, of_calls)
 
     async def found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
         """Record the update of an earlier trainer, from the manifest that it wrote."""

@@ -206,7 +206,7 @@ class Training:
         return with_logprobs(rows, values)
 
     async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
-        """Train version `parent` on `rows` by a share of a whole step, and return the metrics."""
+        """Train version `parent` on `rows`, and return the metrics (`LearnerProtocol.update`)."""
 
         def work() -> dict[str, Any]:
             self._learner.restore(self._versions.folder(parent))

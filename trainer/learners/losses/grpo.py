@@ -103,9 +103,9 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
             msgspec.structs.replace(
                 comparison,
                 key=row.key,
-                policy_logprobs=pack_logprobs(own[: len(row.sampled_ids)].tolist()),
+                policy_logprobs=pack_logprobs(own[: len(row.sampled_ids)]),
             )
-            for comparison, row, own in zip(compared, self._rows, policy, strict=True)
+            for comparison, row, own in zip(compared, self._rows, policy.tolist(), strict=True)
             if row.weight > 0
         ]
         return keeps
