@@ -117,10 +117,6 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
         "episode": [f"/episodes/{row['id']}" for row in some],
         "episode of 200 calls": [f"/episodes/{long_run}"],
         "credit": [f"/updates/{row['id']}/credit?episode={row['episode_id']}" for row in trained],
-        "group": [
-            f"/groups?policy={row['policy']}&task={quote(row['task'])}&update={row['id']}"
-            for row in trained
-        ],
         "versions": ["/versions", *(f"/versions?policy={policy}" for policy in POLICIES)],
         "version": [f"/versions/{one}" for one in versions],
         "updates": ["/updates", *(f"/updates?policy={policy}" for policy in POLICIES)],

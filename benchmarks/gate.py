@@ -1,8 +1,8 @@
 """Simulate what the rules of `[publish]` decide: how fast, how often wrongly, and what that costs.
 
-Versions of known worth pass through the product's own comparison, for 30 days, by the rules of the
-controller. docs/explanation/gate.md says what this shows. Ends with status 1 where a bar does not
-hold.
+Versions of known worth pass through the product's own comparison, by the rules of the controller:
+one that is tried, for 30 days; and a line of as many as recipes make, watched with its control.
+docs/explanation/gate.md says what this shows. Ends with status 1 where a bar does not hold.
 """
 
 import argparse
@@ -29,24 +29,30 @@ from benchmarks.report import (
     write_figures,
 )
 from benchmarks.stack import ROOT
-from pawl.controller.comparison import GUARD_MARGIN, Comparison, Episode, canary_share
+from pawl.controller.comparison import (
+    GUARD_MARGIN,
+    MOST_SHARE,
+    Comparison,
+    Episode,
+    canary_share,
+)
 from pawl.controller.eprocess import Block, block_size
+from pawl.controller.own_past import PAST
 from trainer.recipes.recipe import PublishMode, PublishOptions
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"
 PICTURE: Final = ROOT / "docs" / "images" / "gate.png"
 
 DAYS: Final = 30
-RATES: Final = (50, 300, 1_000, 10_000)
+RATES: Final = (50, 300, 1_000)
 EFFECTS: Final = (-0.10, -0.05, 0.0, 0.05, 0.10)
 # Mean reward of the base model, and between which a version's is.
-BASE_MEAN, LEAST, MOST = 0.5, 0.05, 0.95
+BASE_MEAN, LEAST, MOST = 0.5, 0.02, 0.98
 # Tasks of an evaluation (2,000 runs), tries of each by each version, and how far tasks differ.
 TASKS, TRIES, TASKS_DIFFER = 250, 4, 0.4
 # The bars: the share of wrong decisions; of those 0.10 better, promoted within so many tasks.
 MISTAKES, SOON, FOUND = 0.05, 200, 0.8
 HARMFUL: Final = -0.05
-BAR_RATE: Final = 300
 
 
 class Way(NamedTuple):
@@ -67,14 +73,6 @@ EVALUATED: Final = Way("evaluated", "evaluated")
 CANARY: Final = Way("canary", "canary")
 KEEPS: Final = Way('canary, "keep", 336 h', "canary", "keep", 336.0)
 WAYS: Final = (IMMEDIATE, EVALUATED, CANARY, KEEPS)
-# What each day's new version is better by than the one it was trained from, and how likely.
-MIXES: Final[dict[str, dict[float, float]]] = {
-    "all +0.05": {0.05: 1},
-    "±0.10, 60:40": {0.1: 0.6, -0.1: 0.4},
-    "±0.05, 55:45": {0.05: 0.55, -0.05: 0.45},
-    "+0.02, 10 % −0.10": {0.02: 0.9, -0.1: 0.1},
-    "±0.05, 30:70": {0.05: 0.3, -0.05: 0.7},
-}
 
 
 class DrawnComparison(Comparison):
@@ -97,181 +95,87 @@ class Live:
         self.comparison = DrawnComparison(
             rule, new_share=shares[0], old_share=shares[1], watches=watches
         )
-        self.begins = self._last = begins
-        self._size = block_size(*shares)
+        self._last = begins
+        self._size, self._share = block_size(*shares), shares[1]
 
-    def due(self, per_day: float, shares: tuple[float, float]) -> float:
+    def due(self, per_day: float, share: float | None = None) -> float:
         """Return the day on which the open block is complete."""
-        return self._last + self._size / (per_day * sum(shares))
+        return self._last + self._length(share) / per_day
 
     def add(
-        self, draw: Any, now: float, shares: tuple[float, float], means: Sequence[float]
+        self, draw: Any, now: float, means: Sequence[float], share: float | None = None
     ) -> None:
         self._last = now
-        new = int(draw(self._size, shares[0] / sum(shares)))
-        old = self._size - new
-        if new and old:
-            difference = draw(new, means[0]) / new - draw(old, means[1]) / old
-            self.comparison.add_block(Block(float(difference), new * old / self._size, 1.0))
+        count = self._length(share)
+        old = max(1, int(draw(count - 1, self._share if share is None else share)))
+        new = max(1, count - old)
+        difference = draw(new, means[0]) / new - draw(old, means[1]) / old
+        self.comparison.add_block(Block(float(difference), new * old / (new + old), 1.0))
 
-
-class Version:
-    """Hold what a version is worth, and whether it was shown to be no worse."""
-
-    def __init__(self, mean: float, *, proven: bool = False) -> None:
-        self.mean = min(max(mean, LEAST), MOST)
-        self.proven = proven
+    def _length(self, share: float | None) -> int:
+        """Return how many episodes a block has until both arms are there, on average."""
+        rarer = min(own := self._share if share is None else share, 1 - own)
+        return max(2, round(self._size + (1 - rarer) ** self._size / rarer))
 
 
 class Policy:
-    """Let a policy's versions come and go as the controller does (pawl/controller/deciding.py)."""
+    """Let one version come, and go, as the controller does (pawl/controller/deciding.py)."""
 
-    def __init__(self, rule: PublishOptions, per_day: int, seed: str) -> None:
-        self.serving = Version(BASE_MEAN, proven=True)
-        self.by_day: list[float] = []
-        # Of the first version: on which day, and after how many tasks, there was a decision.
+    def __init__(self, rule: PublishOptions, per_day: int, effect: float, seed: str) -> None:
+        self.serves = False
+        # On which day, and after how many tasks, there was a decision about it.
         self.decided: tuple[float, int] | None = None
         self._rule, self._per_day = rule, per_day
+        self._means = BASE_MEAN + effect, BASE_MEAN
         self._random = numpy.random.default_rng(list(seed.encode()))
-        self._canary: Version | None = None
-        # The newest version, which waits until the canary's trial ends.
-        self._waiting: Version | None = None
-        self._control: Version | None = None
-        self._canary_share = self._control_share = 0.0
-        self._watch: Live | None = None
-        self._trial: Live | None = None
-        self._now = 0.0
 
-    def live(self, effects: Sequence[float]) -> "Policy":
-        """Bring a version a day, trained from the newest one and better by its effect.
-
-        After the last one it ends as soon as what serves is shown to be no worse than its control.
-        """
-        for day in range(DAYS):
-            if day >= len(effects) and self._watch and self._watch.comparison.verdict:
-                break
-            if day < len(effects):
-                head = self._waiting or self._canary or self.serving
-                self._offer(Version(head.mean + effects[day]))
-            self.by_day.append(self._until(day + 1))
+    def live(self) -> "Policy":
+        """Try the version, and watch it if it serves, for DAYS."""
+        rule = self._rule
+        if rule.mode == "immediate":
+            self.serves = True
+            self._watch(0.0, rule.control_share)
+        elif rule.mode == "evaluated":
+            self._end(evaluate(rule, *self._means, self._random), 0.0, 0.0)
+        else:
+            share = canary_share(self._per_day / 24, rule)
+            trial = Live(rule, (share, 1 - share), begins=0.0, watches=False)
+            over, now = rule.decide_within_h / 24, 0.0
+            while not trial.comparison.verdict and now < DAYS:
+                now = trial.due(self._per_day)
+                if now > over and trial.comparison.difference is not None:
+                    now = over
+                    break
+                trial.add(self._random.binomial, now, self._means)
+            self._end(trial.comparison, now, share)
         return self
 
-    def _offer(self, version: Version) -> None:
-        if self._rule.mode == "immediate":
-            self._promote(version, self._rule.control_share)
-        elif self._rule.mode == "evaluated":
-            comparison = evaluate(self._rule, version.mean, self.serving.mean, self._random)
-            self._end(version, comparison, self._rule.control_share)
-        elif self._canary is not None:
-            self._waiting = version
-        else:
-            self._canary, taken = version, self._control_share
-            self._canary_share = canary_share(self._per_day / 24, self._rule, taken)
-            self._trial = Live(self._rule, self._tried(), begins=self._now, watches=False)
-
-    def _tried(self) -> tuple[float, float]:
-        """Return the shares of the canary, and of what serves beside it."""
-        return self._canary_share, 1 - self._canary_share - self._control_share
-
-    def _watched(self) -> tuple[float, float]:
-        """Return the shares of what serves, and of its control."""
-        return 1 - self._canary_share - self._control_share, self._control_share
-
-    def _until(self, end: float) -> float:
-        """Live until a day ends, and return its mean reward."""
-        total, begun = 0.0, self._now
-        while self._now < end:
-            to, over = end, end
-            if self._watch is not None:
-                to = min(to, self._watch.due(self._per_day, self._watched()))
-            if self._trial is not None:
-                over = self._trial.begins + self._rule.decide_within_h / 24
-                to = min(to, self._trial.due(self._per_day, self._tried()))
-                to = min(to, over) if over > self._now else to
-            to = max(to, self._now)
-            total += (to - self._now) * self._mean()
-            self._now = to
-            self._look(is_over=self._trial is not None and to >= over)
-        return total / (end - begun)
-
-    def _mean(self) -> float:
-        """Return the mean reward of all episodes that begin now."""
-        others = [(self._canary, self._canary_share), (self._control, self._control_share)]
-        lead = sum(share * (one.mean - self.serving.mean) for one, share in others if one)
-        return self.serving.mean + lead
-
-    def _look(self, *, is_over: bool) -> None:
-        """Add the blocks that are complete by now, and decide: the watch first, then the trial."""
-        draw, serving, due = self._random.binomial, self.serving, self._now + 1e-9
-        watch, trial = self._watch, self._trial
-        if watch is not None and watch.due(self._per_day, self._watched()) <= due:
-            assert self._control is not None
-            watch.add(draw, self._now, self._watched(), (serving.mean, self._control.mean))
-            self._judge(watch.comparison)
-        if self._trial is None or trial is None or self._canary is None:
-            return
-        if trial.due(self._per_day, self._tried()) <= due:
-            trial.add(draw, self._now, self._tried(), (self._canary.mean, serving.mean))
-        comparison = trial.comparison
-        if comparison.verdict or (is_over and comparison.difference is not None):
-            canary, share = self._canary, self._canary_share
-            waiting, verdict = self._no_canary(), comparison.verdict
-            rule_share = self._rule.control_share
-            self._end(canary, comparison, rule_share if verdict else max(share, rule_share))
-            if waiting is not None and not (verdict and verdict.kind == "worse"):
-                self._offer(waiting)
-
-    def _judge(self, watched: Comparison) -> None:
-        """Give the traffic back to the control, or note that what serves is proven."""
-        is_unproven = self._rule.mode == "canary" and not self.serving.proven
-        is_given_back = watched.verdict is None and is_unproven and watched.tells_against
-        if watched.verdict is None and not is_given_back:
-            return
-        self._note(0)
-        if is_given_back or (watched.verdict and watched.verdict.kind == "worse"):
-            assert self._control is not None
-            self.serving, self._control, self._watch = self._control, None, None
-            self._control_share = 0.0
-            if is_given_back and self._canary is not None:
-                self._trial = Live(self._rule, self._tried(), begins=self._now, watches=False)
-            else:
-                self._no_canary()
-        elif not self.serving.proven:
-            self.serving.proven = True
-            self._control_share = self._rule.control_share
-
-    def _no_canary(self) -> Version | None:
-        """End the trial, and return the version that waited for that."""
-        waiting, self._waiting = self._waiting, None
-        self._canary, self._trial, self._canary_share = None, None, 0.0
-        return waiting
-
-    def _note(self, tasks: int) -> None:
-        self.decided = self.decided or (self._now, tasks)
-
-    def _end(self, version: Version, comparison: Comparison, share: float) -> None:
+    def _end(self, comparison: Comparison, now: float, share: float) -> None:
         """Do what a trial, or an evaluation, came to."""
-        self._note(comparison.blocks)
-        verdict = comparison.verdict
+        self.decided = now, comparison.blocks
+        rule, verdict = self._rule, comparison.verdict
         if verdict is None:
-            is_kept_back = self._rule.undecided == "keep" or comparison.points_to_harm
+            self.serves = rule.undecided == "promote" and not comparison.points_to_harm
+            share = max(share, rule.control_share)
         else:
-            is_kept_back = verdict.kind == "worse"
-        if not is_kept_back:
-            version.proven = verdict is not None
-            self._promote(version, share)
+            self.serves = verdict.kind == "better"
+            share = rule.control_share
+        if self.serves:
+            self._watch(now, share)
 
-    def _promote(self, version: Version, share: float) -> None:
-        """Give a version the traffic; its control is the last one with proof."""
-        self._control_share = share
-        if self._control is None or self.serving.proven:
-            self._control = self.serving
-            # Blocks are those of the rule's share, whatever share the control has for now.
-            control = self._rule.control_share
-            self._watch = Live(self._rule, (1 - control, control), begins=self._now, watches=True)
-        elif self._watch is not None:
-            self._watch.comparison.mark()
-        self.serving = version
+    def _watch(self, now: float, share: float) -> None:
+        """Roll it back, or give the traffic back, if that is found by the end."""
+        usual = self._rule.control_share
+        watch = Live(self._rule, (1 - usual, usual), begins=now, watches=True)
+        while (now := watch.due(self._per_day, share)) < DAYS:
+            watch.add(self._random.binomial, now, self._means, share)
+            comparison = watch.comparison
+            is_lower = share > usual and comparison.tells_against
+            if comparison.verdict is not None or is_lower:
+                self.serves = False
+                self.decided = self.decided or (now, 0)
+                return
+            share = usual if comparison.is_enough else share
 
 
 def evaluate(rule: PublishOptions, new: float, old: float, random: Any) -> Comparison:
@@ -309,11 +213,9 @@ class One(NamedTuple):
 
 
 def one_version(one: One, run: int) -> Fate:
-    policy = Policy(one.way.rule, one.per_day, f"{one} {run}")
-    base = policy.serving
-    policy.live([one.effect])
+    policy = Policy(one.way.rule, one.per_day, one.effect, f"{one} {run}").live()
     day, tasks = policy.decided or (float("inf"), 0)
-    return Fate(day, tasks, policy.serving is not base)
+    return Fate(day, tasks, policy.serves)
 
 
 def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
@@ -354,51 +256,315 @@ def _signed(effect: float) -> str:
     return f"{effect:+.2f}".replace("-", "−") if effect else "0"
 
 
-# A version a day
+# A line of versions, as many as recipes make
 
 
-class Stream(NamedTuple):
-    """Say which versions come, one a day, and how; without a way each serves at once, unwatched."""
+class Line:
+    """Let versions follow each other as trainer and controller do, in mode "immediate".
 
-    way: Way | None
-    per_day: int
-    mix: str
+    Time is counted in episodes, whose rewards are there at once. `step` is what the next version is
+    better by than what serves.
+
+    Attributes:
+        now: episodes so far.
+        means: of the versions, by number.
+        serving: what serves, `control` what it is compared with, if there is one.
+        rolled_back: how many versions, and episodes, a roll-back went back, for each.
+        held: when training was held, for each time.
+        was_new: whether what serves had the last episode.
+    """
+
+    def __init__(self, mean: float, per_update: int, seed: str, delay: int = 0) -> None:
+        self.step: Callable[[int], float] = lambda _: 0.0
+        self.now, self.means = 0, {0: mean}
+        self.serving, self.control = 0, 0
+        self.rolled_back: list[tuple[int, int]] = []
+        self.held: list[int] = []
+        self.was_new = True
+        self._rule, self._per_update, self._delay = PublishOptions(), per_update, delay
+        self._random = Random(seed)
+        self._share, self._is_held, self._trained = 0.0, False, 0
+        self._comparison: Comparison | None = None
+        # Of the newest episodes, whether they are the line's; and the place of the first.
+        self._episodes: list[tuple[bool, Episode]] = []
+        self._first = 0
+        # When versions got the traffic, those that served since the control in their order.
+        self._began: dict[int, int] = {0: 0}
+
+    @property
+    def behind(self) -> tuple[int, int]:
+        """Return by how many versions, and episodes, the control is behind."""
+        line = [one for one in self._began if one > self.control]
+        return len(line), self.now - self._began[line[0]] if line else 0
+
+    def live(self, episodes: int, until: Callable[[], bool] = lambda: False) -> "Line":
+        """Let so many episodes pass, or fewer if something comes to be."""
+        end = self.now + episodes
+        while self.now < end and not until():
+            is_new = self.was_new = self._random.random() >= self._share
+            version = self.serving if is_new else self.control
+            reward = float(self._random.random() < self.means[version])
+            self._episodes.append((is_new, Episode("", reward, version=version)))
+            self.now += 1
+            if self._comparison is not None:
+                self._comparison.add(*self._episodes[-1])
+                self._look(self._comparison)
+            self._trained += not self._is_held
+            if self._trained >= self._per_update:
+                self._update()
+        return self
+
+    def _update(self) -> None:
+        self._trained, new = 0, len(self.means)
+        mean = self.means[self.serving] + self.step(new)
+        self.means[new] = min(max(mean, LEAST), MOST)
+        self.serving, self._began[new] = new, self.now
+        if self._comparison is None:
+            self._share = self._rule.control_share
+            self._compare(self.now)
+
+    def _compare(self, since: int) -> None:
+        """Compare what serves with its control by the episodes since then, and those to come."""
+        self._comparison = Comparison(
+            self._rule,
+            new_share=1 - self._rule.control_share,
+            old_share=self._rule.control_share,
+            watches=True,
+        )
+        place = since - self._first
+        for is_new, episode in self._episodes[max(0, place - PAST) : place]:
+            if is_new:
+                self._comparison.add_past(episode)
+        for is_new, episode in self._episodes[place:]:
+            self._comparison.add(is_new, episode)
+        dropped = max(0, place - PAST)
+        self._episodes, self._first = self._episodes[dropped:], self._first + dropped
+
+    def _look(self, comparison: Comparison) -> None:
+        """Do what the controller does."""
+        if comparison.verdict is not None:
+            self.rolled_back.append(self.behind)
+            self.serving, self._comparison, self._share = self.control, None, 0.0
+            self._is_held, self._began = False, {self.control: self.now}
+        elif self._is_held:
+            if comparison.is_in_line:
+                self._is_held, self._share = False, self._rule.control_share
+                self._compare(self.now)
+        elif comparison.fall is not None:
+            self.held.append(self.now)
+            self._is_held, self._share = True, MOST_SHARE
+        elif (newest := comparison.next_control) is not None:
+            known = [
+                one
+                for one, began in self._began.items()
+                if self.control < one <= newest
+                and one != self.serving
+                and began <= self.now - self._delay
+            ]
+            if known:
+                self.control = known[-1]
+                self._began = {
+                    one: began for one, began in self._began.items() if one >= self.control
+                }
+                self._compare(self.now - self.behind[1])
 
 
-def stream(case: Stream, run: int) -> tuple[list[float], list[float]]:
-    """Return the mean reward of each day, and that of an oracle which promotes the better alone."""
-    mix = MIXES[case.mix]
-    effects = Random(f"{case.mix} {run}").choices(list(mix), list(mix.values()), k=DAYS)
-    best, oracle = BASE_MEAN, []
-    for effect in effects:
-        best = min(max(best, best + effect), MOST)
-        oracle.append(best)
-    rule = case.way.rule if case.way else PublishOptions(control_share=0)
-    return Policy(rule, case.per_day, f"{case} {run}").live(effects).by_day, oracle
+# Episodes to an update of the packaged recipes, from few rewards of different kinds to whole ones.
+PER_UPDATE: Final = (64, 128)
+# What a line learns in 1,000 episodes, from where to where.
+LEARNS, FROM, TO = 0.13, 0.3, 0.9
+SECOND, WEEK = 86_400, 7
+PACES: Final = (20, 300, 1_000, 5_000, SECOND)
+# Falls: from which mean, by how much.
+FALLS: Final = ((0.9, 0.2), (0.9, 0.3), (0.6, 0.3), (0.4, 0.3))
+LARGE: Final = 0.3
+HELD_WITHIN, BACK_WITHIN, MOST_BEHIND, OLDEST = 150, 300, 1_000, 10
+# Of the runs, so many keep a bar.
+NEARLY_ALL: Final = 0.9
 
 
-def streams(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
-    lines, gains = [], []
-    ways: tuple[Way | None, ...] = (None, *WAYS)
-    for mix, parts in MIXES.items():
-        for per_day in RATES:
-            count = max(1, runs // 6) if per_day == RATES[-1] else runs
-            lost = []
-            for way in ways:
-                ended = every(pool, stream, Stream(way, per_day, mix), count)
-                reward = fmean(fmean(days) for days, _ in ended)
-                best = fmean(fmean(oracle) for _, oracle in ended)
-                lost.append(best - reward)
-                mean = sum(effect * share for effect, share in parts.items())
-                if way is not None and mean > 0 and per_day == BAR_RATE:
-                    gains.append(reward - BASE_MEAN)
-            own = [f"{max(one, 0.0):.3f}" for one in (best - BASE_MEAN, *lost)]
-            lines.append([mix, number(per_day), *own])
-    heads = ["each day's version", "episodes a day", "never update", "always update"]
-    heads += [way.name for way in WAYS]
-    title = "A version a day: mean reward of 30 days, less than an oracle's by"
-    name = f"more reward than without updates, at {BAR_RATE} a day: the least of modes and mixes"
-    return [Rows(title, heads, lines)], [Bar(name, min(gains), 0.0, at_least=True)]
+class Learning(NamedTuple):
+    """Say how many episodes an update takes, and how late what failed counts, in episodes."""
+
+    per_update: int
+    delay: int
+
+
+def learning(case: Learning, run: int) -> tuple[list[tuple[int, int]], int]:
+    """Return how far the control is behind as a line learns, and how often it is rolled back."""
+    line = Line(FROM, case.per_update, f"{case} {run}", case.delay)
+    line.step = lambda _: LEARNS * case.per_update / 1_000
+    behind = []
+    while line.means[line.serving] < TO and line.now < 50_000:
+        behind.append(line.live(20).behind)
+    return behind, len(line.rolled_back)
+
+
+class Fall(NamedTuple):
+    """Say how a line falls, after it was at its level for 2,000 to 4,000 episodes."""
+
+    per_update: int
+    level: float
+    drop: float
+
+
+class Found(NamedTuple):
+    """Say when a fall was found: rewards of the versions that fell, and all episodes; None: not.
+
+    `older` is how old what serves then was when the fall began, in episodes.
+    """
+
+    held: int | None
+    back: int | None
+    episodes: int | None
+    older: int
+
+
+def falling(case: Fall, run: int) -> Found:
+    line = Line(case.level, case.per_update, f"{case} {run}")
+    line.live(2_000 + Random(run).randrange(2_000))
+    fallen, times, holds = len(line.means), len(line.rolled_back), len(line.held)
+    line.step = lambda new: -case.drop * (new == fallen)
+    line.live(SECOND, lambda: fallen in line.means)
+    began, own, held = line.now, 0, None
+    while len(line.rolled_back) == times and line.now < began + 3_000:
+        control, since = line.control, line.behind[1]
+        line.live(1)
+        own += line.was_new
+        if held is None and len(line.held) > holds:
+            held = own
+    if len(line.rolled_back) == times:
+        return Found(held, None, None, 0)
+    assert line.means[control] == case.level
+    return Found(held, own, line.now - began, since - (line.now - began))
+
+
+def staying(pace: int, run: int) -> tuple[float, list[tuple[int, int]], int]:
+    """Return for how many weeks a line stays as it is, its roll-backs, and how often it is held."""
+    level, weeks = (0.5, 0.9)[run % 2], max(WEEK, 60_000 // pace) / WEEK
+    line = Line(level, PER_UPDATE[run // 2 % 2], f"{pace} {run}", round(pace / 144))
+    line.live(round(weeks * WEEK * pace))
+    return weeks, line.rolled_back, len(line.held)
+
+
+def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+    tables, bars = [], list[Bar]()
+    rows, worst = [], 0.0
+    for per_update in PER_UPDATE:
+        for pace in PACES:
+            # `reward_delay_s` is ten minutes, a 144th of a day.
+            ended = every(pool, learning, Learning(per_update, round(pace / 144)), runs)
+            behind = [one for all_, _ in ended for one in all_]
+            far = fmean(v > OLDEST and episodes > MOST_BEHIND for v, episodes in behind)
+            worst = max(worst, far)
+            own = [percentile([one[at] for one in behind], NEARLY_ALL) for at in (0, 1)]
+            rows.append([number(per_update), number(pace), *map(number, own), f"{far:.3f}"])
+    heads = ["episodes to an update", "episodes a day", "versions behind", "episodes behind"]
+    tables.append(
+        Rows(
+            f"A line that learns {LEARNS} in 1,000 episodes: its control, nine times of ten",
+            [*heads, f"of the time over {OLDEST} versions and {MOST_BEHIND:,} episodes"],
+            rows,
+        )
+    )
+    bars.append(
+        Bar(
+            f"learning: time with the control over {OLDEST} versions and {MOST_BEHIND:,} behind",
+            worst,
+            1 - NEARLY_ALL,
+        )
+    )
+    rows, held, back, day, old = [], 0.0, 0.0, 0.0, 0.0
+    never = float("inf")
+    for per_update in PER_UPDATE:
+        for level, drop in FALLS:
+            found = every(pool, falling, Fall(per_update, level, drop), 4 * runs)
+            kinds = [
+                [never if one.held is None else one.held for one in found],
+                [never if one.back is None else one.back for one in found],
+                [never if one.episodes is None else one.episodes for one in found],
+                [one.older + (one.episodes or 0) for one in found],
+            ]
+            rows.append([number(per_update), f"{level} − {drop}"])
+            for values in kinds:
+                middle, most = (percentile(values, share) for share in (0.5, NEARLY_ALL))
+                rows[-1].append(f"{_count(middle)} ({_count(most)})")
+            most_of = [percentile(values, NEARLY_ALL) for values in kinds]
+            if drop >= LARGE:
+                held, back = max(held, most_of[0]), max(back, most_of[1])
+            else:
+                day, old = max(day, most_of[2]), max(old, most_of[3])
+    tables.append(
+        Rows(
+            "A fall: rewards of what fell until it is found, in the middle (nine times of ten)",
+            [
+                "episodes to an update",
+                "mean",
+                "training is held",
+                "rolled back",
+                "all episodes until then",
+                "episodes since what serves then lost the traffic",
+            ],
+            rows,
+        )
+    )
+    bars += [
+        Bar(
+            f"fall by {LARGE}: rewards until training is held, nine times of ten", held, HELD_WITHIN
+        ),
+        Bar(
+            f"fall by {LARGE}: rewards until it is rolled back, nine times of ten",
+            back,
+            BACK_WITHIN,
+        ),
+        Bar(
+            "fall from 0.9 by 0.2 at 1,000 a day: days until it is rolled back, nine times of ten",
+            day / 1_000,
+            1.0,
+        ),
+        Bar("the same: days to what serves then, nine times of ten", old / 1_000, 2.0),
+    ]
+    rows, often, oldest = [], 0.0, 0
+    for pace in PACES:
+        ended = every(pool, staying, pace, max(4, runs // 5) if pace == SECOND else runs)
+        weeks = sum(one for one, _, _ in ended)
+        back_to = [behind for _, moves, _ in ended for behind in moves]
+        holds = sum(one for _, _, one in ended) / weeks
+        often = max(often, len(back_to) / weeks)
+        oldest = max([oldest, *(v for v, episodes in back_to if episodes > MOST_BEHIND)])
+        rows.append(
+            [
+                number(pace),
+                f"{weeks:,.0f}",
+                f"{len(back_to) / weeks:.3f}",
+                number(max(back_to)[0]) if back_to else NONE,
+                f"{holds:.2f}",
+            ]
+        )
+    tables.append(
+        Rows(
+            "A line that stays as it is, at 0.5 or 0.9",
+            [
+                "episodes a day",
+                "weeks",
+                "roll-backs a week",
+                "versions older at most",
+                "holds a week",
+            ],
+            rows,
+        )
+    )
+    bars += [
+        Bar("as good: roll-backs a week, at the worst pace", often, 1.0),
+        Bar(
+            f"as good: versions a roll-back goes back, if {MOST_BEHIND:,} episodes", oldest, OLDEST
+        ),
+    ]
+    return tables, bars
+
+
+def _count(value: float) -> str:
+    return NONE if value == float("inf") else number(value)
 
 
 # Mistakes
@@ -457,7 +623,7 @@ def verdict(claim: Claim, run: int) -> str | None:
         is_new = random.random() < share
         comparison.add(is_new, _episode(world, claim.effect * is_new, is_new, seen, random))
         found = comparison.verdict
-        # A watch goes on after "better", and the trial of an equal may have any verdict but worse.
+        # The trial of an equal may have any verdict but worse.
         if found and (found.kind == "worse" or claim.effect):
             return found.kind
     return None
@@ -520,12 +686,8 @@ def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: 
     return list(pool.map(partial(simulate, case), range(runs), chunksize=chunk))
 
 
-COLOURS: Final = ("#868e96", "#e8590c", "#0b7285", "#5f3dc4")
-DRAWN_MIX: Final = "±0.10, 60:40"
-
-
-def draw(pool: Executor, runs: int) -> None:
-    """Draw how an evaluation's bounds close in, and the mean reward of each day."""
+def draw() -> None:
+    """Draw how an evaluation's bounds close in, and how a control follows what serves."""
     pyplot = plotting()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=150)
     for effect, colour in {0.1: "#0b7285", 0.0: "#868e96", -0.1: "#e8590c"}.items():
@@ -551,18 +713,18 @@ def draw(pool: Executor, runs: int) -> None:
     left.set_xlabel("tasks, up to the verdict")
     left.set_ylabel("bounds of new − old", fontsize=9)
     left.legend(frameon=False, loc="upper right", title="the new version is")
-    lines: dict[str, Sequence[float]] = {}
-    for way in (None, IMMEDIATE, EVALUATED, CANARY):
-        ended = every(pool, stream, Stream(way, BAR_RATE, DRAWN_MIX), runs)
-        lines["oracle"] = [fmean(days) for days in zip(*(one for _, one in ended), strict=True)]
-        name = way.name if way else "always update"
-        lines[name] = [fmean(days) for days in zip(*(one for one, _ in ended), strict=True)]
-    right.plot(lines.pop("oracle"), color="#1f2933", linewidth=1, linestyle=":", label="oracle")
-    for (name, days), colour in zip(lines.items(), COLOURS, strict=True):
-        right.plot(days, color=colour, linewidth=1.6, label=name)
-    right.axhline(BASE_MEAN, color="#1f2933", linewidth=0.8, label="never update")
-    right.set_xlabel(f"day, {BAR_RATE} episodes each; a new version a day")
-    right.set_ylabel(f"mean reward ({DRAWN_MIX})", fontsize=9)
+    line = Line(FROM, PER_UPDATE[1], "drawn")
+    bad = 7_000 // PER_UPDATE[1]
+    line.step = lambda new: LEARNS * PER_UPDATE[1] / 1_000 if new != bad else -0.3
+    means = []
+    while line.now < 10_000:
+        line.live(20)
+        means.append((line.means[line.serving], line.means[line.control]))
+    episodes = range(20, 20 * len(means) + 1, 20)
+    right.plot(episodes, [one for one, _ in means], color="#0b7285", linewidth=1.6, label="serves")
+    right.plot(episodes, [one for _, one in means], color="#e8590c", linewidth=1.2, label="control")
+    right.set_xlabel(f"episodes, {PER_UPDATE[1]} to an update; one falls by 0.3")
+    right.set_ylabel("mean reward", fontsize=9)
     right.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(PICTURE)
@@ -577,7 +739,7 @@ def main() -> int:
     options = parser.parse_args()
     console, tables, bars = Console(), [], []
     with ProcessPoolExecutor() as pool:
-        for section, few in ((decisions, 5), (streams, 25), (mistakes, 1)):
+        for section, few in ((decisions, 5), (lines, 50), (mistakes, 1)):
             own_tables, own_bars = section(pool, max(1, options.runs // few))
             for table in own_tables:
                 console.print(table.rich())
@@ -587,7 +749,7 @@ def main() -> int:
         console.print(tables[-1].rich())
         if options.write:
             write_figures(PAGE, tables, date.today().isoformat(), PICTURE.name)
-            draw(pool, max(1, options.runs // 25))
+            draw()
     return 0 if all(bar.holds for bar in bars) else 1
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.storage import agent_calls
-from pawl.controller.comparison import ArmFigures, Figures, GuardFigures
+from pawl.controller.comparison import ArmFigures, Figures, PartFigures
 from store.database import make_engine
 from store.link.outages import IN_OUTAGE
 from store.schema.migrate import upgrade
@@ -63,11 +63,11 @@ _METRICS: Final = {
     "episodes": 256,
     "earlier_members": 0,
     "trained_episodes": 228,
-    "dropped": {"alone": 28},
+    "dropped": {"no_spread": 28},
     "air_mean": 0.8,
     "staleness_mean": 0.4,
     "tool_events": 2400,
-    "signal_groups": 30.0,
+    "signal_episodes": 228.0,
     "step_share": 0.94,
     "grad_norm": 0.4,
     "optimizer_steps": 2,
@@ -99,7 +99,7 @@ _EVIDENCE: Final = {
             better_needed=20.0,
             worse=0.4,
             worse_needed=40.0,
-            guards=[GuardFigures("failed requests", 0.02, 0.02, 0.3, 60.0)],
+            guards=[PartFigures("failed requests", 0.02, 0.02, 0.3, 60.0)],
         )
     ),
     "rule": PublishOptions(mode="canary").model_dump(),

@@ -32,6 +32,7 @@ from benchmarks.stack import ROOT, small_plan
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
+from store.version_states import mark_unloaded
 from tests.support.shallow import write_shallow
 from trainer.importing import Import
 from trainer.learners.learner import Learner
@@ -57,10 +58,9 @@ learning_rate = 1e-3
 [publish]
 control_share = 0.0
 tolerance = 0.01
-retire_after_s = {retire_after_s}
 """
 # Longer than two calls of an episode take: a call is known once it has ended, and counts from when
-# it began. A version keeps its slot for so long after its last call.
+# it began. Nothing is trained here that would tell a trainer how long that is.
 RETIRE_AFTER_S: Final = 10.0
 # One after the other in turn: a version must answer otherwise than the one before it.
 ADAPTERS: Final = 2
@@ -84,6 +84,12 @@ _CALLS: Final = text(
 )
 _RETIRED: Final = text(
     "SELECT version, min(at) AS at FROM policy_events WHERE to_state = 'retired' GROUP BY version"
+)
+_IDLE: Final = text(
+    "SELECT version FROM policies p WHERE name = :name AND version > 0 AND state = 'retired'"
+    " AND unloaded_at IS NULL AND changed_at < now() - make_interval(secs => :idle_s)"
+    " AND NOT EXISTS (SELECT FROM transitions t WHERE t.policy = p.name"
+    " AND t.policy_version = p.version AND t.started_at > now() - make_interval(secs => :idle_s))"
 )
 
 
@@ -184,7 +190,7 @@ async def measure(
 ) -> tuple[list[Rows], list[Bar]]:
     """Run clients and publisher beside each other on a whole stack of their own."""
     recipe = FOLDER / "swap.toml"
-    recipe.write_text(RECIPE.format(retire_after_s=options.retire_after))
+    recipe.write_text(RECIPE)
     packaged = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
     model = str(write_shallow(packaged, FOLDER / "model", options.layers))
     plan = small_plan(FOLDER / "data", model, POLICY, str(recipe))
@@ -202,7 +208,7 @@ async def measure(
         )
         with context.Manager() as manager:
             events, plans = manager.list(), manager.Queue()
-            arguments = settings, stack.database_url, events, plans
+            arguments = settings, stack.database_url, events, plans, options.retire_after
             publisher = context.Process(target=publish_all, args=arguments)
             publisher.start()
             try:
@@ -252,7 +258,9 @@ async def follow(
     return clients, schedule
 
 
-def publish_all(settings: TrainerSettings, database_url: str, events: Any, plans: Any) -> None:
+def publish_all(
+    settings: TrainerSettings, database_url: str, events: Any, plans: Any, idle_s: float
+) -> None:
     """Publish a first version, then as a schedule says that is received, until it ends.
 
     The adapters are made beforehand: it is the swap that is measured.
@@ -266,11 +274,16 @@ def publish_all(settings: TrainerSettings, database_url: str, events: Any, plans
             learner.rehearse()
             (FOLDER / "prepared" / str(seed)).mkdir(parents=True)
             learner.save(FOLDER / "prepared" / str(seed))
-        asyncio.run(_publish_all(settings, database_url, learner, events, plans))
+        asyncio.run(_publish_all(settings, database_url, learner, events, plans, idle_s))
 
 
 async def _publish_all(
-    settings: TrainerSettings, database_url: str, learner: Learner, events: Any, plans: Any
+    settings: TrainerSettings,
+    database_url: str,
+    learner: Learner,
+    events: Any,
+    plans: Any,
+    idle_s: float,
 ) -> None:
     engine, recipe = make_engine(database_url), load_recipe(settings.recipe)
     async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
@@ -292,8 +305,11 @@ async def _publish_all(
         async def look() -> int:
             """Bring the server up to date, as a trainer does; return how many adapters it has."""
             began = time.monotonic()
+            async with engine.begin() as connection:
+                rows = await connection.execute(_IDLE, {"name": POLICY, "idle_s": idle_s})
+                idle = [row.version for row in rows]
+                await mark_unloaded(connection, POLICY, idle, "nobody calls it", "trainer")
             await publisher.reconcile()
-            await publisher.unload_idle()
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
             events.append(Seen(time.monotonic(), loaded))

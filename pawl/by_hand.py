@@ -7,7 +7,7 @@ that is.
 import asyncio
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -107,7 +107,7 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
 
 
 def is_wait(newest: PolicyEvent) -> bool:
-    """Return whether a version waits for a person, by its newest event (pure).
+    """Return whether a person has to promote or reject a version: its newest event says (pure).
 
     Such an event has the evidence, and says that the state stays.
     """
@@ -161,22 +161,12 @@ async def promote_by_hand(
     """
     if version.unloaded:
         async with engine.begin() as connection:
-            await recall(connection, version, reason)
+            name, number = version.name, version.version
+            await version_states.recall(connection, name, number, reason=reason, actor=OPERATOR)
         await wait_until_loaded(version)
     async with engine.begin() as connection:
         await promote_as_seen(connection, version, reason, evidence)
     return version
-
-
-async def recall(connection: AsyncConnection, version: PolicyVersion, reason: str) -> None:
-    """Let the servers load a version again that was unloaded.
-
-    Raises:
-        StateChanged: it cannot be loaded any more.
-    """
-    await version_states.recall(
-        connection, version.name, version.version, reason=reason, actor=OPERATOR
-    )
 
 
 async def promote_as_seen(
@@ -303,11 +293,11 @@ class BadQuery(StoreError):
     """Report a query that cannot be read; the message names the field and the remedy."""
 
 
-def read_query(query: str, *, zoned: bool = False) -> str | Selection:
+def read_query(query: str) -> str | Selection:
     """Read an episode's key or id, or conditions `FIELD=VALUE` between commas (pure).
 
     A comma in a value is part of it unless a field follows. A time without a zone is in this
-    machine's, or with `zoned` refused.
+    machine's.
 
     Raises:
         BadQuery: a value is missing or is no time, a field comes twice, or an episode's name has
@@ -326,18 +316,12 @@ def read_query(query: str, *, zoned: bool = False) -> str | Selection:
         values[field] = value
         if field.endswith(("since", "before")):
             try:
-                time = datetime.fromisoformat(value)
-                values[field] = time.astimezone()
+                values[field] = datetime.fromisoformat(value).astimezone()
             except (ValueError, OverflowError) as error:
                 raise BadQuery(
                     f"{where}: {value!r} is no time: write it as 2026-11-22 or 2026-11-22T14:30,"
                     " with a zone (+01:00) or in this machine's"
                 ) from error
-            if zoned and time.tzinfo is None:
-                raise BadQuery(
-                    f"{where}: {value!r} has no zone: write {time:%Y-%m-%dT%H:%M}Z for UTC, or"
-                    " +01:00 or another in place of Z"
-                )
     if "episode" not in values:
         names = {"before": "begun_before"}
         return Selection(
@@ -349,44 +333,6 @@ def read_query(query: str, *, zoned: bool = False) -> str | Selection:
             " away, or give a --without of their own"
         )
     return str(values["episode"])
-
-
-Retrain = Callable[[AsyncConnection], Awaitable[Retrained]]
-
-
-async def prepare_retraining(
-    connection: AsyncConnection,
-    name: str,
-    number: int,
-    without: Sequence[str | Selection],
-    reason: str,
-    tenant: str | None = None,
-) -> tuple[PolicyVersion, Retrain]:
-    """Return the version to start a policy's line at, and what starts it in a transaction.
-
-    If the version was unloaded it is recalled, and must be loaded before. With `tenant` the policy
-    must be that tenant's.
-
-    Raises:
-        UnknownPolicy, UnknownNames: there is no such version, episode or API key.
-        NotGated, StateChanged, RolledBack: the line cannot start there; the message says why.
-    """
-    versions = await policy_versions(connection, name, tenant)
-    base = numbered(versions, 0)
-    start = chosen_version(versions, number) if number else base
-    left_out = await _episodes(connection, base.tenant, without)
-    if start.unloaded:
-        await recall(
-            connection, start, "it is loaded, so that the policy's line can start again at it"
-        )
-    return start, partial(
-        retraining.retrain,
-        policy=name,
-        version=number,
-        left_out=left_out,
-        reason=reason,
-        actor=OPERATOR,
-    )
 
 
 async def retrain_by_hand(
@@ -401,13 +347,29 @@ async def retrain_by_hand(
 ) -> Retrained:
     """Start a policy's line again at a version, which is loaded first if it was unloaded.
 
-    With `dry_run` nothing is kept.
+    With `dry_run` nothing is kept. With `tenant` the policy must be that tenant's.
 
     Raises:
-        StoreError: as `prepare_retraining` says; or the version is not loaded in time.
+        UnknownPolicy, UnknownNames: there is no such version, episode or API key.
+        NotGated, StateChanged, RolledBack: the line cannot start there, or the version is not
+            loaded in time; the message says why.
     """
     async with engine.connect() as connection:
-        start, retrain = await prepare_retraining(connection, name, number, without, reason, tenant)
+        versions = await policy_versions(connection, name, tenant)
+        base = numbered(versions, 0)
+        start = chosen_version(versions, number) if number else base
+        left_out = await _episodes(connection, base.tenant, without)
+        if start.unloaded:
+            why = "it is loaded, so that the policy's line can start again at it"
+            await version_states.recall(connection, name, number, reason=why, actor=OPERATOR)
+        retrain = partial(
+            retraining.retrain,
+            policy=name,
+            version=number,
+            left_out=left_out,
+            reason=reason,
+            actor=OPERATOR,
+        )
         if dry_run:
             return await retrain(connection)
         await connection.commit()

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from pawl.logs import configure_logging
+from pawl.processes import wait_passively
 from pawl.settings import UnreadSettings
 from store import __version__
 from store.errors import StoreError
@@ -107,6 +108,7 @@ def main() -> None:
     from proxy.errors import ProxyError
 
     configure_logging()
+    wait_passively()
     try:
         app()
     except (UnreadSettings, StoreError, ProxyError) as error:

@@ -8,6 +8,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import Damaged
+from store.read.browsing import fates_of
 from store.read.episodes import episode_ids, read_in_batches
 from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
@@ -41,9 +42,10 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         ids = await episode_ids(connection, **msgspec.structs.asdict(selection))
         async for batch in read_in_batches(connection, ids):
             damaged |= batch.damaged
+            fates = await fates_of(connection, [episode.id for episode in batch.episodes])
             for episode in batch.episodes:
                 try:
-                    line = encoded_line(episode, now)
+                    line = encoded_line(episode, now, fates=fates.get(episode.id, ()))
                 except Damaged as error:
                     damaged[episode.id] = str(error)
                     continue

@@ -51,8 +51,10 @@ class SharedFolder:
         """
         parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         _remove_abandoned(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._owner: Lock = hold(self.path / OWNER)
+        # Named once it is locked: a proxy that starts at this moment takes it for abandoned before.
+        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+        self._owner: Lock = hold(made / OWNER)
+        self.path = made.rename(parent / made.name.removeprefix("."))
 
     def remove(self) -> None:
         """Remove the folder: all processes have ended."""

@@ -9,7 +9,6 @@ import asyncio
 import io
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote
 
 import asyncpg
 from PIL import Image
@@ -24,16 +23,11 @@ IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
 # What is below is cut off: a picture is to show what a screen is like.
 TALLEST: Final = {WIDE: 1100, NARROW: 1100}
 COLOURS: Final = 128
-# Of the ledger: an episode of many calls, if possible a trained one; a group; a version's update.
+# Of the ledger: an episode of many calls, if possible a trained one; a version's update.
 _LONGEST: Final = """
     SELECT e.id FROM episodes e JOIN transitions t ON t.episode_id = e.id
     LEFT JOIN consumptions c ON c.episode_id = e.id WHERE e.root IS NULL
     GROUP BY e.id ORDER BY bool_or(c.trained) DESC NULLS LAST, count(*) DESC, e.id LIMIT 1
-"""
-_GROUP: Final = """
-    SELECT policy, task, claimed_by FROM episode_policies WHERE task IS NOT NULL
-    GROUP BY policy, task, claimed_by
-    ORDER BY claimed_by IS NULL, count(DISTINCT reward) DESC, count(*) DESC, task LIMIT 1
 """
 _UPDATE: Final = """
     SELECT policy, version, id FROM updates WHERE state = 'done' AND version IS NOT NULL
@@ -53,7 +47,7 @@ def main() -> None:
 async def _take(demo: Path, example: Path) -> None:
     async with chromium() as browser:
         for folder, wanted in (
-            (demo, ("overview", "versions", "version", "updates", "update", "group", "review")),
+            (demo, ("overview", "versions", "version", "updates", "update", "review")),
             (example, ("episodes", "episode")),
         ):
             server = EmbeddedPostgres(folder / "data")
@@ -72,15 +66,13 @@ async def _take(demo: Path, example: Path) -> None:
 async def _addresses(url: str) -> dict[str, str]:
     connection = await asyncpg.connect(url)
     episode = await connection.fetchval(_LONGEST)
-    policy, task, claimed_by = await connection.fetchrow(_GROUP)
     made = await connection.fetchrow(_UPDATE)
     await connection.close()
-    own, version, update = made or (policy, 0, None)
+    own, version, update = made or ("", 0, None)
     return {
         "overview": "/?days=1",
         "episodes": "/episodes",
         "episode": f"/episodes/{episode}",
-        "group": f"/groups?policy={policy}&task={quote(task)}&update={claimed_by or ''}",
         "versions": f"/versions?policy={own}",
         "version": f"/versions/{own}/{version}",
         "updates": f"/updates?policy={own}",

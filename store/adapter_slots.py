@@ -1,28 +1,40 @@
-"""Count the versions that need a model server's adapter slots, and find one that gives its up.
+"""Count the versions that need a model server's adapter slots, and find those that give theirs up.
 
-Versions of all policies of one base model share the server. A version needs a slot while it may
-have traffic, and one that is being made reserves it
+Versions of all policies of one base model share the server. A version needs a slot while it has
+traffic, or episodes of it are under way, and one that is being made reserves it
 (docs/decisions/022-off-policy.md).
 """
 
-from collections.abc import Sequence
-from math import inf
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import Record
+from store.ids import lowest_id_at
+from store.records import EVAL, Record
 from store.schema.tables import AT_ONCE, BACK_TO, LIVE
-from store.versions import VERSION_COLUMNS, PolicyVersion, version_of
+from store.version_states import mark_unloaded
+from store.versions import Actor
+
+# What a trainer that is gone has left half-done reserves a slot for so long.
+RESERVED_S: Final = 3600.0
+# A version that lost the traffic so long ago gives way to another though its episodes go on, with
+# what serves. Calls that began with it have ended by then, or their server is silent.
+LONGEST_KEPT_S: Final = 600.0
+# An agent's usual pause is measured by the calls of the episodes that so many updates took last, of
+# so many at most; all but one of a hundred are usual. Where there are none it is taken for this.
+UPDATES: Final = 8
+EPISODES: Final = 128
+USUAL: Final = 0.99
+UNKNOWN_S: Final = 30.0
 
 _HERE: Final = """
     SELECT other.name FROM policies own
     JOIN policies other ON other.version = 0 AND other.served_name = own.served_name
     WHERE own.name = :policy AND own.version = 0
 """
-# How many versions that were unloaded last tell how long one is kept after it lost the traffic.
-RECENT: Final = 8
 # Until the transaction ends: two trainers that share a server must not both take the last slot.
 _LOCK: Final = text(
     """
@@ -31,8 +43,7 @@ _LOCK: Final = text(
     """
 )
 # What a trainer that is gone has left half-done reserves nothing for ever; nor does a policy that
-# nobody has configured any more, once nobody calls it either. What was unloaded is read by index,
-# and no further than needed: there are as many as there ever were updates.
+# nobody has configured any more, once nobody calls it either.
 _LIVE: Final = text(
     f"""
     WITH here AS ({_HERE}),
@@ -41,31 +52,15 @@ _LIVE: Final = text(
         WHERE CAST(:known AS text[]) IS NULL OR name = ANY(CAST(:known AS text[])) OR EXISTS (
             SELECT FROM episodes e
             JOIN episode_policies s ON s.episode_id = e.id AND s.policy = here.name
-            WHERE e.last_call_at > now() - make_interval(secs => :longest_s))),
+            WHERE e.last_call_at > now() - make_interval(secs => {RESERVED_S}))),
     versions AS (
         SELECT name, state, changed_at, {AT_ONCE} AS at_once,
             state = 'retired' AND version = {BACK_TO.format(name="p.name")} AS is_held
         FROM policies p
         WHERE version > 0 AND name IN (SELECT name FROM here) AND {LIVE}),
-    newest_unloaded AS (
-        SELECT LEAST(changed_at - next_at, make_interval(secs => :longest_s)) AS tail
-        FROM here CROSS JOIN LATERAL (
-            SELECT changed_at, (
-                SELECT created_at FROM policies later
-                WHERE later.name = here.name AND later.version > own.version
-                    AND later.state <> 'rejected'
-                ORDER BY later.version LIMIT 1) AS next_at
-            FROM policies own
-            WHERE own.name = here.name AND unloaded_at IS NOT NULL
-            ORDER BY changed_at DESC LIMIT {RECENT}) unloaded
-        ORDER BY changed_at DESC LIMIT {RECENT}),
     making AS (
         SELECT FROM updates WHERE state = 'running' AND policy IN (SELECT name FROM here)
-            AND claimed_at > now() - make_interval(secs => :longest_s)),
-    newest_made AS (
-        SELECT claimed_at FROM here CROSS JOIN LATERAL (
-            SELECT claimed_at FROM updates WHERE policy = here.name AND version IS NOT NULL
-            ORDER BY claimed_at DESC LIMIT 1) made)
+            AND claimed_at > now() - make_interval(secs => {RESERVED_S}))
     SELECT count(*) FILTER (WHERE state = 'serving' AND is_needed) AS serving,
         count(*) FILTER (WHERE state = 'loaded' AND at_once AND is_needed) AS ready,
         (SELECT count(*) FROM policies WHERE state = 'loaded' AND {AT_ONCE} AND name <> :policy
@@ -73,24 +68,65 @@ _LIVE: Final = text(
         count(*) FILTER (WHERE state = 'canary' OR state = 'loaded' AND NOT at_once) AS gated,
         count(*) FILTER (WHERE is_held AND is_needed) AS held,
         count(*) FILTER (WHERE state IN ('retired', 'rolled_back') AND is_held IS NOT TRUE) AS kept,
-        (SELECT count(*) FROM policies
-            WHERE name IN (SELECT name FROM here) AND unloaded_at IS NOT NULL
-                AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
         count(DISTINCT name) FILTER (WHERE state = 'written'
-            AND changed_at > now() - make_interval(secs => :longest_s))
-            + (SELECT count(*) FROM making) AS coming,
-        COALESCE((SELECT extract(epoch FROM avg(tail)) FROM newest_unloaded), 0) AS tail_s,
-        (SELECT extract(epoch FROM now() - max(claimed_at)) FROM newest_made) AS since_s
+            AND changed_at > now() - make_interval(secs => {RESERVED_S}))
+            + (SELECT count(*) FROM making) AS coming
     FROM (SELECT *, name IN (SELECT name FROM needed) AS is_needed FROM versions) live
     """
 )
-_LONGEST: Final = text(
+# The database knows of a call once it has ended. So a call is taken to be open for as long as calls
+# usually take: after a version lost the traffic, and after an episode's usual pause. An episode is
+# under way with the highest version that it called, and with what served a call of it lately: after
+# a roll-back that is a lower one. A reward is no end to an episode of evaluation: others of the
+# same version follow. A version that an operator recalled waits to be promoted.
+_KEPT: Final = text(
     f"""
-    SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE version > 0 AND state IN ('retired', 'rolled_back') AND {LIVE} AND name IN ({_HERE})
-        AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")} AND share IS NULL
-        AND changed_at < now() - make_interval(secs => :longest_s)
-    ORDER BY changed_at, name, version LIMIT 1
+    WITH kept AS MATERIALIZED (
+        SELECT name, version, served_name, changed_at, EXISTS (
+                SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+                    AND v.to_state = v.from_state AND v.at >= p.changed_at) AS is_recalled
+        FROM policies p
+        WHERE version > 0 AND state IN ('retired', 'rolled_back') AND {LIVE} AND share IS NULL
+            AND (CAST(:policy AS text) IS NULL OR name IN ({_HERE}))
+            AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")}),
+    usual AS MATERIALIZED (
+        SELECT name, pause.*
+        FROM (SELECT DISTINCT name FROM kept) own CROSS JOIN LATERAL (
+            SELECT COALESCE(percentile_cont({USUAL}) WITHIN GROUP (ORDER BY call_s), {UNKNOWN_S})
+                AS call_s,
+                COALESCE(percentile_cont({USUAL}) WITHIN GROUP (ORDER BY since_s), {UNKNOWN_S})
+                AS pause_s
+            FROM (
+                SELECT t.total_ms / 1000 AS call_s, extract(epoch FROM t.started_at
+                    - lag(t.started_at) OVER (PARTITION BY taken.id ORDER BY t.id)) AS since_s
+                FROM (
+                    SELECT c.episode_id AS id FROM (
+                        SELECT id FROM updates WHERE policy = own.name AND state = 'done'
+                        ORDER BY claimed_at DESC LIMIT {UPDATES}) newest
+                    JOIN consumptions c ON c.update_id = newest.id LIMIT {EPISODES}) taken
+                JOIN episodes e ON e.id = taken.id OR e.root = taken.id
+                JOIN transitions t ON t.episode_id = e.id AND t.id >= e.first_call_id
+            ) calls) pause),
+    lately AS MATERIALIZED (
+        SELECT s.policy AS name, s.latest AS version, e.id, e.last_call_at
+        FROM episodes e JOIN episode_policies s ON s.episode_id = COALESCE(e.root, e.id)
+        WHERE e.last_call_at > now() - make_interval(secs => {LONGEST_KEPT_S})
+            AND s.policy IN (SELECT name FROM kept)
+            AND (s.scored_at IS NULL OR e.split = '{EVAL}')),
+    used AS MATERIALIZED (
+        SELECT name, version, last_call_at FROM lately
+        UNION ALL
+        SELECT kept.name, kept.version, t.started_at FROM lately
+            JOIN transitions t ON t.episode_id = lately.id AND t.id >= :first
+            JOIN kept ON kept.name = t.policy AND kept.version = t.policy_version)
+    SELECT name, version, served_name,
+        extract(epoch FROM changed_at - now()) + {LONGEST_KEPT_S} AS at_most_s,
+        is_recalled OR changed_at > now() - make_interval(secs => call_s) OR EXISTS (
+            SELECT FROM used WHERE used.name = kept.name AND used.version = kept.version
+                AND last_call_at > now() - make_interval(secs => pause_s + call_s)
+        ) AS is_under_way
+    FROM kept JOIN usual USING (name)
+    ORDER BY is_under_way, changed_at, name, version
     """
 )
 
@@ -100,41 +136,51 @@ class Live(Record, frozen=True, kw_only=True):
 
     `serving` have the traffic, `ready` wait for it until others go live with them, and `gated` are
     tried, or wait to be. `held` are those that a roll-back would give the traffic to, and `kept`
-    all others that episodes began with. `unloading` were unloaded so lately that a proxy may not
-    know it, and `coming` are being made or wait to be loaded. `partners_ready` of those that are
-    ready wait for the policy itself.
-
-    Those that were unloaded last were kept for `tail_s` seconds after they lost the traffic, of
-    each no more than one may be kept; the update that made the newest version was claimed `since_s`
-    seconds ago.
+    all others that episodes began with. `coming` are being made or wait to be loaded.
+    `partners_ready` of those that are ready wait for the policy itself.
     """
 
     serving: int
     kept: int
-    unloading: int
     coming: int
     held: int = 0
     ready: int = 0
     gated: int = 0
     partners_ready: int = 0
-    tail_s: float = 0.0
-    since_s: float = inf
 
     @property
     def total(self) -> int:
         """Return how many slots are taken or reserved."""
-        waiting = self.ready + self.gated + self.coming
-        return self.serving + waiting + self.held + self.kept + self.unloading
+        return self.serving + self.ready + self.gated + self.coming + self.held + self.kept
+
+
+class Kept(Record, frozen=True, kw_only=True):
+    """Name a version that a server keeps for its episodes alone.
+
+    It gives its slot up if none of them `is_under_way`, and within `at_most_s` seconds.
+    """
+
+    name: str
+    version: int
+    served_name: str
+    is_under_way: bool
+    at_most_s: float
+
+    @property
+    def gives_way(self) -> bool:
+        """Return whether another version may have its slot."""
+        return not self.is_under_way or self.at_most_s <= 0.0
 
 
 def free_slots(live: Live, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
-    A server with fewer than what serves, what it would go back to, what is decided about, and one
-    more could never have any: there the next version waits only until nothing else is left.
+    Below 0 there are too many. A server with fewer than what serves, what it would go back to, what
+    is decided about, and one more could never have any: there the next version waits only until
+    nothing else is left.
     """
     never_free = live.serving + live.ready + live.held + live.gated
-    return max(0, max(slots, never_free + 1) - live.total)
+    return max(slots, never_free + 1) - live.total
 
 
 def needed_slots(live: Live, slots: int, together: int) -> int:
@@ -148,21 +194,6 @@ def needed_slots(live: Live, slots: int, together: int) -> int:
     return max(1, min(together, slots - live.serving - live.held))
 
 
-def due_in(live: Live, slots: int) -> float:
-    """Return in how many seconds it is time for the next version: 0 if it is.
-
-    The first half of the slots that are not taken for good is taken at once, the others at even
-    intervals. Else all would be taken in a row, and nothing could be loaded until they are free in
-    a row. What others wait for, to go live with it, is due.
-    """
-    if live.partners_ready:
-        return 0.0
-    others = max(1, slots - live.serving - live.held)
-    if 2 * free_slots(live, slots) >= others:
-        return 0.0
-    return max(0.0, live.tail_s / others - live.since_s)
-
-
 async def lock_slots(connection: AsyncConnection, policy: str) -> None:
     """Let nobody else reserve a slot of the policy's model server until the transaction ends."""
     await connection.execute(_LOCK, {"policy": policy})
@@ -171,37 +202,43 @@ async def lock_slots(connection: AsyncConnection, policy: str) -> None:
 async def live_versions(
     connection: AsyncConnection,
     policy: str,
-    unload_s: float,
-    longest_s: float,
     together: Sequence[str] = (),
     known: Sequence[str] | None = None,
 ) -> Live:
     """Return what needs a slot of the model server that `policy` is served by.
 
-    A version is `unloading` for `unload_s` seconds; what is `coming` counts for `longest_s`.
     `together` are the policies that go live with this one. `known` are those that are configured
-    (None: all): what serves for another needs a slot for as long as it was called `longest_s` ago
-    or less.
+    (None: all): what serves for another needs a slot for as long as it was called lately.
     """
     values = {
         "policy": policy,
-        "unload_s": unload_s,
-        "longest_s": longest_s,
         "together": list(together),
         "known": None if known is None else list(known),
     }
-    row = (await connection.execute(_LIVE, values)).one()
-    since_s = inf if row.since_s is None else float(row.since_s)
-    return Live(**{**row._mapping, "tail_s": float(row.tail_s), "since_s": since_s})
+    return Live(**(await connection.execute(_LIVE, values)).one()._mapping)
 
 
-async def longest_kept(
-    connection: AsyncConnection, policy: str, longest_s: float
-) -> PolicyVersion | None:
-    """Return the version of the server that lost the traffic first, if that was `longest_s` ago.
+async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[Kept]:
+    """Return what the model server of `policy` (None: any) keeps for episodes alone.
 
-    It is kept for its episodes alone.
+    The first are those of which none is under way, then those that lost the traffic first.
     """
-    values = {"policy": policy, "longest_s": longest_s}
-    row = (await connection.execute(_LONGEST, values)).first()
-    return None if row is None else version_of(row)
+    since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
+    rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
+    return [Kept(**{**row._mapping, "at_most_s": float(row.at_most_s)}) for row in rows]
+
+
+async def unload_kept(
+    connection: AsyncConnection, versions: Iterable[Kept], why: str, actor: Actor
+) -> None:
+    """Take these versions from the servers; their episodes go on with what serves, if they do."""
+    # In one order: of policies of one server several may be locked.
+    for one in sorted(versions, key=lambda version: version.name):
+        used = ", although episodes of it are under way" if one.is_under_way else ""
+        await mark_unloaded(connection, one.name, [one.version], why + used, actor)
+
+
+async def unload_ended(connection: AsyncConnection, policy: str | None, actor: Actor) -> None:
+    """Take from the model server of `policy` (None: any) what no episode is under way with."""
+    ended = [one for one in await kept_versions(connection, policy) if not one.is_under_way]
+    await unload_kept(connection, ended, "no episode of it is under way", actor)

@@ -1,4 +1,8 @@
-"""Say which episodes are ready for a policy's next update: complete groups, the freshest first.
+"""Say which episodes are ready for a policy's next update: the freshest first, in groups or singly.
+
+Episodes of one task are a group, which is ready once it has `group_size` members, or once it has
+waited. An episode without a task is ready at once, and so is the only one of its task, unless this
+policy's tasks come several times: then it waits for others of its task like any group.
 
 Those whose reward is of the latest minute come first, whatever version sampled them: an episode of
 half an hour began with an older one than those of two minutes, and must not be left over for that.
@@ -21,55 +25,68 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.records import Record
-from store.schema.tables import FREE, HAD_TRAFFIC, minute_of
+from store.schema.tables import FREE, HAD_TRAFFIC
+from store.settings import MOST
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
 
 
 class ClaimRule(Record, frozen=True, kw_only=True):
-    """Decide when a group is complete, and when there are enough groups for an update.
+    """Decide when a group is complete, and when there are enough episodes for an update.
 
-    A group of `group_size` scored episodes is complete, and `groups` groups make an update. Once a
-    group has waited `max_age_s` seconds since its first reward, fewer groups are enough; and that
-    group may itself be smaller if it has `smallest_group` members, counting those that earlier
-    updates consumed. With a `group_size` of 1 every episode is its own group, with or without a
-    task. An update that had to wait takes up to `most_groups` (None: `groups`, as others do).
+    A group of `group_size` scored episodes is complete; `max_age_s` seconds after its first reward
+    a smaller one is, too, together with those of its task that earlier updates consumed. With a
+    `group_size` of 1 every episode is ready by itself, with or without a task.
 
-    With `needs_spread` only groups whose rewards differ count for this. As many others are taken
-    along; and where too few differ, `groups` others, or fewer that have waited as long, are taken
-    by themselves. What is compared is each episode's newest reward, and `failed_reward` for failed
-    ones without any. With `least_reward` the groups that count are those with a member whose reward
-    is not less, of one episode or of several; these members are taken first.
+    An update begins with `fewest` episodes of groups with a signal, and takes groups until it has
+    those of `groups` whole ones (of `most_groups` where it had to wait for a slot; None: `groups`).
+    Groups without a signal are taken along, as many, or by themselves once they fill an update.
+
+    With `needs_spread` a group has a signal if its rewards differ, and so has an episode by itself,
+    which is compared with what its family earns. What is compared is each episode's newest reward,
+    and `failed_reward` for failed ones without any. With `least_reward` a group has a signal if a
+    member's reward is not less; these members are taken first.
 
     Two kinds of episode count as members after they have been silent for some seconds (None:
     never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
-    than `max_staleness` versions ago are stale (None: none are): they fill groups with
-    `smallest_group` others, and expire after `max_age_s` (`store.claims`).
+    than `max_staleness` versions ago are stale (None: none are): they fill groups with fresh ones,
+    and expire after `max_age_s` (`store.claims`).
     """
 
     policy: str
     group_size: int
     groups: int
-    smallest_group: int
     max_age_s: float
     max_staleness: int | None = None
     failed_after_s: float | None = None
     call_rewards_after_s: float | None = None
     needs_spread: bool = False
     failed_reward: float | None = None
+    fewest: int = 32
     most_groups: int | None = None
     least_reward: float | None = None
 
+    @property
+    def whole(self) -> int:
+        """Return how many episodes a whole update has."""
+        return self.groups * self.group_size
+
+    @property
+    def needed(self) -> int:
+        """Return how many episodes with a signal an update needs."""
+        return min(self.fewest, self.whole)
+
 
 _SCORED = f"""
-    SELECT episode_id AS id, task, version, scored_at AS at, reward, version >= :oldest AS is_fresh
+    SELECT episode_id AS id, task, version, scored_at AS at, reward, false AS failed,
+        version >= :oldest AS is_fresh
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE}
 """
@@ -78,7 +95,7 @@ _SCORED = f"""
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
-        + make_interval(secs => :call_rewards_after_s), reward, version >= :oldest
+        + make_interval(secs => :call_rewards_after_s), reward, false, version >= :oldest
     FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
@@ -88,7 +105,7 @@ _CALL_SCORED = f"""
 _FAILED = f"""
     UNION ALL
     SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s),
-        CAST(:failed_reward AS double precision), version >= :oldest
+        CAST(:failed_reward AS double precision), true, version >= :oldest
     FROM episode_policies
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
@@ -110,57 +127,63 @@ _EARLIER = f"""
 EARLIER_MEMBERS = text(
     f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
 )
+# Where so large a share of a policy's episodes shares a task with another, of those that wait and
+# those consumed lately, one that is alone waits for others of its task.
+_REPEATS = 0.1
+_FIRST = "date_trunc('minute', last) DESC, newest DESC, first, task, ids[1]"
+# No failed episode is the best of its group: it counts as the lowest, whatever the others have.
+# A task with more members than a group has several groups: fresh members fill the first ones. An
+# episode without a task is a group by itself.
 _GROUPS = f"""
     WITH ready AS ({{ready}}),
     consumed AS (
-        SELECT task, count(*) AS members, min(reward) AS least, max(reward) AS most
-        FROM (SELECT task, COALESCE(reward, CASE WHEN failed
-                  THEN CAST(:failed_reward AS double precision) END) AS reward
-              FROM ({{earlier}}) e) compared
+        SELECT task, count(*) AS members, max(reward) AS most, min(COALESCE(reward, CASE
+            WHEN failed THEN CAST(:failed_reward AS double precision) END)) AS least
+        FROM ({{earlier}}) e
         GROUP BY task),
+    numbered AS (
+        SELECT id, {{task}} AS task, version, at, reward, failed, is_fresh, row_number() OVER (
+            PARTITION BY {{task}}
+            ORDER BY is_fresh DESC, {{best}}date_trunc('minute', at) DESC, version DESC, at, id
+        ) AS place
+        FROM ready),
     found AS (
-        SELECT task, count(*) AS members, count(*) FILTER (WHERE is_fresh) AS fresh,
-            min(at) FILTER (WHERE is_fresh) AS first, max(version) AS newest, max(at) AS last,
-            min(reward) AS least, max(reward) AS most,
-            min(reward) FILTER (WHERE is_fresh) AS fresh_least,
-            max(reward) FILTER (WHERE is_fresh) AS fresh_most
-        FROM ready WHERE task IS NOT NULL GROUP BY task HAVING bool_or(is_fresh)),
+        SELECT task, count(*) AS members, min(at) FILTER (WHERE is_fresh) AS first,
+            max(version) AS newest, max(at) AS last, min(reward) AS least,
+            max(reward) FILTER (WHERE NOT failed) AS most,
+            max(reward) FILTER (WHERE is_fresh) AS fresh_most, array_agg(id ORDER BY place) AS ids
+        FROM numbered
+        GROUP BY task, (place - 1) / CAST(:group_size AS integer),
+            CASE WHEN task IS NULL THEN id END
+        HAVING bool_or(is_fresh)),
+    tasks AS (
+        SELECT sum(members) AS members FROM (
+            SELECT task, members FROM consumed
+            UNION ALL SELECT task, members FROM found WHERE task IS NOT NULL) counted
+        GROUP BY task),
     complete AS (
-        SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
-            COALESCE({{signal}}, false) AS has_signal
+        SELECT task, newest, first, last, ids, g.members, COALESCE({{signal}}, false) AS has_signal
         FROM found g LEFT JOIN consumed c USING (task)
-        WHERE g.fresh >= :group_size
-            OR (g.fresh + COALESCE(c.members, 0) >= :smallest_group
-                AND (g.members >= :group_size
-                    OR first < now() - make_interval(secs => :max_age_s))))
-    SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_signal
-    FROM (SELECT *, row_number() OVER (
-              PARTITION BY has_signal
-              ORDER BY {minute_of("last")} DESC, newest DESC, first, task) AS place
+        WHERE g.members >= :group_size OR task IS NULL
+            OR first < now() - make_interval(secs => :max_age_s)
+            OR (g.members = 1 AND (
+                SELECT COALESCE(sum(members) FILTER (WHERE members > 1), 0)
+                    < {_REPEATS} * sum(members) FROM tasks)))
+    SELECT ids, members, has_signal
+    FROM (SELECT *,
+              sum(members) OVER (PARTITION BY has_signal ORDER BY {_FIRST}) - members AS before
           FROM complete) placed
-    WHERE place <= :groups ORDER BY {minute_of("last")} DESC, newest DESC, first, task
+    WHERE before < :most ORDER BY {_FIRST}
 """
-_MEMBERS = f"""
-    SELECT m.* FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
-        SELECT id, task FROM ({{ready}}) r WHERE r.task = t.task
-        ORDER BY is_fresh DESC, {{best}}{minute_of("at")} DESC, version DESC, at, id
-        LIMIT :group_size) m
-"""
-_SINGLES = f"""
-    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal
-    FROM ({{ready}}) r WHERE is_fresh AND {{condition}}
-    ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
-"""
-# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c):
-# fresh ones fill it first, then stale ones; what is short then is compared with earlier ones.
+# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c),
+# which a short group is compared with, too.
 _ANY_SIGNAL = "true"
-_SPREAD = """CASE WHEN g.fresh >= :group_size THEN g.fresh_least < g.fresh_most
+_SPREAD = """CASE WHEN g.members = 1 AND c.members IS NULL THEN true
                 WHEN g.members >= :group_size THEN g.least < g.most
                 ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END"""
 _SUCCESS = "g.fresh_most >= :least_reward"
-# Of single episodes; and before all others of a group those with the reward that it counts for.
-_IS_SUCCESS = "COALESCE(reward >= :least_reward, false)"
-_BEST_FIRST = f"{_IS_SUCCESS} DESC, "
+# Of a task's members, those with the reward that a group counts for come first.
+_BEST_FIRST = "COALESCE(reward >= :least_reward, false) DESC, "
 # This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
 # whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
 _LOCK = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
@@ -179,69 +202,44 @@ async def find_ready(
     `oldest` is the first version whose episodes may be trained. With `takes_most` there are up to
     `rule.most_groups` groups.
     """
-    ready, values = _ready_of(rule, await _not_left(connection, rule.policy))
-    most = (takes_most and rule.most_groups) or rule.groups
-    values |= {"policy": rule.policy, "oldest": oldest, "groups": most}
-    groups = chosen_groups(await _first_groups(connection, rule, ready, values), rule)
-    return await _lock_members(connection, rule, ready, values, groups) if groups else []
+    groups = (takes_most and rule.most_groups) or rule.groups
+    ready = await _ready_groups(connection, rule, oldest, groups * rule.group_size)
+    ids = [one for group in chosen_groups(ready, rule) for one in group.ids]
+    free = await lock_free(connection, rule.policy, ids) if ids else set[UUID]()
+    return [one for one in ids if one in free]
 
 
 def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
     """Return the groups to take, in their order: none while there are too few."""
-    if _enough([row for row in rows if row.has_signal], rule):
+    if sum(row.members for row in rows if row.has_signal) >= rule.needed:
         return rows
     without = [row for row in rows if not row.has_signal]
-    return without if _enough(without, rule) else []
+    return without if sum(row.members for row in without) >= rule.whole else []
 
 
-def _enough(rows: Sequence[Any], rule: ClaimRule) -> bool:
-    waited = any(row.age_s >= rule.max_age_s for row in rows)
-    return bool(rows) and (len(rows) >= rule.groups or waited)
-
-
-async def _first_groups(
-    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
+async def _ready_groups(
+    connection: AsyncConnection, rule: ClaimRule, oldest: int, most: int
 ) -> Sequence[Any]:
-    """Return the first groups with and without signal, in order."""
-    if rule.group_size == 1:
-        return (await connection.execute(_singles_of(rule, ready), values)).all()
-    limits = {
+    """Return the first groups with and without signal, each up to `most` episodes, in order."""
+    ready, values = _ready_of(rule, await _not_left(connection, rule.policy))
+    values |= {
+        "policy": rule.policy,
+        "oldest": oldest,
+        "most": most,
         "before": await connection.scalar(text("SELECT now()")),
         "group_size": rule.group_size,
-        "smallest_group": rule.smallest_group,
         "max_age_s": rule.max_age_s,
         "failed_reward": rule.failed_reward,
     }
-    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER, signal=_signal_of(rule)))
-    return (await connection.execute(query, values | limits)).all()
-
-
-async def _lock_members(
-    connection: AsyncConnection,
-    rule: ClaimRule,
-    ready: str,
-    values: dict[str, Any],
-    groups: Sequence[Any],
-) -> list[UUID]:
-    """Lock the first members of groups; return the free ones, of groups that still suffice."""
-    if rule.group_size == 1:
-        members = [([row.id], 0) for row in groups]
-    else:
-        best = "" if rule.least_reward is None else _BEST_FIRST
-        limits = {"tasks": [row.task for row in groups], "group_size": rule.group_size}
-        query = text(_MEMBERS.format(ready=ready, best=best))
-        by_task: dict[str, list[UUID]] = {}
-        for row in await connection.execute(query, values | limits):
-            by_task.setdefault(row.task, []).append(row.id)
-        members = [(by_task.get(row.task, []), row.earlier) for row in groups]
-    free = await lock_free(connection, rule.policy, [id_ for ids, _ in members for id_ in ids])
-    fewest = min(rule.smallest_group, rule.group_size)
-    taken: list[UUID] = []
-    for ids, earlier in members:
-        still_free = [id_ for id_ in ids if id_ in free]
-        if still_free and len(still_free) + earlier >= fewest:
-            taken += still_free
-    return taken
+    signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL
+    query = _GROUPS.format(
+        ready=ready,
+        earlier=_EARLIER,
+        task="task" if rule.group_size > 1 else "CAST(NULL AS text)",
+        best="" if rule.least_reward is None else _BEST_FIRST,
+        signal=signal if rule.least_reward is None else _SUCCESS,
+    )
+    return (await connection.execute(text(query), values)).all()
 
 
 def _ready_of(rule: ClaimRule, but: str) -> tuple[str, dict[str, Any]]:
@@ -270,26 +268,6 @@ async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID
     await lock(connection, ids)
     values = {"policy": policy, "ids": list(ids)}
     return set((await connection.execute(_FREE, values)).scalars())
-
-
-def _singles_of(rule: ClaimRule, ready: str) -> TextClause:
-    """Return the query of the first episodes; of either kind, where only some of them count."""
-    if rule.least_reward is None:
-        every = {"has_signal": "true", "condition": "true"}
-        return text(_SINGLES.format(ready=ready, **every))
-    kinds = {"true": _IS_SUCCESS, "false": f"NOT {_IS_SUCCESS}"}
-    parts = [
-        _SINGLES.format(ready=ready, has_signal=has_signal, condition=condition)
-        for has_signal, condition in kinds.items()
-    ]
-    return text(" UNION ALL ".join(f"({part})" for part in parts))
-
-
-def _signal_of(rule: ClaimRule) -> str:
-    """Return the condition for a group that counts."""
-    if rule.least_reward is not None:
-        return _SUCCESS
-    return _SPREAD if rule.needs_spread else _ANY_SIGNAL
 
 
 # What is left where it is
@@ -393,62 +371,11 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 
 # What waits
 
-# Whole groups alone, and where an update waits for spread only those whose rewards differ, or for a
-# reward only those with it: what is left over of a task waits for more members, or for its age.
-_COUNTS: Final = (
-    "COALESCE(reward >= CAST(:least_reward AS double precision),"
-    " CAST(:least_reward AS double precision) IS NULL)"
-)
-_WITH_SIGNAL: Final = f"""
-    SELECT coalesce(sum(members / :group_size), 0) FROM (
-        SELECT count(*) FILTER (WHERE :group_size > 1 OR {_COUNTS}) AS members
-        FROM episode_policies
-        WHERE policy = :policy AND {FREE} AND (task IS NOT NULL OR :group_size = 1)
-            AND (scored_at IS NOT NULL OR (:calls_are_paid AND call_scored_at IS NOT NULL))
-            {{but}}
-        GROUP BY task
-        HAVING (NOT CAST(:needs_spread AS boolean) OR min(reward) < max(reward))
-            AND bool_or({_COUNTS})) counted
-"""
-
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
-    """Return how many updates under `rule` could be made of the whole groups that wait."""
-    values = {
-        "policy": rule.policy,
-        "group_size": rule.group_size,
-        "calls_are_paid": rule.call_rewards_after_s is not None,
-        "needs_spread": rule.needs_spread and rule.group_size > 1,
-        "least_reward": rule.least_reward,
-    }
-    but = await _not_left(connection, rule.policy)
-    groups = await connection.scalar(text(_WITH_SIGNAL.format(but=but)), values)
-    return int(groups or 0) / rule.groups
-
-
-_ALONE: Final = f"""
-    SELECT coalesce(sum(members), 0) AS waiting, coalesce(sum(members) FILTER (
-        WHERE (task IS NULL OR members < :smallest_group)
-            AND first < now() - make_interval(secs => :max_age_s)), 0) AS alone
-    FROM (
-        SELECT task, count(*) AS members, min(scored_at) AS first FROM episode_policies
-        WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} {{but}}
-        GROUP BY task) counted
-"""
-
-
-async def waiting_alone(connection: AsyncConnection, rule: ClaimRule) -> tuple[int, int]:
-    """Return how many scored episodes wait, and how many of them wait for a group in vain."""
-    if rule.group_size == 1:
-        return 0, 0
-    values = {
-        "policy": rule.policy,
-        "smallest_group": rule.smallest_group,
-        "max_age_s": rule.max_age_s,
-    }
-    but = await _not_left(connection, rule.policy)
-    row = (await connection.execute(text(_ALONE.format(but=but)), values)).one()
-    return int(row.waiting), int(row.alone)
+    """Return how many updates could be made of the groups with a signal that wait, the smallest."""
+    ready = await _ready_groups(connection, rule, 0, MOST)
+    return float(sum(row.members for row in ready if row.has_signal)) / rule.needed
 
 
 # A count for each of two partial indexes, which hold little more than what is counted.

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import func, insert, literal_column, null, select, text, update
+from sqlalchemy import Row, func, insert, literal_column, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -635,20 +635,18 @@ async def set_aside(
 # Reading, and whose turn it is
 
 
-async def last_updates(
-    connection: AsyncConnection, policy: str, most: int
-) -> list[tuple[bool, Mapping[str, Any]]]:
-    """Return the last updates that consumed episodes, newest first.
+async def last_updates(connection: AsyncConnection, policy: str, most: int) -> Sequence[Row[Any]]:
+    """Return the last updates, newest first: state, parent, time of the claim, and metrics.
 
-    Each is whether it only consumed what cannot be trained, and its metrics.
+    They consumed episodes; one that is `expired` only what cannot be trained.
     """
     query = (
-        select(updates.c.state, updates.c.metrics)
+        select(*(updates.c[name] for name in ("state", "parent_version", "claimed_at", "metrics")))
         .where(updates.c.policy == policy, updates.c.state.in_(("done", "expired")))
         .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
         .limit(most)
     )
-    return [(row.state == "expired", row.metrics) for row in await connection.execute(query)]
+    return (await connection.execute(query)).all()
 
 
 async def next_version(connection: AsyncConnection, policy: str) -> int:

@@ -61,32 +61,29 @@ _TENANTS_OF_CALLS: Final = text(
     WHERE p.policy = :name AND e.deleted_at IS NULL
     """
 )
+# What no server should have.
+_UNSERVED: Final = "(state = 'rejected' OR unloaded_at IS NOT NULL)"
 # In use is what episodes of that time go on with, whichever policy they called, which is found once
 # for all; and what served a call of that time, whoever asked for it. The latter is looked for by
 # index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
 # the time for all versions at once.
-_IDLE: Final = f"""
+_UNSERVED_VERSIONS: Final = text(
+    f"""
     WITH kept AS MATERIALIZED (
         SELECT DISTINCT s.latest AS version
         FROM episodes e JOIN episode_policies s
             ON s.episode_id = COALESCE(e.root, e.id) AND s.policy = :name
         WHERE e.last_call_at > :since)
     SELECT {VERSION_COLUMNS} FROM policies p
-    WHERE p.name = :name AND {{which}} AND p.version > 0
+    WHERE p.name = :name AND {_UNSERVED} AND p.version > 0
         AND p.files_deleted_at IS NULL AND p.changed_at < :since
         AND NOT EXISTS (SELECT FROM kept WHERE kept.version = p.version)
         AND (SELECT t.id FROM transitions t
              WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
                  AND t.id >= :first LIMIT 1) IS NULL
     ORDER BY p.version
-"""
-# What a server keeps for the episodes that began with it, and for no other reason.
-_KEPT: Final = f"""
-    state IN ('retired', 'rolled_back') AND unloaded_at IS NULL AND share IS NULL
-        AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")}
-"""
-# What no server should have.
-_UNSERVED: Final = "(state = 'rejected' OR unloaded_at IS NOT NULL)"
+    """
+)
 _HEAD: Final = text(
     f"""
     SELECT {VERSION_COLUMNS} FROM policies p
@@ -217,34 +214,17 @@ async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersi
     return target
 
 
-async def idle_versions(
-    connection: AsyncConnection, name: str, idle_s: float
-) -> list[PolicyVersion]:
-    """Return the versions that servers keep for episodes alone, and that are idle, oldest first.
-
-    For `idle_s` seconds their state did not change, they served no call, by whatever name it asked
-    for them, and no episode that goes on with them made one. The base model, the control, and what
-    a roll-back would give the traffic to are never among them.
-    """
-    return await _idle(connection, name, _KEPT, idle_s)
-
-
 async def unserved_versions(
     connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
     """Return the rejected and unloaded versions that have files and are idle, oldest first.
 
-    No server should have them. They are idle as those of `idle_versions`.
+    No server should have them. For `idle_s` seconds their state did not change, they served no
+    call, by whatever name it asked for them, and no episode that goes on with them made one.
     """
-    return await _idle(connection, name, _UNSERVED, idle_s)
-
-
-async def _idle(
-    connection: AsyncConnection, name: str, which: str, idle_s: float
-) -> list[PolicyVersion]:
     since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
     values = {"name": name, "since": since, "first": lowest_id_at(since)}
-    rows = await connection.execute(text(_IDLE.format(which=which)), values)
+    rows = await connection.execute(_UNSERVED_VERSIONS, values)
     return [version_of(row) for row in rows]
 
 
@@ -317,6 +297,14 @@ async def list_events(
         query = query.where(policy_events.c.id < before)
     rows = await connection.execute(query.order_by(policy_events.c.id.desc()).limit(most))
     return [PolicyEvent(**row._mapping) for row in rows]
+
+
+async def why_held(connection: AsyncConnection, name: str) -> str | None:
+    """Return why nothing is trained on what serves; None if training goes on."""
+    held = policies.c.frozen_at.is_not(None) & (policies.c.version > 0)
+    versions = await _versions(connection, name, policies.c.state == "serving", held)
+    reasons = [await why_stays(connection, name, one.version) for one in versions]
+    return next((reason or "rewards fell" for reason in reasons), None)
 
 
 async def why_stays(connection: AsyncConnection, name: str, version: int) -> str | None:

@@ -18,7 +18,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
-from store.read.gates import is_proven
 from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
 from store.tenants import DEFAULT
 from store.version_queries import in_states, numbered_version, rollback_target
@@ -55,6 +54,7 @@ _CHANGE: Final = text(
     WITH changed AS (
         UPDATE policies SET state = :to, changed_at = clock_timestamp(),
             share = CAST(:share AS double precision),
+            frozen_at = CASE WHEN version = 0 THEN frozen_at END,
             unloaded_at = CASE WHEN :to = 'retired' AND state IN ('written', 'loaded')
                 THEN clock_timestamp() ELSE unloaded_at END
         WHERE name = :name AND version = :version AND state = :from
@@ -136,8 +136,15 @@ _LOCK: Final = text(
 _CONTROL: Final = text(
     f"""
     SELECT (SELECT version FROM policies WHERE name = :name AND {CONTROL}) AS version,
-        CAST(gate->>'control_share' AS double precision) AS share
+        CAST(gate->>'control_share' AS double precision) AS share,
+        gate->>'mode' <> 'immediate' AS was_tried
     FROM policies WHERE name = :name AND version = :version
+    """
+)
+_LET_TRAIN: Final = text(
+    """
+    UPDATE policies SET frozen_at = NULL
+    WHERE name = :name AND version > 0 AND frozen_at IS NOT NULL RETURNING version, state
     """
 )
 _WATCH: Final = text(
@@ -405,9 +412,9 @@ async def promote(
 ) -> None:
     """Give `version` the traffic; the version that had it is retired, and kept for its episodes.
 
-    The last version with proof stays as the control, on `control_share` of the new episodes (None:
-    what the rule of `version` says; 0: there is none). That is what had the traffic if it is the
-    base model, was found to be better, or there is no control yet.
+    The control stays, on `control_share` of the new episodes (None: what the rule of `version`
+    says; 0: there is none). What had the traffic becomes it if there is none yet, or `version` was
+    tried against that.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -425,17 +432,14 @@ async def promote(
     if control.version == version:
         share = None
     for serving in await in_states(connection, name, "serving"):
-        is_control = (
-            control.version is None
-            or serving.version == 0
-            or await is_proven(connection, name, serving.version)
-        )
+        was_tried = control.was_tried and why["actor"] == "controller"
+        is_control = control.version is None or was_tried
         if is_control:
-            await set_control_share(connection, name, 0.0)
+            await _set_control_share(connection, name, None)
         taken: Why = {"reason": f"{new.served_name} took the traffic", "actor": why["actor"]}
         own = share if is_control else None
         await change_state(connection, serving, "retired", share=own, **taken)
-    await set_control_share(connection, name, share or 0.0)
+    await _set_control_share(connection, name, share)
     await change_state(connection, new, "serving", **why)
     for older in await in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
         if older.version < version:
@@ -453,10 +457,39 @@ async def promote(
         )
 
 
-async def set_control_share(connection: AsyncConnection, name: str, share: float) -> None:
-    """Give the control, if there is one, this share of new episodes; 0: there is none any more."""
+async def _set_control_share(connection: AsyncConnection, name: str, share: float | None) -> None:
+    """Give the control, if there is one, this share of new episodes; None: it is none any more."""
     control = (policies.c.name == name, text(CONTROL))
-    await connection.execute(update(policies).where(*control).values(share=share or None))
+    await connection.execute(update(policies).where(*control).values(share=share))
+
+
+async def move_control(
+    connection: AsyncConnection, name: str, version: int, share: float, **why: Unpack[Why]
+) -> None:
+    """Let a retired version be the control, on this share of new episodes."""
+    await _set_control_share(connection, name, None)
+    await _set(connection, name, version, share=share or None)
+    await add_event(connection, name, version, "retired", before="retired", **why)
+
+
+async def hold_training(
+    connection: AsyncConnection, serving: PolicyVersion, share: float, **why: Unpack[Why]
+) -> None:
+    """Train nothing on what serves until further notice; its control gets `share` of new episodes.
+
+    It ends as soon as another version serves.
+    """
+    await _set(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
+    await _set_control_share(connection, serving.name, share)
+    of_version = (serving.name, serving.version, serving.state)
+    await add_event(connection, *of_version, before=serving.state, **why)
+
+
+async def let_train(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
+    """Train on what serves again, if that was held, and compare it with its control anew."""
+    for row in (await connection.execute(_LET_TRAIN, {"name": name})).all():
+        await add_event(connection, name, row.version, row.state, before=row.state, **why)
+        await watch_anew(connection, name)
 
 
 async def watch_anew(connection: AsyncConnection, name: str) -> None:
@@ -518,12 +551,16 @@ async def freeze(
 ) -> None:
     """Let only operators move the policy's traffic from now on; or, if not `frozen`, all again.
 
+    In the latter case training goes on too, if it was held.
+
     Raises:
         UnknownPolicy: there is no such policy.
     """
     base = await lock_version(connection, name, 0)
     await _set(connection, name, 0, frozen_at=text("now()") if frozen else None)
     why = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
+    if not frozen:
+        await let_train(connection, name, reason=why, actor=actor)
     await add_event(connection, name, 0, base.state, before=base.state, reason=why, actor=actor)
 
 

@@ -157,36 +157,31 @@ def claimed_groups(
     """Return the groups of one update after the other, and how many episodes are in none, by why.
 
     They are what the trainer would claim if the episodes came one by one, in this order: groups of
-    one task, as many for an update as `claim.groups` says, of which those without a signal are
-    taken along. What is incomplete at the end makes short groups and a short update.
+    one task, or single episodes, until an update is whole; those without a signal are taken along.
+    What is incomplete at the end makes short groups and a short update.
     """
     left: Counter[str] = Counter()
-    by_task: dict[str, list[tuple[int, Episode]]] = {}
+    by_task: dict[str | UUID, list[tuple[int, Episode]]] = {}
     rule = recipe.claim
     for place, episode in enumerate(episodes):
-        why = _why_not(episode, recipe, policy)
-        if why is None and episode.task is None and rule.smallest_group > 1:
-            why = "alone"
-        if why is not None:
+        if why := _why_not(episode, recipe, policy):
             left[why] += 1
-            continue
-        by_task.setdefault(episode.task or "", []).append((place, episode))
+        else:
+            by_task.setdefault(episode.task or episode.id, []).append((place, episode))
     groups: list[tuple[int, Group]] = []
-    for task, members in by_task.items():
+    for members in by_task.values():
         for start in range(0, len(members), rule.group_size):
             own = members[start : start + rule.group_size]
-            if len(own) < rule.smallest_group:
-                left["alone"] += len(own)
-            else:
-                made = Group(task=task, episodes=tuple(episode for _, episode in own))
-                groups.append((own[-1][0], made))
+            task = own[0][1].task or ""
+            made = Group(task=task, episodes=tuple(episode for _, episode in own))
+            groups.append((own[-1][0], made))
     updates: list[tuple[Group, ...]] = []
     taken: list[Group] = []
     signals = 0
     for _, group in sorted(groups, key=lambda pair: pair[0]):
         taken.append(group)
-        signals += _has_signal(group, recipe)
-        if signals == rule.groups:
+        signals += len(group.episodes) if _has_signal(group, recipe) else 0
+        if signals >= rule.groups * rule.group_size:
             updates.append(tuple(taken))
             taken, signals = [], 0
     if signals:
@@ -199,7 +194,7 @@ def claimed_groups(
 def _reward(episode: Episode, recipe: Recipe) -> float | None:
     own = reward_of(episode.feedback, recipe.reward_rule).value
     if own is None and episode.calls and episode.calls[-1].http_status in FAILED:
-        return recipe.credit.failed_reward
+        return recipe.failed_reward
     return own
 
 
@@ -224,4 +219,5 @@ def _has_signal(group: Group, recipe: Recipe) -> bool:
     rewards = {_reward(episode, recipe) for episode in group.episodes}
     if recipe.kept is not None:
         return any(value is not None and value >= recipe.kept.min_reward for value in rewards)
-    return len(rewards) > 1 or not BASELINES[recipe.credit.baseline].needs_group
+    compares = BASELINES[recipe.credit.baseline].needs_group
+    return len(rewards) > 1 or len(group.episodes) == 1 or not compares

@@ -45,8 +45,8 @@ from trainer.updates.versions import Versions
 log = structlog.get_logger()
 
 NO_SLOT: Final = (
-    "all adapter slots of the model server are taken by versions with traffic, so it cannot be"
-    " tested before one is free; no update could begin before that either"
+    "all adapter slots of the model server are taken by versions with episodes under way, so it"
+    " cannot be tested before one is free; no update could begin before that either"
 )
 
 
@@ -162,7 +162,6 @@ class Loop:
         if self._publisher.servers.returns != self._breaker.tested_at:
             self._breaker.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()
-        await self._publisher.unload_idle()
 
     async def stop(self) -> None:
         """Record or free, if possible, what an update holds that does not go on."""
@@ -181,8 +180,9 @@ class Loop:
         the next call goes on with it, or frees its episodes.
         """
         started = perf_counter()
-        if len(self._publisher.together) > 1 and await self._versions.waits_to_go_live():
-            # A newer version would wait anew for the others', and might wait for ever.
+        # A newer version would wait anew for the others', and might wait for ever.
+        together = len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
+        if together or await self._versions.is_held():
             await self._free_ahead()
             return False
         # Only after the look above: another trainer may let this policy's version go live, and this

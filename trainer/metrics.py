@@ -31,9 +31,9 @@ LACKING = Gauge(
 )
 WARNING = Gauge(
     "pawl_training_warning",
-    "1 while a policy's traffic and recipe do not fit, by reason: `alone` (tasks come too"
-    " rarely for a recipe of groups), `untrained` (over 20 % of the last episodes), `no_signal`"
-    " (three updates in a row). `pawl policies show` says what to change.",
+    "1 while a policy's traffic and recipe do not fit, by reason: `untrained` (over 20 % of the"
+    " last episodes), `no_signal` (three updates in a row), `collapsed` (answers narrow and"
+    " rewards fall). `pawl policies show` says what to change.",
     ["policy", "reason"],
 )
 PAUSED = Gauge(
@@ -69,7 +69,7 @@ LEFT = Gauge(
 )
 LIVE = Gauge(
     "pawl_live_versions",
-    "Versions that need an adapter slot of the policy's model server, of all its policies.",
+    "Versions that have, or will have, an adapter slot of the policy's model server.",
     ["policy"],
 )
 SLOTS = Gauge(

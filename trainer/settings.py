@@ -79,8 +79,8 @@ class ServerSettings(StoreSettings, SourceSettings):
         default=None,
         ge=1,
         description="adapters that the model server computes with at once, of all policies (vLLM's "
-        "--max-loras); while as many versions may have traffic, no update begins; unset: as the "
-        "server's /metrics says, else 8",
+        "--max-loras, with which Pawl starts its own); while as many have traffic or episodes "
+        "under way, no update begins; unset: as the server's /metrics says, else 8",
     )
 
     @property

@@ -45,6 +45,8 @@ class World:
 
 
 SPARSE: Final = World("sparse", CHAIN, turns=4, skill=0.06, notes=0.0, groups=4, waves=80)
+# Of six calls two are notes: success is as rare as in SPARSE.
+BOTH: Final = World("both", (*CHAIN, NOTE), turns=6, skill=0.06, notes=0.3, groups=4, waves=80)
 EASY: Final = World("easy", (*CHAIN, NOTE), turns=10, skill=0.25, notes=0.3, groups=8, waves=24)
 
 

@@ -230,7 +230,7 @@ class Place:
             "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_CONTROLLER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_POLL_S": "0.05",
-            # Every version stays loaded: nothing that a kill left may be unloaded unseen.
+            # No version is unloaded for another: what a kill left must not be so unseen.
             "PAWL_ADAPTER_SLOTS": "1000000",
         }
 
@@ -587,16 +587,22 @@ class Beside:
             self._see_loaded(self._loaded_without_trainer)
 
     def _see_loaded(self, taken: list[float]) -> None:
-        """Wait until the server has what the store lists now, and note how long that took."""
-        began = time.monotonic()
-        rows = self._database.ask(self._place.database_url, _SERVABLE, self._policies)
-        wanted = set(map(tuple, rows))
-        while missing := wanted - set((self.server.models() or {}).items()):
-            if time.monotonic() - began > LOADED_WITHIN_S:
+        """Wait until the server has what the store lists, and note how long that took.
+
+        The list is read again and again: a controller that started unloads what had ended.
+        """
+        began = next_look = time.monotonic()
+        while True:
+            if (now := time.monotonic()) >= next_look:
+                rows = self._database.ask(self._place.database_url, _SERVABLE, self._policies)
+                next_look, wanted = now + LOOK_S, set(map(tuple, rows))
+            if not (missing := wanted - set((self.server.models() or {}).items())):
+                taken.append(now - began)
+                return
+            if now - began > LOADED_WITHIN_S:
                 self._not_loaded += sorted(name for name, _ in missing)
                 return
             time.sleep(POLL_S)
-        taken.append(time.monotonic() - began)
 
     def report(self) -> dict[str, Any]:
         """Return what was killed, and how soon adapters were back."""
@@ -717,9 +723,23 @@ def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]
         "versions": {name: max(one.states) for name, one in both.items()},
         "states_differ": _differing(calm.states, killed.states),
         "files": len(calm.files),
-        "files_differ": _differing(calm.files, killed.files),
+        "files_differ": _differing(_kept_files(calm, killed), killed.files),
         "final_adapter": {name: one.files.get(adapter, "")[:16] for name, one in both.items()},
         "an_update_s": round(calm.update_s, 2),
+    }
+
+
+def _kept_files(calm: Result, killed: Result) -> dict[str, str]:
+    """Return the files of a calm run that the other must have.
+
+    A restarted controller or model server lets go of versions that ended: their optimiser states
+    are deleted. The newest version has its own.
+    """
+    newest = max(killed.states)
+    return {
+        name: digest
+        for name, digest in calm.files.items()
+        if name in killed.files or "/trainer/" not in name or name.startswith(f"{newest}/")
     }
 
 

@@ -367,20 +367,6 @@ def upgrade() -> None:
         postgresql_where=sa.text("lacks IS NOT NULL AND claimed_by IS NULL AND claimable"),
     )
     op.create_index(
-        "ix_episode_policies_latest",
-        "episode_policies",
-        [
-            "policy",
-            sa.literal_column(
-                "date_bin('00:01:00'::interval, scored_at, '1970-01-01 00:00:00+00'::timestamptz) DESC"
-            ),
-            sa.literal_column("version DESC"),
-            "scored_at",
-            "episode_id",
-        ],
-        postgresql_where=sa.text("scored_at IS NOT NULL AND claimed_by IS NULL AND claimable"),
-    )
-    op.create_index(
         "ix_episode_policies_ready",
         "episode_policies",
         ["policy", "task", "version", "scored_at"],

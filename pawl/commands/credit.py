@@ -112,7 +112,9 @@ def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
             raise CreditLineError(
                 f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
             ) from error
-    return credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
+    return credit_lines(
+        episodes, recipe.credit, recipe.kept, recipe.reward_rule, recipe.reward_range
+    )
 
 
 def table(lines: Sequence[CreditLine]) -> Table:

@@ -57,6 +57,10 @@ def export(
 ) -> None:
     """Write recorded episodes as JSON lines, one episode each, oldest first.
 
+    The `fates` of an episode say for each policy what became of it: it is `trained` or `untrained`
+    with a `reason`, in an `update`; `scored`, and waits for one; or still `open`, `unscored`,
+    `failed` or `quarantined`.
+
     With --curve a line is a version of a policy, with its `episodes` of the `eval` split, how many
     of them are `scored`, their `mean` reward, and the 95 % interval from `low` to `high`.
 

@@ -74,7 +74,7 @@ def demo(
     recipe: Annotated[
         str,
         typer.Option(help="Recipe to train by: name of a packaged one, or path of a TOML file."),
-    ] = "demo",
+    ] = "default",
     minutes: Minutes = 12.0,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of the questions and of the adapter.")

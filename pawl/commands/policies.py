@@ -9,7 +9,7 @@ import msgspec
 import typer
 from msgspec import UNSET, UnsetType
 from rich.table import Table
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.by_hand import policy_versions, why_waits
 from pawl.commands.common import (
@@ -27,15 +27,14 @@ from pawl.settings import read_settings
 from store.claim_query import waiting_episodes
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations
+from store.read.lineage import rewards_of
 from store.records import Arm, Record
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.versions import Actor, PolicyState, PolicyVersion
-from trainer.errors import FileMissing, FilesUnread, RecipeError
+from trainer.errors import FileMissing, FilesUnread
 from trainer.publishing.adapters import reading, why_altered
-from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
-from trainer.updates.claiming import claim_rule
 from trainer.updates.training_warnings import training_warnings
 
 # `unlisted`: it has versions, and the file of policies does not name it.
@@ -45,6 +44,8 @@ MAX_EVENTS: Final = 100
 # The columns of figures that not every version has.
 MEASURED: Final = {
     "share": "share",
+    "live_reward": "live reward",
+    "live_episodes": "of episodes",
     "kl_to_base": "KL to base",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
@@ -88,7 +89,8 @@ def show(
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed in
     it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and `high`
-    are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. `tokens/s` are the
+    are its 95 % interval by task: Wilson's where all rewards are 0 or 1, else Student's. `live
+    reward` is the mean of the version's episodes of work that have a reward. `tokens/s` are the
     distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
     of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
     the policy explores, so does the line of the version that serves. Its `warnings` say where
@@ -108,9 +110,7 @@ def show(
         changes = with_engine(lambda engine: events_of(engine, name, tenant))
         write_lines(changes, events_table, as_json=as_json)
     else:
-        lines = with_engine(
-            lambda engine: versions_of(engine, name, policies, tenant, settings.recipe)
-        )
+        lines = with_engine(lambda engine: versions_of(engine, name, policies, tenant))
         write_lines(lines, versions_table, as_json=as_json)
 
 
@@ -226,7 +226,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
     lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
     as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
-    are not those that were written, and `unread` that they cannot be read for now. `ended` says
+    are not those that were written, and `unread` that they cannot be read for now. `live_reward` is
+    the mean of the `live_episodes` of work that began with it and have a reward. `ended` says
     that the policy's line started again before it (`pawl policies retrain`); `kl_to_base` how far
     it is from the base model, in nats a token on what it was trained on. How fast its update
     trained are `tokens_per_second`, distinct ones, `mfu`, the share of the GPU's peak, and
@@ -252,6 +253,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     files_deleted: bool = False
     altered: bool = False
     unread: bool = False
+    live_episodes: int | UnsetType = UNSET
+    live_reward: float | UnsetType = UNSET
     kl_to_base: float | UnsetType = UNSET
     tokens_per_second: float | UnsetType = UNSET
     mfu: float | UnsetType = UNSET
@@ -267,11 +270,8 @@ async def versions_of(
     name: str,
     policies: PolicyTable | None = None,
     tenant: str | None = None,
-    recipe: str | None = None,
 ) -> list[VersionLine]:
     """Return the versions of a policy, oldest first; `policies` may say that it explores.
-
-    `recipe` is that of policies for which the file names none; None: nothing is warned of.
 
     Raises:
         UnknownPolicy: there is no policy of that name, of the tenant.
@@ -280,13 +280,12 @@ async def versions_of(
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
+        live, _ = await rewards_of(connection, name, [one.version for one in versions], None)
         waits = {one.version: await why_waits(connection, one) for one in versions}
         # Without a file, each policy is trained.
         is_trained = policies is None or (spec is not None and spec.trained)
-        own_recipe = (spec and spec.recipe) or recipe
-        warnings: tuple[str, ...] = ()
-        if own_recipe is not None and is_trained:
-            warnings = await _warnings(connection, name, own_recipe)
+        problems = await training_warnings(connection, name) if is_trained else {}
+        warnings = tuple(map(str, problems.values()))
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     lines = []
     for version in versions:
@@ -307,21 +306,14 @@ async def versions_of(
             evidence = dict(event.evidence or {})
             line = msgspec.structs.replace(line, waits=event.reason, evidence=evidence)
         line = msgspec.structs.replace(line, **version.throughput)
+        if (own := live.get(version.version)) is not None and own.scored:
+            line = msgspec.structs.replace(line, live_episodes=own.scored, live_reward=own.mean)
         if (point := curve.get(version.version)) is not None:
             evaluated = msgspec.structs.asdict(point)
             shown = {name: evaluated[name] for name in ("scored", "mean", "low", "high")}
             line = msgspec.structs.replace(line, eval_episodes=point.episodes, **shown)
         lines.append(line)
     return lines
-
-
-async def _warnings(connection: AsyncConnection, policy: str, recipe: str) -> tuple[str, ...]:
-    """Return why episodes of a policy are not trained under a recipe, or why nobody can tell."""
-    try:
-        rule = claim_rule(load_recipe(recipe), policy)
-    except RecipeError as error:
-        return (f"whether episodes fit the recipe is not known: {error}",)
-    return tuple(map(str, (await training_warnings(connection, rule)).values()))
 
 
 def arm_of(version: PolicyVersion) -> Arm | None:

@@ -30,7 +30,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pawl.console import episode, episodes, group, overview, review, tokens, updates, versions
+from pawl.console import episode, episodes, overview, review, tokens, updates, versions
 from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event, yield_cores
@@ -46,7 +46,7 @@ from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
-SCREENS: Final = (overview, episodes, tokens, episode, group, versions, updates, review)
+SCREENS: Final = (overview, episodes, tokens, episode, versions, updates, review)
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 STATIC: Final = "/static"
@@ -180,7 +180,7 @@ async def _healthz(_: Request) -> Response:
 
 
 class Guard:
-    """Let in who may see the console, and answer all others, and every failure, with a page."""
+    """Check who may see the console; answer refusals and failures with an HTML page."""
 
     def __init__(self, app: ASGIApp, settings: ConsoleSettings) -> None:
         """Store the settings, by which a request is let in."""

@@ -12,15 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from proxy.formats.conversation import TOOL_ROLES, objects
-from proxy.formats.raw_json import (
-    NULL,
-    UNREADABLE,
-    Object,
-    decoded_object,
-    parse_object,
-    readable_value,
-)
-from proxy.formats.registry import FORMATS
+from proxy.formats.raw_json import UNREADABLE, Object, decoded_object, parse_object, readable_value
 from store.read.detail import CallTexts
 from store.records import Record
 from store.values.documents import nests_too_deep
@@ -74,11 +66,6 @@ class Message(Record, frozen=True, kw_only=True):
     role: str
     parts: tuple[Part, ...]
 
-    @property
-    def words(self) -> tuple[object, ...]:
-        """Return what tells it from other messages: all but the ids of tool calls."""
-        return self.role, *((part.kind, part.title, part.text) for part in self.parts)
-
 
 class Turn(NamedTuple):
     """Hold a call's reply, and what its request adds to the one before it.
@@ -95,19 +82,18 @@ class Turn(NamedTuple):
     left_out: int = 0
     repeats_reply: bool = False
     more: int = 0
-    tools: int = 0
 
 
 NO_TEXTS: Final = CallTexts(None, None)
 
 
-def turn_of(dialect: str, own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
+def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
     """Return what a call says, and what was said in it that is new."""
     reply = reply_in(own.reply)
     fields, base = _fields(own.request), _fields(before.request) or {}
     if fields is None:
         return Turn(reply)
-    members, known = _members(dialect, fields), _members(dialect, base)
+    members, known = _members(fields), _members(base)
     pairs = zip(members, known, strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     new = members[same:]
@@ -129,19 +115,37 @@ def turn_of(dialect: str, own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
         left_out=len(known) - same,
         repeats_reply=repeats_reply,
         more=len(new) - len(shown),
-        tools=len(_listed(fields.get("tools", NULL))),
     )
+
+
+def question_in(turn: Turn) -> str:
+    """Return what a user asked last in a request; "" if nobody asked in words."""
+    asked = [_words(one) for one in turn.messages or () if one.role == "user"]
+    return next(filter(None, reversed(asked)), "")
+
+
+def answer_in(turn: Turn) -> str:
+    """Return what a reply says: its text, else what it calls."""
+    texts = "\n".join(map(_words, turn.reply)).strip()
+    parts = [part for message in turn.reply for part in message.parts]
+    return texts or "\n".join(
+        f"{part.title} {part.text}" for part in parts if part.kind != "thought"
+    )
+
+
+def _words(message: Message) -> str:
+    return "\n".join(part.text for part in message.parts if part.kind == "text").strip()
 
 
 def _fields(body: bytes | None) -> Object | None:
     return None if body is None or nests_too_deep(body) else parse_object(body)
 
 
-def _members(dialect: str, fields: Object) -> list[msgspec.Raw]:
+def _members(fields: Object) -> list[msgspec.Raw]:
     """Return the messages of a request, unparsed; a format without turns has one prompt."""
-    field = FORMATS[dialect].turns.field if dialect in FORMATS else ""
-    if field:
-        return _listed(fields.get(field, NULL))
+    for name in ("messages", "input"):
+        if name in fields:
+            return _listed(fields[name])
     return [fields["prompt"]] if "prompt" in fields else []
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.conversation import NO_TEXTS, Space, Turn, turn_of
-from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, console_of, page, part, reading, uuid_in, viewer
 from pawl.credit import ExplainedUpdate, explain_past
 from store.errors import Damaged, UnknownUpdate
 from store.read.detail import (
@@ -38,8 +38,6 @@ from trainer.errors import TrainerError
 
 CALLS_A_PAGE: Final = 20
 MOST_LANES: Final = 12
-# Of the marks of tools, and of those of feedback.
-MOST_MARKS: Final = 300
 # The least width of a call on the time axis, in percent.
 LEAST_WIDTH: Final = 0.4
 
@@ -58,13 +56,13 @@ def numbers_of(episode: EpisodeDetail) -> dict[UUID, int]:
 
 
 class Mark(NamedTuple):
-    """Place something on a lane: from `x`, over `width`, in percent; a call, or without a width."""
+    """Place a call on a lane: from `x`, over `width`, in percent."""
 
     x: float
     width: float
     look: str
     title: str
-    call: UUID | None = None
+    call: UUID
 
 
 def look_of(call: Row[Any], *, is_repeated: bool) -> str:
@@ -76,73 +74,51 @@ def look_of(call: Row[Any], *, is_repeated: bool) -> str:
     return "good" if call.trainable else "plain"
 
 
-def lanes_of(episode: EpisodeDetail) -> tuple[list[tuple[str, list[Mark]]], float, int]:
-    """Return a lane for each agent, in the order of their first calls, and one for feedback.
-
-    The seconds that they last, and how many tools and statements have no mark, come after them.
-    """
+def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
+    """Return a lane for each agent, in the order of their first calls, and how long they last."""
     if not episode.calls:
-        return [], 0.0, 0
+        return {}, 0.0
     begin: datetime = min(call.started_at for call in episode.calls)
-    ends = [(c.started_at - begin).total_seconds() + c.total_ms / 1e3 for c in episode.calls]
-    seconds = max(*ends, 1e-3)
-
-    def x_of(moment: datetime, width: float = 0.0) -> float:
-        share: float = 100 * (moment - begin).total_seconds() / seconds
-        return round(min(max(share, 0.0), 100 - width), 3)
-
+    begun = [((call.started_at - begin).total_seconds(), call) for call in episode.calls]
+    seconds = max(*(at + call.total_ms / 1e3 for at, call in begun), 1e-3)
     lanes: dict[str, list[Mark]] = {}
     numbers = numbers_of(episode)
-    tools = 0
-    for call in episode.calls:
+    for at, call in begun:
         is_other = len(lanes) >= MOST_LANES and call.agent not in lanes
         lane = lanes.setdefault("(others)" if is_other else call.agent, [])
         width = round(max(call.total_ms / 10 / seconds, LEAST_WIDTH), 3)
+        x = round(min(100 * at / seconds, 100 - width), 3)
         look = look_of(call, is_repeated=call.id in episode.tools.repeated_by)
         state = call.reason or ("trainable" if call.trainable else call.status)
         length = f"{call.total_ms / 1e3:.2f} s, {call.sampled_tokens} tokens"
-        title = f"call {numbers[call.id]}, {length}: {state}"
-        lane.append(Mark(x_of(call.started_at, width), width, look, title, call.id))
-        events = episode.tools.events.get(call.id, ())
-        for event in events[: max(MOST_MARKS - tools, 0)]:
-            look = "ok" if event.status == "ok" else "failed"
-            title = f"{(event.name or 'a tool')[:80]}: {event.status}"
-            lane.append(Mark(x_of(event.at or call.started_at), 0.0, look, title))
-        tools += len(events)
-    feedback = [
-        Mark(x_of(row.at), 0.0, "said", f"{row.metric[:80]} = {row.label or row.value}"[:160])
-        for row in episode.statements[-MOST_MARKS:]
-    ]
-    more = sum(max(count - MOST_MARKS, 0) for count in (tools, len(episode.statements)))
-    return [*lanes.items(), *([("feedback", feedback)] if feedback else [])], seconds, more
+        lane.append(Mark(x, width, look, f"call {numbers[call.id]}, {length}: {state}", call.id))
+    return lanes, seconds
 
 
 # The calls of a page
 
 
-def bases_of(calls: Sequence[Row[Any]]) -> dict[UUID, UUID | None]:
-    """Return what each call adds to: what it is stored as an addition to, or its agent's last."""
+async def turns_of(
+    connection: AsyncConnection, calls: Sequence[Row[Any]], shown: Sequence[Row[Any]]
+) -> dict[UUID, Turn]:
+    """Read the texts of the calls that are shown; return what each adds, and its reply.
+
+    It adds to the call that it is stored as an addition to, or to its agent's last.
+    """
     newest: dict[str, UUID] = {}
     bases: dict[UUID, UUID | None] = {}
     for call in calls:
         bases[call.id] = call.parent_id or newest.get(call.agent)
         newest[call.agent] = call.id
-    return bases
-
-
-async def turns_of(
-    connection: AsyncConnection, calls: Sequence[Row[Any]], bases: Mapping[UUID, UUID | None]
-) -> dict[UUID, Turn]:
-    """Read the texts of calls; return what each adds to its base, and its reply."""
-    wanted = {call for own in calls for call in (own.id, bases[own.id]) if call is not None}
-    texts: Mapping[Any, CallTexts] = await call_texts(connection, wanted)
+    wanted = {call for own in shown for call in (own.id, bases[own.id]) if call is not None}
+    texts: Mapping[Any, CallTexts] = await call_texts(connection, wanted, wanted)
 
     def turn(call: Row[Any]) -> Turn:
         before = texts.get(bases[call.id], NO_TEXTS)
-        return turn_of(call.dialect, texts.get(call.id, NO_TEXTS), before)
+        return turn_of(texts.get(call.id, NO_TEXTS), before)
 
     # Megabytes are decoded: other pages go on.
-    return await asyncio.to_thread(lambda: {call.id: turn(call) for call in calls})
+    return await asyncio.to_thread(lambda: {call.id: turn(call) for call in shown})
 
 
 async def episode(request: Request) -> Response:
@@ -156,8 +132,8 @@ async def episode(request: Request) -> Response:
         start = ids.index(first) if first in ids else 0
         end = start + CALLS_A_PAGE
         shown = calls[start:end]
-        turns = await turns_of(connection, shown, bases_of(calls))
-    lanes, seconds, more_marks = lanes_of(detail)
+        turns = await turns_of(connection, calls, shown)
+    lanes, seconds = lanes_of(detail)
     return page(
         request,
         "episode.html",
@@ -166,7 +142,6 @@ async def episode(request: Request) -> Response:
         tenant=tenant_of(detail.key),
         lanes=lanes,
         seconds=seconds,
-        more_marks=more_marks,
         calls=shown,
         turns=turns,
         numbers=numbers_of(detail),
@@ -210,14 +185,8 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
         (not fate.scored, "nobody has scored it yet"),
         (fate.rolled_back, "a version that sampled it was rolled back"),
         (fate.set_aside, "it was sampled while a model server was at fault"),
-        (
-            episode.task is None and fate.group_size != 1,
-            f"it has no task; updates took groups of {fate.group_size or '?'}",
-        ),
     )
-    size = f" of the {fate.group_size} that the last update took" if fate.group_size else ""
-    ready = f"it waits for the next update: {fate.ready} scored attempts at its task wait{size}"
-    return next((why for applies, why in reasons if applies), ready)
+    return next((why for applies, why in reasons if applies), "it waits for the next update")
 
 
 # Why calls have their advantage: the arithmetic of `pawl credit`, a row for each step
@@ -272,33 +241,19 @@ def ranges_of(numbers: Sequence[int]) -> str:
     return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
 
 
-# Who looks at an episode looks at its calls and its group too; several look at once. Each has the
-# texts of its calls, `LARGEST_EXPLAINED` bytes at most.
-_RECENT: Final[dict[tuple[str | None, UUID], asyncio.Task[ExplainedUpdate]]] = {}
-KEPT: Final = 2
-KEPT_S: Final = 60.0
-
-
 async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpdate | None, str]:
-    """Return the credit of an update, or why it cannot be shown; a minute later, computed anew.
+    """Return the credit of an update, or why it cannot be shown.
 
     It takes a connection of its own: the caller should hold none.
     """
     tenant = viewer(request).tenant
-    key = tenant, update_id
-    if key not in _RECENT:
-        _RECENT[key] = asyncio.create_task(_explained(request, update_id, tenant))
-        asyncio.get_running_loop().call_later(KEPT_S, _RECENT.pop, key, None)
-    computing = _RECENT[key]
-    for old in [old for old, task in _RECENT.items() if task.done() and old != key][:-KEPT]:
-        _RECENT.pop(old)
     try:
-        return await asyncio.shield(computing), ""
+        explained = await console_of(request).explained.get(
+            (tenant, update_id), lambda: _explained(request, update_id, tenant)
+        )
     except (UnknownUpdate, TrainerError, Damaged) as error:
         return None, str(error)
-    finally:
-        if computing.done() and (computing.cancelled() or computing.exception()):
-            _RECENT.pop(key, None)
+    return explained, ""
 
 
 async def _explained(request: Request, update_id: UUID, tenant: str | None) -> ExplainedUpdate:

@@ -1,14 +1,19 @@
 """The screen Episodes: a list that follows what happens, by the filter that its address carries."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, get_args
+from uuid import UUID
 
 import msgspec
+from sqlalchemy import Row
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pawl.console.conversation import NO_TEXTS, answer_in, question_in, turn_of
 from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
 from store.ids import time_of
 from store.read.browsing import (
@@ -19,11 +24,15 @@ from store.read.browsing import (
     browse,
     count_episodes,
 )
+from store.read.detail import CallTexts, call_texts, ends_of
 from store.records import SPLITS
 
 # How long to look for what a filter chooses; longer for whoever asks to look further.
 LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0
+# Of a question or an answer in a list, in characters; and of the body that it is in, in bytes.
+LISTED: Final = 120
+LARGEST_LISTED: Final = 128 * 1024
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
@@ -36,14 +45,14 @@ def _time(text: str) -> datetime:
     return moment
 
 
-# By what a field of an address is read, and how to write it. Those not in `READERS` are names.
-NAME: Final = (str, f"at most {LONGEST_NAME} characters, without U+0000")
-REWARD: Final = (float, "a number, such as 0.5")
-TIME: Final = (_time, "a time from 1970 on, such as 2026-11-26T12:00")
-READERS: Final[Mapping[str, tuple[Callable[[str], Any], str]]] = {
-    "version": (int, "the number of a version, such as 3"),
-    "split": (str, f"one of {', '.join(SPLITS)}"),
-    "state": (str, f"one of {', '.join(STATES)}"),
+# How to write a field of an address; those not in it are names.
+NAME: Final = f"at most {LONGEST_NAME} characters, without U+0000"
+REWARD: Final = "a number, such as 0.5"
+TIME: Final = "a time from 1970 on, such as 2026-11-26T12:00"
+HOW: Final = {
+    "version": "the number of a version, such as 3",
+    "split": f"one of {', '.join(SPLITS)}",
+    "state": f"one of {', '.join(STATES)}",
     "low": REWARD,
     "high": REWARD,
     "since": TIME,
@@ -63,10 +72,11 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         """
         values = {}
         for field in msgspec.structs.fields(cls):
-            read, how = READERS.get(field.name, NAME)
             if text := parameters.get(field.name, "").strip():
+                how = HOW.get(field.name, NAME)
                 try:
-                    values[field.name] = msgspec.convert(read(text), field.type)
+                    value = _time(text) if how is TIME else text
+                    values[field.name] = msgspec.convert(value, field.type, strict=False)
                 except ValueError as error:
                     title = "This filter cannot be used"
                     raise Refusal(400, title, f"{field.name}: write {how}.") from error
@@ -81,6 +91,28 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
+async def said_in(
+    connection: AsyncConnection, episodes: Collection[UUID]
+) -> dict[UUID, tuple[str, str]]:
+    """Return of episodes what was asked first and what was answered last, their ends alone."""
+    ends = await ends_of(connection, episodes)
+    firsts, lasts = [row.first for row in ends], [row.last for row in ends]
+    texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
+
+    def said(row: Row[Any]) -> tuple[str, str]:
+        first, last = (texts.get(call, NO_TEXTS) for call in (row.first, row.last))
+        turn = turn_of(CallTexts(first.request, last.reply))
+        return end_of(question_in(turn)), end_of(answer_in(turn))
+
+    return await asyncio.to_thread(lambda: {row.episode: said(row) for row in ends})
+
+
+def end_of(words: str) -> str:
+    """Return the end of a text in one line."""
+    line = " ".join(words.split())
+    return line if len(line) <= LISTED else f"… {line[-LISTED:]}"
+
+
 async def episodes(request: Request) -> Response:
     """Show the newest episodes of a filter, or those before another."""
     chosen = Filter.of(request.query_params)
@@ -92,12 +124,14 @@ async def episodes(request: Request) -> Response:
     async with reading(request) as connection:
         tenant = viewer(request).tenant
         listed = await browse(connection, chosen, tenant, before=before, within_s=within_s)
+        said = await said_in(connection, {line.id for line in listed.lines})
     return page(
         request,
         "episodes.html",
         states=STATES,
         chosen=chosen,
         listed=listed,
+        said=said,
         before=before,
         most_calls=MOST_CALLS,
         looked_to=time_of(listed.goes_on_before) if listed.goes_on_before else None,

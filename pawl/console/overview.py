@@ -1,8 +1,8 @@
-"""The screen Overview: what the doctor says, and how rewards, traffic and training go."""
+"""The screen Overview: what the doctor says, and how rewards and training go."""
 
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
-from time import monotonic
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -11,15 +11,16 @@ from starlette.routing import Route
 
 from pawl.console.pages import console_of, page, part, reading, viewer
 from pawl.doctor.examine import examine
-from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions, traffic, waiting
+from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions
+from store.read.evaluations import Rewards, rewards_in
+from store.read.health import newest_calls
+from store.read.lineage import since_base
 from store.records import EVAL, TRAIN
-from store.values.intervals import mean_interval
 
 # What may be looked at, in days.
 PERIODS: Final = ("1", "7", "30")
 USUAL: Final = "7"
-# What the doctor said.
-KEPT_S: Final = 10.0
+NO_REWARDS: Final = Rewards(episodes=0, scored=0)
 
 
 async def overview(request: Request) -> Response:
@@ -34,86 +35,72 @@ def _days(request: Request) -> str:
 
 async def doctor(request: Request) -> Response:
     """Return what keeps policies from learning, as `pawl doctor` says it."""
-    console = console_of(request)
-    tenant = viewer(request).tenant
-    # It asks all processes: once at a time, and not for each of those who look together.
-    async with console.examining:
-        until, findings = console.examined.get(tenant, (0.0, []))
-        if monotonic() > until:
-            of_parts = tenant is None
-            findings = await examine(console.settings, console.engine, tenant, of_parts=of_parts)
-            console.examined[tenant] = (monotonic() + KEPT_S, findings)
+    console, tenant = console_of(request), viewer(request).tenant
+    findings = await console.examined.get(
+        tenant,
+        lambda: examine(console.settings, console.engine, tenant, of_parts=tenant is None),
+    )
     return part(request, "overview_doctor.html", findings=findings)
 
 
 async def figures(request: Request) -> Response:
-    """Return how traffic, rewards and training go: of all calls, and of each policy."""
+    """Return how many calls can be trained, and how rewards and training go, by policy."""
     tenant = viewer(request).tenant
     begun = datetime.now(UTC) - timedelta(days=int(_days(request)))
     async with reading(request) as connection:
-        counts = await traffic(connection, tenant, begun)
-        waits = await waiting(connection, tenant)
+        kinds = await newest_calls(connection, datetime.now(UTC), tenant)
         rows, since = await outcomes(connection, tenant, begun)
         promoted = await promotions(connection, tenant, begun)
-    parts = [row for row in counts if row.part is not None]
+        lifts = await since_base(connection, tenant)
+    reasons: Counter[str | None] = Counter()
+    for kind in kinds:
+        reasons[kind.reason] += kind.calls
     cards = [
         _card(policy, list(own), [row for row in promoted if row.policy == policy])
+        | {"lift": verdict(*lifts[policy]) if policy in lifts else None}
         for policy, own in groupby(rows, key=lambda row: row.policy)
     ]
     return part(
         request,
         "overview_figures.html",
-        calls=sum(row.calls for row in parts),
-        calls_since=parts[0].part if parts else None,
-        calls_chart=_calls_chart(parts),
-        reasons=[row for row in counts if row.reason is not None],
-        waits=waits,
+        calls=reasons.total(),
+        calls_since=min((kind.first_at for kind in kinds), default=None),
+        trainable=reasons.pop(None, 0),
+        reasons=reasons.most_common(),
         cards=sorted(cards, key=lambda card: -card["episodes"]),
         since=since,
         most_episodes=MOST_COUNTED,
     )
 
 
-def _calls_chart(parts: Rows) -> dict[str, Any]:
-    minute = timedelta(minutes=1)
-    every = [row.calls * minute / row.width for row in parts]
-    failed = [row.failed * minute / row.width for row in parts]
-    return {
-        "kind": "lines",
-        "x": [row.part.timestamp() for row in parts],
-        "series": [
-            {"name": "calls", "values": every},
-            {"name": "failed", "values": failed, "dashed": True},
-        ],
-        "range": [0, 1.05 * max([1.0, *every])],
-    }
+def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
+    """Return whether new rewards are `better` than old ones, `worse`, or it is `unclear` (pure)."""
+    lift, word = new.lift_over(old), "unclear"
+    if lift is not None and (lift.low > 0 or lift.high < 0):
+        word = "better" if lift.low > 0 else "worse"
+    return {"word": word, "new": new, "old": old, "lift": lift}
 
 
 def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
     """Return what is shown of a policy, from its rows of `outcomes` and of `promotions`."""
-    times: dict[Any, dict[str, Any]] = {}
-    versions: dict[Any, dict[str, Any]] = {}
+    times: dict[Any, dict[str, Rewards]] = {}
     for row in rows:
-        if row.scored and row.split is not None:
-            low, high = mean_interval(row.mean, row.spread, row.scored, zero_or_one=row.zero_or_one)
-            lines, at = (versions, row.version) if row.part is None else (times, row.part)
-            lines.setdefault(at, {})[row.split] = {**row._mapping, "low": low, "high": high}
+        if row.scored:
+            times.setdefault(row.part, {})[row.split] = rewards_in(row)
     fates = [row for row in rows if row.state is not None]
 
     def series(split: str, **more: Any) -> dict[str, Any]:
-        means = [line.get(split) for line in times.values()]
-        columns = (("values", "mean"), ("low", "low"), ("high", "high"))
-        return {name: [mean and mean[key] for mean in means] for name, key in columns} | more
+        means = [line.get(split, NO_REWARDS) for line in times.values()]
+        names = (("values", "mean"), ("low", "low"), ("high", "high"))
+        return {name: [getattr(mean, key) for mean in means] for name, key in names} | more
 
-    values = [mean["mean"] for line in times.values() for mean in line.values()]
+    values = [mean.mean or 0.0 for line in times.values() for mean in line.values()]
     return {
         "policy": policy,
         "episodes": sum(row.episodes for row in fates),
         "trained": sum(row.episodes for row in fates if row.state == "trained"),
         "fates": [row for row in fates if row.state != "trained"],
-        # Both are by split.
         "times": times,
-        "versions": versions,
         "chart": {
             "kind": "lines",
             "x": [at.timestamp() for at in times],

@@ -7,14 +7,14 @@ agents and models wrote is hostile: it is shown by `visible`, and as text alone.
 import asyncio
 import re
 import unicodedata
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, islice
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, TypeVar, cast
 from urllib.parse import parse_qsl, quote, urlencode
 from uuid import UUID
 
@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from pawl.credit import ExplainedUpdate
 from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
 from store.database import make_engine
@@ -46,6 +47,8 @@ LARGEST_FORM: Final = 64 * 1024
 # Of one text of an agent or a model, unless its screen says otherwise, in characters.
 SHOWN: Final = 4000
 
+
+T = TypeVar("T")
 
 # Who looks where no key is asked for; no key has a name with spaces.
 NOBODY: Final = "anyone without a key"
@@ -72,6 +75,30 @@ class Refusal(HTTPException):
         self.title = title
 
 
+class Shared(Generic[T]):
+    """Compute a value once for all who look together, beside them, and keep it for a while."""
+
+    def __init__(self, kept_s: float, most: int) -> None:
+        """Keep the newest `most` values, each for `kept_s` seconds."""
+        self._kept_s, self._most = kept_s, most
+        self._tasks: dict[Any, asyncio.Task[T]] = {}
+
+    async def get(self, key: object, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the value of a key; what fails is computed again for whoever asks next."""
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(compute())
+            asyncio.get_running_loop().call_later(self._kept_s, self._tasks.pop, key, None)
+        task = self._tasks[key]
+        done = [old for old, one in self._tasks.items() if one.done() and old != key]
+        for old in done[: -self._most]:
+            self._tasks.pop(old)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done() and (task.cancelled() or task.exception()):
+                self._tasks.pop(key, None)
+
+
 class Console:
     """Hold what all pages share: the database, and the templates with their functions."""
 
@@ -94,9 +121,11 @@ class Console:
             when=when, figure=figure, visible=visible, plain=plain, bare=bare
         )
         self.templates.globals.update(url=self.url, static=cache(self.static), nobody=NOBODY)
-        self.examining = asyncio.Lock()
-        # Until when it counts, and what was found, by tenant.
-        self.examined: dict[str | None, tuple[float, list[Finding]]] = {}
+        # What the doctor found, by tenant. It asks all processes.
+        self.examined: Shared[list[Finding]] = Shared(kept_s=10.0, most=20)
+        # The credit of an update, by tenant and update: each has the texts of its calls. Who looks
+        # at an episode looks at its calls and its update, too.
+        self.explained: Shared[ExplainedUpdate] = Shared(kept_s=60.0, most=2)
         # What a change would come to is tried out, with the locks that the change takes.
         self.previewing = asyncio.Lock()
 

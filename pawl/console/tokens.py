@@ -20,7 +20,8 @@ from starlette.routing import Route
 
 from pawl.console.episode import explained_for
 from pawl.console.pages import Refusal, console_of, part, reading, viewer
-from store.read.detail import CallTokens, call_tokens
+from store.read.detail import call_tokens
+from store.values.packing import unpack_ids, unpack_logprobs
 from trainer.errors import TrainerError
 from trainer.publishing.model_server import ModelServer
 
@@ -33,16 +34,19 @@ RATIOS: Final = (0.5, 0.8, 1.25, 2.0)
 
 
 def tokens_of(
-    call: CallTokens, start: int, texts: Sequence[str] | None
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    log_ratios: Sequence[float],
+    texts: Sequence[str] | None,
+    start: int,
 ) -> list[dict[str, float | str | None]]:
-    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, whose texts are `texts` (pure).
+    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, of which these are the `texts` (pure).
 
     `likely` and `moved` are levels of a token's probability when it was sampled and of its ratio, 0
     (the least) to 4. What is not known is None.
     """
     page = slice(start, start + TOKENS_A_PAGE)
-    logprobs, ratios = call.sampled_logprobs[page], map(_exp, call.log_ratios[page])
-    known = zip_longest(call.sampled_ids[page], logprobs, ratios, texts or ())
+    known = zip_longest(ids[page], logprobs[page], map(_exp, log_ratios[page]), texts or ())
     return [
         {
             "place": place,
@@ -61,21 +65,20 @@ def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
 
 
-async def _texts(request: Request, call: CallTokens, start: int) -> list[str] | None:
-    """Return the texts of a page of tokens, as the first model server says that knows."""
-    ids = call.sampled_ids[start : start + TOKENS_A_PAGE]
+async def _texts(request: Request, model: str, ids: Sequence[int]) -> list[str] | None:
+    """Return the texts of tokens, as the first model server says that knows."""
     with suppress(TimeoutError):
         async with asyncio.timeout(TEXTS_S):
             for url in console_of(request).settings.model_servers:
                 with suppress(TrainerError):
                     async with ModelServer(url) as server:
-                        if (texts := await server.token_texts(call.model, ids)) is not None:
+                        if (texts := await server.token_texts(model, ids)) is not None:
                             return texts
     return None
 
 
 async def tokens(request: Request) -> Response:
-    """Show what a call sampled, token by token, and what its loss weighs."""
+    """Show the sampled tokens of a call, with their probabilities, ratios and loss weight."""
     given = request.query_params.get("from", "")
     start = int(given) if given.isdecimal() and len(given) < 9 else 0
     async with reading(request) as connection:
@@ -86,17 +89,24 @@ async def tokens(request: Request) -> Response:
     if call.update_id is not None:
         explained, why = await explained_for(request, call.update_id)
     own = (one for one in (explained.plan.credited if explained else ()) if one.call.id == call.id)
+    ids, logprobs = unpack_ids(call.sampled_ids), unpack_logprobs(call.sampled_logprobs)
+    policy = unpack_logprobs(call.policy_logprobs or b"") if logprobs else []
+    log_ratios = [now - then for now, then in zip(policy, logprobs, strict=bool(policy))]
+    end = start + TOKENS_A_PAGE
+    texts = await _texts(request, call.model, ids[start:end])
     return part(
         request,
         "episode_tokens.html",
         call=call,
-        tokens=tokens_of(call, start, await _texts(request, call, start)),
+        sampled=len(ids),
+        has_logprobs=bool(logprobs),
+        tokens=tokens_of(ids, logprobs, log_ratios, texts, start),
         credit=next(own, None),
         why=why,
         # The geometric mean of the ratios decides whether a call carries loss.
-        ratio=_exp(fmean(call.log_ratios)) if call.log_ratios else None,
+        ratio=_exp(fmean(log_ratios)) if log_ratios else None,
         off_policy=explained and explained.recipe.off_policy,
-        after=start + TOKENS_A_PAGE if start + TOKENS_A_PAGE < len(call.sampled_ids) else None,
+        after=end if end < len(ids) else None,
     )
 
 

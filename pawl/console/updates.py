@@ -13,14 +13,16 @@ from starlette.routing import Route
 from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from store.read.lineage import MOST_MEMBERS, members_of, one_update, updates_of
-from store.version_queries import list_events
-from store.versions import PolicyEvent
 from trainer.trackers import BY_ID, flat
 
 MOST: Final = 100
+FAMILIES: Final = "Reward by family of tasks"
 # What is plotted and listed: the titles, and below each the figures by name, with their labels.
+# Families have their own names.
 SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
     "Reward of the batch": {"reward_mean": "mean reward"},
+    FAMILIES: {},
+    "Entropy, nats a token": {"entropy": "of the policy"},
     "Loss": {"loss": "loss"},
     "KL, nats a token": {"kl_to_base": "to the base model", "drift_kl": "server to trainer"},
     "Effective sample size": {"effective_sample_size": "share of the tokens"},
@@ -34,14 +36,23 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
+def shown_of(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
+    """Return what is shown: the figures of `SHOWN`, with families where there are several."""
+    families = sorted({one for own in updates for one in own.metrics.get("families", {})})
+    lines = {f"families/{one}/reward": one or "(none)" for one in families}
+    shown = {**SHOWN, FAMILIES: lines if len(lines) > 1 else {}}
+    return {title: lines for title, lines in shown.items() if lines}
+
+
 def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     """Return the plots that have a point, as `console.js` draws them, the oldest first (pure)."""
     done = [update for update in reversed(updates) if update.state == "done"]
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
+    figures = [dict(flat(update.metrics)) for update in done]
     plots = {}
-    for title, lines in SHOWN.items():
+    for title, lines in shown_of(done).items():
         series = [
-            {"name": label, "values": [update.metrics.get(name) for update in done]}
+            {"name": label, "values": [own.get(name) for own in figures]}
             for name, label in lines.items()
         ]
         series = [line for line in series if any(value is not None for value in line["values"])]
@@ -50,32 +61,13 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     return plots
 
 
-def stages_of(update: Row[Any], events: Sequence[PolicyEvent]) -> dict[str, float]:
-    """Return where the time went, in seconds by stage, as far as it is known (pure).
-
-    `events` are those of the update's version, the newest first.
-    """
-    took, trained = update.metrics["seconds"], update.metrics.get("train_seconds", 0.0)
-    stages = {}
-    if took is not None:
-        stages = {"read, planned and written": max(took - trained, 0.0), "trained": trained}
-    first = {event.to_state: event.at for event in events}
-    loaded, tried = first.get("loaded"), first.get("canary") or first.get("serving")
-    if loaded is not None and update.finished_at is not None:
-        stages["loaded and probed"] = (loaded - update.finished_at).total_seconds()
-        if tried is not None:
-            stages["waited for traffic"] = (tried - loaded).total_seconds()
-    return stages
-
-
 async def updates(request: Request) -> Response:
     """List the updates of a policy."""
     before = uuid_in(request.query_params.get("before"))
     async with reading(request) as connection:
         policy, known = await chosen_policy(request, connection, viewer(request).tenant)
-        rows: Sequence[Row[Any]] = []
-        if policy is not None:
-            rows = await updates_of(connection, policy.name, before, MOST, BY_ID)
+        name = "" if policy is None else policy.name
+        rows = await updates_of(connection, name, before, MOST, BY_ID)
     return page(
         request,
         "updates.html",
@@ -83,7 +75,8 @@ async def updates(request: Request) -> Response:
         policies=known,
         updates=rows,
         outcomes=sum((Counter(row.outcomes) for row in rows), Counter()).most_common(),
-        shown=SHOWN,
+        shown=shown_of(rows),
+        flat=flat,
         plots=plots_of(rows),
         older=rows[-1].id if len(rows) == MOST else None,
     )
@@ -101,15 +94,11 @@ async def update(request: Request) -> Response:
         if row is None:
             raise Refusal(404, "There is no such update")
         members = await members_of(connection, row.id)
-        events = []
-        if row.version is not None:
-            events = await list_events(connection, row.policy, row.version)
     return page(
         request,
         "update.html",
         update=row,
         figures=sorted(flat(row.metrics)),
-        stages=stages_of(row, events),
         groups=[(task, list(own)) for task, own in groupby(members, lambda row: row.task)],
         is_cut=len(members) == MOST_MEMBERS,
     )

@@ -19,19 +19,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from pawl.by_hand import (
-    as_text,
     find_to_promote,
     freeze_by_hand,
     is_wait,
-    prepare_retraining,
     promote_as_seen,
-    read_query,
-    recall,
     roll_back_by_hand,
-    wait_until_loaded,
 )
 from pawl.console.pages import (
-    LIMIT_S,
     Refusal,
     console_of,
     figure,
@@ -42,52 +36,17 @@ from pawl.console.pages import (
     viewer,
     writing,
 )
-from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy
-from store.read.browsing import begin
+from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
 from store.read.gates import gated
-from store.read.lineage import (
-    line_of,
-    newest_events,
-    one_version,
-    places_of,
-    policies_of,
-    rewards_of,
-)
+from store.read.lineage import line_of, newest_events, places_of, policies_of, rewards_of
 from store.records import Record
-from store.retraining import Retrained
 from store.version_queries import list_events
 from store.version_states import lock_policies
-from store.versions import PolicyEvent, PolicyVersion
+from store.versions import PolicyEvent
 
 # Versions of one page, and events of one version.
 MOST: Final = 40
 MOST_EVENTS: Final = 50
-# A retraining frees thousands of episodes in one statement: it has as long as the pool allows.
-CHANGE_S: Final = 2 * LIMIT_S
-
-# The picture, in pixels: a row for each version, and how far an arc goes aside for each it passes.
-ROW: Final = 44
-ASIDE: Final = 12
-FARTHEST: Final = 84
-
-
-# The line of versions (pure)
-
-
-def arcs_of(line: Sequence[tuple[int, int | None]]) -> list[str]:
-    """Return the paths from versions to their parents, past the versions between them (pure).
-
-    The newest is first in the line. To a parent that is not in it, an arc leads to the lower edge.
-    """
-    row_of = {number: row for row, (number, _) in enumerate(line)}
-    arcs = []
-    for row, (_, parent) in enumerate(line):
-        if parent is not None:
-            to = row_of.get(parent, len(line))
-            begin, end = ROW * row + ROW // 2, min(ROW * to + ROW // 2, ROW * len(line))
-            x = 9 + min(ASIDE * (to - row - 1), FARTHEST)
-            arcs.append(f"M9 {begin}Q{x} {(begin + end) // 2} 9 {end}")
-    return arcs
 
 
 def words_of(version: Row[Any]) -> list[str]:
@@ -100,7 +59,7 @@ def words_of(version: Row[Any]) -> list[str]:
         "unloaded": version.unloaded_at,
         "ended": version.ended_at,
         "files deleted": version.files_deleted_at,
-        "policy frozen": version.frozen_at,
+        "training held" if version.version else "policy frozen": version.frozen_at,
     }
     return [state, *(word for word, since in more.items() if since is not None)]
 
@@ -111,7 +70,6 @@ def actions_of(version: Row[Any]) -> list[str]:
     may = {
         "promote": version.state in ("loaded", "canary", "retired") and there,
         "rollback": version.state in ("loaded", "canary", "serving") and version.version > 0,
-        "retrain": version.state in ("loaded", "canary", "serving", "retired") and there,
     }
     return [action for action, holds in may.items() if holds]
 
@@ -120,23 +78,19 @@ def actions_of(version: Row[Any]) -> list[str]:
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Say what is to be done with a version, and why; `without` are queries of a retraining.
+    """Say what is to be done with a version, and why.
 
     Once it was done, or tried, the rest says what it comes to. `moved` has each version that stands
     otherwise than before, with how it stood and how it stands. `waits` is the event, with evidence,
-    by which the version to promote waits for a person. `loads` is a version that the servers have
-    to load first.
+    by which the version to promote waits for a person.
     """
 
     action: str
     policy: str
     number: int
-    without: tuple[str, ...] = ()
     reason: str = "by hand"
     moved: tuple[tuple[int, list[str], list[str]], ...] = ()
     waits: PolicyEvent | None = None
-    retrained: Retrained | None = None
-    loads: PolicyVersion | None = None
 
     @property
     def named(self) -> str:
@@ -145,17 +99,9 @@ class Change(Record, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Return what tells this change from all others that a person may confirm.
-
-        How many episodes a retraining frees is not among it, as it may be others a moment later.
-        """
-        done = self.retrained
-        seen = [
-            *(self.action, self.named, sorted(self.without)),
-            [(number, now) for number, _, now in self.moved],
-            self.waits and self.waits.id,
-            done and (done.left_out, done.learned, done.abandoned),
-        ]
+        """Return what tells this change from all others that a person may confirm."""
+        moved = [(number, now) for number, _, now in self.moved]
+        seen = [self.action, self.named, moved, self.waits and self.waits.id]
         return sha256(msgspec.json.encode(seen)).hexdigest()[:24]
 
 
@@ -166,7 +112,6 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         StoreError: it cannot be done; the message says why.
         Refusal: the tenant (None: anybody) has no such version, or there is no such action.
     """
-    await begin(connection, CHANGE_S)
     await own_version(connection, change.policy, change.number, tenant)
     await lock_policies(connection, [change.policy])
     places = await places_of(connection, change.policy, [change.number])
@@ -175,22 +120,16 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         case "promote":
             start, waits = await find_to_promote(connection, change.named, tenant)
             if start.unloaded:
-                await recall(connection, start, change.reason)
+                command = f"`pawl policies promote {change.named}`"
+                raise NotGated(f"{change.named} is on no model server: {command} loads it first")
             evidence = None if waits is None else waits.evidence
             await promote_as_seen(connection, start, change.reason, evidence)
-            change = replace(change, waits=waits, loads=start if start.unloaded else None)
+            change = replace(change, waits=waits)
         case "rollback":
             await roll_back_by_hand(connection, change.named, change.reason, tenant)
         case "freeze" | "unfreeze":
             frozen = change.action == "freeze"
             await freeze_by_hand(connection, change.policy, change.reason, tenant, frozen=frozen)
-        case "retrain":
-            without = [read_query(query, zoned=True) for query in change.without]
-            start, retrain = await prepare_retraining(
-                connection, change.policy, change.number, without, change.reason, tenant
-            )
-            retrained = await retrain(connection)
-            change = replace(change, retrained=retrained, loads=start if start.unloaded else None)
         case _:
             raise Refusal(404, "There is no such action", change.action)
     places = await places_of(connection, change.policy, before)
@@ -200,7 +139,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         for number, now in after.items()
         if number in before and now != before[number]
     )
-    if not moved and change.retrained is None:
+    if not moved:
         raise StateChanged(f"{change.action} of {change.named} changes nothing: it is so already")
     return replace(change, moved=moved)
 
@@ -216,7 +155,7 @@ async def own_version(
     Raises:
         Refusal: there is no such version, or it is another's.
     """
-    version = await one_version(connection, policy, number)
+    version = (await places_of(connection, policy, [number])).get(number)
     if version is None or tenant not in (None, version.tenant):
         raise Refusal(404, "There is no such version", f"{policy}@{number}")
     return version
@@ -275,8 +214,6 @@ async def versions(request: Request) -> Response:
         standing=standing,
         compared=compared,
         waits={number: event for number, event in events.items() if is_wait(event)},
-        arcs=arcs_of([(version.version, version.parent) for version in line]),
-        row_height=ROW,
         older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
         words_of=words_of,
     )
@@ -303,58 +240,36 @@ async def version(request: Request) -> Response:
     )
 
 
-async def attempt(
-    request: Request, change: Change, saw: str | None, *, is_loaded: bool = False
-) -> tuple[Change, bool]:
-    """Return what a change comes to, and whether it was done: that is what the viewer `saw`.
-
-    Raises:
-        StoreError: it cannot be done.
-        Refusal: the viewer's key is not for that, or there is no such version.
-    """
-    require(request, "train")
-    # What only shows what would come of it waits for others that do, and holds up nothing else.
-    tried_alone = console_of(request).previewing if saw is None else nullcontext()
-    async with tried_alone, writing(request) as connection:
-        tried = await carry_out(connection, change, viewer(request).tenant)
-        is_seen = saw == tried.digest
-        if not is_seen or tried.loads is not None:
-            await connection.rollback()
-    if is_loaded and (not is_seen or tried.loads is not None):
-        raise StateChanged(f"{change.named} was loaded, and meanwhile versions changed: look again")
-    if not is_seen or tried.loads is None:
-        return tried, is_seen
-    async with writing(request) as connection:
-        await recall(connection, tried.loads, change.reason)
-    await wait_until_loaded(tried.loads)
-    return await attempt(request, change, saw, is_loaded=True)
-
-
 async def confirm(request: Request) -> Response:
     """Show what a change would come to, and do it once that is confirmed.
 
     Raises:
-        Refusal: it cannot be done.
+        Refusal: it cannot be done, or the viewer's key is not for that.
     """
+    require(request, "train")
     is_posted = request.method == "POST"
     given: Mapping[str, str] = await form(request) if is_posted else request.query_params
-    queries = (line.strip() for line in given.get("without", "").splitlines())
     reason = given.get("reason", "").strip()[:500]
     change = Change(
         action=request.path_params["action"],
         policy=request.path_params["policy"],
         number=request.path_params["number"],
-        without=tuple(filter(None, queries)),
         # The name of a key, or nobody's, at the end of what the events say for good.
         reason=f"{reason or 'by hand'} (by {viewer(request).name}, in the console)",
     )
+    # What only shows what would come of it waits for others that do, and holds up nothing else.
+    tried_alone = nullcontext() if is_posted else console_of(request).previewing
     try:
-        tried, is_done = await attempt(request, change, given.get("saw") if is_posted else None)
+        async with tried_alone, writing(request) as connection:
+            tried = await carry_out(connection, change, viewer(request).tenant)
+            is_seen = is_posted and given.get("saw") == tried.digest
+            if not is_seen:
+                await connection.rollback()
     except StoreError as error:
         unknown = isinstance(error, UnknownPolicy | UnknownNames)
         status = 404 if unknown else 409
         raise Refusal(status, "This cannot be done", str(error)) from error
-    if is_done:
+    if is_seen:
         to = console_of(request).url("version", policy=change.policy, number=change.number)
         return RedirectResponse(to, 303)
     return page(
@@ -362,7 +277,6 @@ async def confirm(request: Request) -> Response:
         "confirm.html",
         409 if is_posted else 200,
         change=tried,
-        notes=as_text(tried.retrained) if tried.retrained else "",
         reason=reason,
         is_stale=is_posted and "saw" in given,
     )

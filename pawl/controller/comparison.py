@@ -20,9 +20,11 @@ from pawl.controller.eprocess import (
     Blocks,
     ChangeDetector,
     EProcess,
+    Side,
     block_size,
     bound,
 )
+from pawl.controller.own_past import OwnPast
 
 if TYPE_CHECKING:
     from trainer.recipes.recipe import PublishOptions
@@ -38,6 +40,15 @@ SUSPICIOUS: Final = 2.0
 # So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
 # + m) of the arms' episodes, rewards of 0 or 1.
 INFORMATION: Final = 200.0
+# So many let the control move on; the newest of half as many again say whether it may.
+RENEWAL: Final = 64.0
+# A version that is as good is called worse by a watch once in so many episodes at most: a week of
+# one a second.
+FALSE_ONCE_IN: Final = 600_000
+# Families of tasks that are compared each by itself, the first ones; and the information about one
+# that its gain counts from.
+MOST_FAMILIES: Final = 64
+KNOWN_FAMILY: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
 # The median is of the newest TIMES episodes of the old version, and is first taken of FIRST_TIMES.
@@ -54,6 +65,7 @@ class Episode(msgspec.Struct, frozen=True):
         failed: whether a request of it failed.
         malformed: whether a tool call of it was malformed; None if it called no tool.
         seconds: how long its calls took, in a unit that both versions share; None if unknown.
+        version: the version that it was given, where several follow each other.
     """
 
     family: str
@@ -61,6 +73,7 @@ class Episode(msgspec.Struct, frozen=True):
     failed: bool = False
     malformed: bool | None = None
     seconds: float | None = None
+    version: int = 0
 
 
 class ArmFigures(msgspec.Struct, frozen=True):
@@ -73,8 +86,11 @@ class ArmFigures(msgspec.Struct, frozen=True):
     mean: float | None
 
 
-class GuardFigures(msgspec.Struct, frozen=True):
-    """Say how often something went wrong for both versions, and how much speaks against the new."""
+class PartFigures(msgspec.Struct, frozen=True):
+    """Compare both versions in one part: means of 0 to 1, and how much speaks against the new.
+
+    The part is a way to go wrong, whose means are shares of episodes, or a family of tasks.
+    """
 
     name: str
     new: float | None
@@ -95,6 +111,8 @@ class Figures(msgspec.Struct, frozen=True):
         better: evidence against "worse by the margin or more"; at `better_needed` it is no worse.
         worse: evidence against "as good"; at `worse_needed` it is worse.
         guards: failed requests, malformed tool calls, slow episodes.
+        families: families of tasks, if there are several.
+        fall: by how much the new version's rewards fell below what they were, if they did.
     """
 
     new: ArmFigures
@@ -106,7 +124,9 @@ class Figures(msgspec.Struct, frozen=True):
     better_needed: float
     worse: float
     worse_needed: float
-    guards: list[GuardFigures]
+    guards: list[PartFigures]
+    families: list[PartFigures] = []
+    fall: float | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -145,33 +165,41 @@ class _Slowness:
         return None if self._bar is None else episode.seconds > self._bar
 
 
-class _Guard:
-    """Bet that the new version's episodes go wrong in one way more often, by GUARD_MARGIN."""
+class _Part:
+    """Bet that the new version's values of one part are on `side` of the old one's by `null`."""
 
-    def __init__(self, name: str, size: int, evidence: type[EProcess]) -> None:
+    def __init__(
+        self, name: str, size: int, evidence: type[EProcess], null: float, side: Side
+    ) -> None:
         self.name = name
         self.blocks = Blocks(size)
-        self.against = evidence(GUARD_MARGIN, ABOVE)
-        self._counts = {True: (0, 0), False: (0, 0)}
+        self.against = evidence(null, side)
+        self.weight = self._told = 0.0
+        self._sums = {True: (0.0, 0), False: (0.0, 0)}
 
-    def add(self, is_new: bool, family: str, wrong: bool | None) -> None:
-        if wrong is not None:
-            bad, count = self._counts[is_new]
-            self._counts[is_new] = (bad + wrong, count + 1)
-            self.blocks.add(is_new, family, float(wrong))
+    def add(self, is_new: bool, family: str, value: float) -> None:
+        total, count = self._sums[is_new]
+        self._sums[is_new] = (total + value, count + 1)
+        self.blocks.add(is_new, family, value)
 
     def settle(self) -> None:
         block = self.blocks.close()
         if block is not None:
             self.against.update(block)
+            self.weight += block.weight
+            self._told += block.weight * block.difference
 
-    def share(self, is_new: bool) -> float | None:
-        bad, count = self._counts[is_new]
-        return bad / count if count else None
+    @property
+    def difference(self) -> float:
+        return self._told / self.weight if self.weight else 0.0
 
-    def figures(self, needed: float) -> GuardFigures:
-        shares = self.share(True), self.share(False)
-        return GuardFigures(self.name, *shares, self.against.value, needed)
+    def mean(self, is_new: bool) -> float | None:
+        total, count = self._sums[is_new]
+        return total / count if count else None
+
+    def figures(self, needed: float) -> PartFigures:
+        means = self.mean(True), self.mean(False)
+        return PartFigures(self.name, *means, self.against.value, needed)
 
 
 class Comparison:
@@ -182,6 +210,16 @@ class Comparison:
     is worse by the margin or more is at most `mistakes`. After a verdict later episodes are counted
     and decide nothing more. While a guard's evidence is against the new version, if only by chance,
     it is not called no worse.
+
+    One that watches compares the versions that follow each other, as one arm, with their control,
+    and finds when that has become worse. It calls one worse that is as good once in FALSE_ONCE_IN
+    episodes.
+
+    Attributes:
+        is_watch: whether it watches.
+        verdict: what was shown of the new version; None while nothing is.
+        trade: on which family of tasks the new version loses more than it gains on any other; None
+            if on none. With `undecided = "keep"` it is worse for that.
     """
 
     def __init__(
@@ -192,47 +230,59 @@ class Comparison:
         old_share: float = 0.5,
         watches: bool = False,
     ) -> None:
-        """Begin without episodes.
-
-        The shares of live episodes size the blocks, and nothing that is decided rests on them. One
-        that `watches` looks for a version that has become worse, however long it was not, and goes
-        on to do so after the verdict "better".
-        """
+        """Begin without episodes; the shares of live ones size the blocks, and decide nothing."""
         self._rule = rule
         self._low, high = rule.reward_range
         self._width = high - self._low
-        size = block_size(new_share, old_share)
-        evidence = ChangeDetector if watches else EProcess
-        self._watches = watches
-        self._rewards = Blocks(size)
+        self._size = block_size(new_share, old_share)
+        self._evidence = ChangeDetector if watches else EProcess
+        self._rewards = Blocks(self._size)
         self._has_rewards = False
-        self._blocks: list[Block] = []
+        # A watch keeps those that decide now, and the others all.
+        self._blocks = deque[Block]()
+        self.blocks = 0
         self._better = EProcess(-rule.margin / self._width, ABOVE)
-        self._worse = evidence(0.0, BELOW)
+        self._worse = self._evidence(0.0, BELOW)
         self._slowness = _Slowness()
         self._guards = [
-            _Guard(name, size, evidence)
+            _Part(name, self._size, self._evidence, GUARD_MARGIN, ABOVE)
             for name in ("failed requests", "malformed tool calls", "slow episodes")
         ]
+        self._families: dict[str, _Part] = {}
         self._arms = {True: _Arm(), False: _Arm()}
         self._better_needed = 1 / rule.mistakes
-        self._worse_needed = 2 / rule.mistakes
+        self._worse_needed = FALSE_ONCE_IN / self._size if watches else 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
-        self._total = self._weight = 0.0
-        # Of the newest version alone, where several are one arm.
-        self._own_total = self._own_weight = 0.0
+        # What the blocks that decide say, and all that there ever were.
+        self._total = self._weight = self._told = self._known = 0.0
         self._bounds = (0, -1.0, 1.0)
+        self.is_watch = watches
+        self._own_past = OwnPast()
+        # Of each new version, how much was known when its first episode came.
+        self._known_before: dict[int, float] = {}
         self.verdict: Verdict | None = None
+        self.trade: str | None = None
+
+    def add_past(self, episode: Episode) -> None:
+        """Take in an episode of what served before the control lost the traffic."""
+        value = self._value(episode)
+        if value is not None and not episode.failed:
+            self._own_past.add((episode.family, value), is_past=True)
 
     def add(self, is_new: bool, episode: Episode) -> None:
-        """Take in one live episode, after all those that began before it."""
+        """Take in one live episode, after all those that counted before it."""
+        if is_new:
+            self._known_before.setdefault(episode.version, self._known)
         self._take(is_new, episode)
-        for guard in self._guards:
-            if guard.blocks.is_full:
-                guard.settle()
+        parts = *self._guards, *filter(None, [self._families.get(episode.family)])
+        full = [part for part in parts if part.blocks.is_full]
+        for part in full:
+            part.settle()
         if self._rewards.is_full:
             self._close()
-        self._judge()
+            self._judge()
+        elif full:
+            self._judge()
 
     def add_pair(self, new: Sequence[Episode], old: Sequence[Episode]) -> None:
         """Take in what both versions made of one task: a block of its own.
@@ -242,46 +292,63 @@ class Comparison:
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
                 self._take(is_new, episode)
-        for guard in self._guards:
-            guard.settle()
+        for part in (*self._guards, *self._families.values()):
+            part.settle()
         self._close()
         self._judge()
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks of rewards, or tasks, were compared."""
-        return len(self._blocks)
 
     @property
     def difference(self) -> float | None:
         """Return the estimate of new − old, in units of the reward; None before the first block."""
         return self._width * self._total / self._weight if self._weight else None
 
-    def mark(self) -> None:
-        """Begin anew what speaks for the new version: from now on it is another one.
+    @property
+    def fall(self) -> float | None:
+        """Return by how much the new arm's rewards fell below their own past, as a share of 1.
 
-        Several that follow each other are one arm; what speaks against one speaks against all.
+        None: they did not. What was compared before they did says nothing for what serves now.
         """
-        self._close()
-        self._better = EProcess(-self._rule.margin / self._width, ABOVE)
-        self._own_total = self._own_weight = 0.0
-        if self.verdict is not None and self.verdict.kind == "better":
-            self.verdict = None
+        return self._own_past.fall
 
     @property
     def tells_against(self) -> bool:
-        """Return whether as much is known as decides a trial, and the newest version is lower."""
-        return self._own_weight >= INFORMATION and self._own_total < 0
+        """Return whether as much is known as decides a trial, and the new version is lower."""
+        return self.is_enough and self._told < 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Return whether as much is known as decides a trial."""
+        return self._known >= INFORMATION
+
+    @property
+    def is_in_line(self) -> bool:
+        """Return whether enough is known for the control to move on, and nothing is against it."""
+        return self._weight >= RENEWAL and not self.points_to_harm
+
+    @property
+    def next_control(self) -> int | None:
+        """Return the newest version that half of what is known came after; None if there is none.
+
+        A version that has fallen since is not among them: half suffices to find that.
+        """
+        known = [
+            version
+            for version, before in self._known_before.items()
+            if self._known - before >= RENEWAL / 2
+        ]
+        return max(known) if known and self.is_in_line else None
 
     @property
     def points_to_harm(self) -> bool:
         """Return whether what was seen so far, however little, speaks against the new version.
 
-        An expected difference below 0 does; of a canary only below half the margin, as it is
-        compared on with as many episodes once it serves. So does a guard with some evidence.
+        An expected difference below 0 does; of a canary, and of what is watched, only below half
+        the margin, as it is compared on. So does a guard with some evidence.
         """
-        least = -self._rule.margin / 2 if self._rule.mode == "canary" else 0.0
-        is_guarded = any(guard.against.value >= SUSPICIOUS for guard in self._guards)
+        is_compared_on = self._rule.mode == "canary" or self.is_watch
+        least = -self._rule.margin / 2 if is_compared_on else 0.0
+        bar = sqrt(self._guard_needed) if self.is_watch else SUSPICIOUS
+        is_guarded = any(guard.against.value >= bar for guard in self._guards)
         return is_guarded or (self.difference or 0.0) < least
 
     def figures(self, renewed: float = 1.0) -> Figures:
@@ -289,10 +356,10 @@ class Comparison:
 
         The bounds are taken anew once there are `renewed` times the blocks of the last time.
         """
-        count = len(self._blocks)
+        count = self.blocks
         if count > renewed * self._bounds[0]:
-            lower = bound(self._blocks, 1 / self._better_needed, ABOVE)
-            upper = bound(self._blocks, 1 / self._worse_needed, BELOW)
+            lower = bound(self._blocks, self._rule.mistakes, ABOVE)
+            upper = bound(self._blocks, self._rule.mistakes / 2, BELOW)
             self._bounds = (count, lower, upper)
         return Figures(
             new=self._figures_of(True),
@@ -305,6 +372,10 @@ class Comparison:
             worse=self._worse.value,
             worse_needed=self._worse_needed,
             guards=[guard.figures(self._guard_needed) for guard in self._guards],
+            families=[one.figures(self._family_needed) for one in self._families.values()]
+            if len(self._families) > 1
+            else [],
+            fall=self.fall,
         )
 
     def _figures_of(self, is_new: bool) -> ArmFigures:
@@ -320,21 +391,40 @@ class Comparison:
         """
         wrong = (episode.failed, episode.malformed, self._slowness.read(is_new, episode))
         for guard, is_wrong in zip(self._guards, wrong, strict=True):
-            guard.add(is_new, episode.family, is_wrong)
+            if is_wrong is not None:
+                guard.add(is_new, episode.family, float(is_wrong))
         arm = self._arms[is_new]
         arm.episodes += 1
         arm.failed += episode.failed
-        place = 0.0
+        value = self._value(episode)
+        if value is None:
+            return
         if episode.reward is not None and not isnan(episode.reward):
             place = (episode.reward - self._low) / self._width
             arm.clipped += not -ROUNDING <= place <= 1 + ROUNDING
             self._has_rewards = True
-        elif not episode.failed:
-            return
-        value = min(max(place, 0.0), 1.0)
         arm.scored += 1
         arm.total += value
         self._rewards.add(is_new, episode.family, value)
+        family = self._families.get(episode.family)
+        if family is None and len(self._families) < MOST_FAMILIES:
+            family = _Part(episode.family, self._size, self._evidence, 0.0, BELOW)
+            self._families[episode.family] = family
+        if family is not None:
+            family.add(is_new, episode.family, value)
+        # In an outage all fail, whatever serves.
+        if is_new and self.is_watch and not episode.failed and self.fall is None:
+            self._own_past.add((episode.family, value))
+            if self.fall is not None:
+                self._blocks.clear()
+                self._total = self._weight = 0.0
+                self._rewards.size = block_size(MOST_SHARE, MOST_SHARE)
+
+    def _value(self, episode: Episode) -> float | None:
+        """Return the reward as a share of its range; the lowest for one that only failed."""
+        if episode.reward is None or isnan(episode.reward):
+            return 0.0 if episode.failed else None
+        return min(max((episode.reward - self._low) / self._width, 0.0), 1.0)
 
     def _close(self) -> None:
         """Settle the bets on the open block of rewards.
@@ -349,26 +439,50 @@ class Comparison:
     def _settle(self, block: Block | None) -> None:
         if block is not None:
             self._blocks.append(block)
-            told = block.weight * block.difference
-            self._total, self._own_total = self._total + told, self._own_total + told
-            self._weight, self._own_weight = (
-                self._weight + block.weight,
-                self._own_weight + block.weight,
-            )
+            self.blocks += 1
+            self._told += block.weight * block.difference
+            self._known += block.weight
+            self._total += block.weight * block.difference
+            self._weight += block.weight
+            while self.is_watch and self._weight - self._blocks[0].weight >= 1.5 * RENEWAL:
+                oldest = self._blocks.popleft()
+                self._total -= oldest.weight * oldest.difference
+                self._weight -= oldest.weight
             self._better.update(block)
             self._worse.update(block)
 
     def _judge(self) -> None:
-        if self.verdict is None or (self._watches and self.verdict.kind == "better"):
-            self.verdict = self._found() or self.verdict
+        self.trade = self.trade or self._lost_family()
+        if self.verdict is None:
+            self.verdict = self._found()
+
+    @property
+    def _family_needed(self) -> float:
+        return len(self._families) * self._worse_needed
+
+    def _lost_family(self) -> str | None:
+        """Return how the new version loses on a family more than it gains on any other."""
+        needed, parts = self._family_needed, self._families.values()
+        for lost in parts:
+            if lost.against.value < needed or len(parts) == 1:
+                continue
+            gain = max(one.difference for one in parts if one.weight >= KNOWN_FAMILY or one is lost)
+            if -lost.difference > gain:
+                means = f"{lost.mean(True) or 0:.2f} against {lost.mean(False) or 0:.2f}"
+                return f"loses more on the tasks {lost.name!r}, {means}, than it gains on others"
+        return None
 
     def _found(self) -> Verdict | None:
         for guard in self._guards:
             if guard.against.value >= self._guard_needed:
-                shares = f"{guard.share(True) or 0:.1%} against {guard.share(False) or 0:.1%}"
+                shares = f"{guard.mean(True) or 0:.1%} against {guard.mean(False) or 0:.1%}"
                 return Verdict("worse", f"more {guard.name} than the version before: {shares}")
         if self._worse.value >= self._worse_needed:
             return Verdict("worse", "scores lower than the version before")
+        if self.trade is not None and self._rule.undecided == "keep":
+            return Verdict("worse", self.trade)
+        if self.is_watch:
+            return None
         is_spoken_against = any(guard.against.value > 1 for guard in self._guards)
         if self._better.value >= self._better_needed and not is_spoken_against:
             margin = f"{self._rule.margin:g}"

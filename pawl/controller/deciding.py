@@ -7,7 +7,7 @@ nor a model server: whatever may get the traffic is loaded already.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
@@ -17,9 +17,9 @@ import structlog
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.controller.comparison import Comparison, canary_share
+from pawl.controller.comparison import MOST_SHARE, Comparison, canary_share
 from pawl.controller.evaluating import Evaluations
-from pawl.controller.evidence import Evidence
+from pawl.controller.evidence import Evidence, Given
 from pawl.controller.metrics import (
     GATE_BOUND,
     GATE_EPISODES,
@@ -35,9 +35,9 @@ from store.read.gates import (
     episodes_per_hour,
     gated,
     gated_policies,
-    is_proven,
+    last_given,
+    next_control,
     served_since,
-    verdicts,
 )
 from store.records import Arm
 from store.version_queries import why_stays
@@ -46,10 +46,12 @@ from store.version_states import (
     add_event,
     begin_canary,
     change_state,
+    hold_training,
+    let_train,
     lock_policies,
+    move_control,
     promote,
     roll_back,
-    set_control_share,
 )
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.recipes.recipe import PublishOptions
@@ -145,58 +147,102 @@ class PolicyGate:
         return await act() if is_same else []
 
     async def _watch(self, connection: AsyncConnection, stands: Gated) -> Act | None:
-        """Compare what serves with its control: has it fallen behind, or is it proven?"""
+        """Compare what serves with its control: has it fallen behind, or may the control move on?
+
+        All that served since the control is one arm. In the modes that try a version first, the
+        control is what that was tried against.
+        """
         serving, control = stands.serving, stands.control
         rule, number = _rule_of(serving), serving.version.version
         if control is None or not number:
-            # What a roll-back gave the traffic to is the base model, or proven itself.
-            is_known = not (number and rule.control_share) or await is_proven(
-                connection, self._name, number
-            )
-            GATE_WATCHED.labels(self._name).set(is_known)
+            # What a roll-back gave the traffic to was in line with those before it.
+            given = await last_given(connection, self._name, number)
+            is_back = given.from_state == "retired" and given.actor == CONTROLLER
+            GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
             self._hide("watch")
-            return None
+            alone = _because("there is no control to tell why rewards fell: training goes on")
+            go_on = partial(self._change, partial(let_train, connection, self._name, **alone))
+            return go_on if stands.is_held else None
         GATE_WATCHED.labels(self._name).set(1)
         old = control.version.version
         served = await served_since(connection, self._name, control.since)
-        # By the rule, as the control may have had a larger share before what serves was proven.
+        # By the rule, as the control has a larger share for some time.
         shares = 1 - rule.control_share, rule.control_share
         evidence = self._evidence_of("watch", "serving", rule, shares, control.since, control)
-        given: Mapping[Arm, Collection[int]] = {"serving": served, "control": {old}}
-        if await evidence.catch_up(connection, given, stands.now):
-            self._show("watch", evidence.comparison)
-        verdict = evidence.comparison.verdict
-        if verdict is not None and verdict.kind == "worse":
-            return partial(self._fall, connection, serving, _why(evidence.comparison, rule))
-        found = await verdicts(connection, self._name, number)
-        # Only its own episodes speak for it: it will itself be the control of what comes next.
-        if evidence.newest != number or "better" in found:
-            return None
-        if verdict is not None:
-            return partial(self._prove, connection, serving, rule, _why(evidence.comparison, rule))
-        was_tried = rule.mode == "canary" and UNDECIDED in found
-        if was_tried and evidence.comparison.tells_against:
-            return partial(self._give_back, connection, serving, control, evidence.comparison, rule)
+        arms: Given = {"serving": served, "control": range(old + 1)}
+        is_read = await evidence.catch_up(connection, arms, stands.now)
+        comparison = evidence.comparison
+        if comparison.verdict is not None:
+            return partial(self._fall, connection, serving, _why(comparison, rule))
+        if is_read:
+            self._show("watch", comparison)
+            return await self._follow(connection, stands, served, evidence)
         return None
 
-    async def _prove(
-        self, connection: AsyncConnection, serving: Standing, rule: PublishOptions, why: Why
-    ) -> list[Move]:
-        """Write down that what serves is no worse than its control, whose share gets smaller."""
-        await set_control_share(connection, self._name, rule.control_share)
-        return await self._stay(connection, serving, why)
+    async def _follow(
+        self, connection: AsyncConnection, stands: Gated, served: set[int], evidence: Evidence
+    ) -> Act | None:
+        """Do what the evidence suggests on what serves, which is all read and no proof of harm."""
+        serving, control, comparison = stands.serving, stands.control, evidence.comparison
+        rule = _rule_of(serving)
+        why = partial(_why, comparison, rule)
+        assert control is not None
+        if comparison.fall is not None or stands.is_held:
+            return self._hold_or_go_on(connection, stands, comparison, why)
+        if comparison.trade is not None and not evidence.is_said:
+            evidence.is_said = True
+            return partial(self._stay, connection, serving, why(comparison.trade))
+        # A canary that was promoted without a verdict has the trial's share until it is compared.
+        given = await last_given(connection, self._name, serving.version.version)
+        is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
+        if is_tried and comparison.tells_against:
+            lower = why(f"{serving.version.served_name} scores lower so far")
+            return partial(self._give_back, connection, serving, control, lower)
+        version: int | None = None
+        if is_tried:
+            version = control.version.version if comparison.is_enough else None
+        elif comparison.next_control is not None:
+            # What failed without a reward, or hangs, counts so late.
+            before = stands.now - timedelta(seconds=rule.reward_delay_s)
+            newest = comparison.next_control
+            version = await next_control(connection, self._name, newest, served, before)
+        if version is None:
+            return None
+        in_line = why("what served since the last control does no worse")
+        share = rule.control_share
+        move = partial(move_control, connection, self._name, version, share, **in_line)
+        return partial(self._change, move)
 
-    async def _give_back(
+    def _hold_or_go_on(
         self,
         connection: AsyncConnection,
-        serving: Standing,
-        control: Standing,
+        stands: Gated,
         comparison: Comparison,
-        rule: PublishOptions,
+        because: Callable[[str], Why],
+    ) -> Act | None:
+        """Hold training once rewards fall, until what serves does no worse than its control."""
+        serving = stands.serving
+        if not stands.is_held:
+            fell = f"rewards fell by {comparison.fall:.0%} of their range while it serves"
+            why = because(f"{fell}: training waits for how its control does")
+            share = max(_share_of(stands.control), MOST_SHARE)
+            log.error("training_held", version=serving.version.served_name, reason=why["reason"])
+            hold = partial(hold_training, connection, serving.version, share, **why)
+            return partial(self._change, hold)
+        why = because("it does no worse than its control: training goes on")
+        go_on = partial(self._change, partial(let_train, connection, self._name, **why))
+        return go_on if comparison.is_in_line else None
+
+    async def _change(self, change: Callable[[], Awaitable[None]]) -> list[Move]:
+        """Make a change by which no version gets another state."""
+        await change()
+        return []
+
+    async def _give_back(
+        self, connection: AsyncConnection, serving: Standing, control: Standing, why: Why
     ) -> list[Move]:
         """Let the control serve in place of a version without proof, which is only retired."""
-        evidence, version = _why(comparison, rule)["evidence"], control.version
-        why = _because(f"{serving.version.served_name} scores lower so far", evidence)
+        version = control.version
         await promote(connection, self._name, version.version, **why)
         taken = f"{version.served_name} took the traffic"
         return [
@@ -218,7 +264,7 @@ class PolicyGate:
         shares = share, 1 - share - _share_of(stands.control)
         since = max(canary.since, serving.since)
         evidence = self._evidence_of("trial", "canary", rule, shares, since, serving, canary)
-        given: Mapping[Arm, Collection[int]] = {
+        given: Given = {
             "canary": {canary.version.version},
             "serving": {serving.version.version},
         }
@@ -383,19 +429,21 @@ def _because(reason: str, evidence: Mapping[str, Any] | None = None) -> Why:
     return {"reason": reason, "actor": CONTROLLER, "evidence": evidence}
 
 
-def _why(comparison: Comparison, rule: PublishOptions) -> Why:
+def _why(comparison: Comparison, rule: PublishOptions, reason: str | None = None) -> Why:
     """Return the reason of a decision, and the evidence that is stored with it."""
     verdict, difference = comparison.verdict, comparison.difference
     kind = UNDECIDED if verdict is None else verdict.kind
     if verdict is not None:
-        reason = verdict.reason
+        shown = verdict.reason
     elif difference is None:
-        reason = f"{NOTHING_SHOWN}: nothing was scored"
+        shown = f"{NOTHING_SHOWN}: nothing was scored"
     else:
         points = "and points to harm" if comparison.points_to_harm else "which is no sign of harm"
-        reason = f"{NOTHING_SHOWN}: the difference so far is {difference:+.3g}, {points}"
+        shown = f"{NOTHING_SHOWN}: the difference so far is {difference:+.3g}, {points}"
     figures = msgspec.to_builtins(comparison.figures())
-    return _because(reason, {"verdict": kind, "figures": figures, "rule": rule.model_dump()})
+    return _because(
+        reason or shown, {"verdict": kind, "figures": figures, "rule": rule.model_dump()}
+    )
 
 
 class Deciding:

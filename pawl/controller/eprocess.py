@@ -12,7 +12,7 @@ bounded random variables by betting", JRSS-B 86 (2024), sections 3 and 4; averag
 Howard, Ramdas, McAuliffe & Sekhon, Annals of Statistics 49 (2021), section 3.5.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from math import exp, fsum, log, log1p
 from typing import Final, Literal, NamedTuple
@@ -57,38 +57,32 @@ class EProcess:
         """Return the players' mean: at 1/α the claim is refuted, wrongly with probability ≤ α."""
         return sum(self._parts) / len(STAKES)
 
-    def update(self, block: Block, more: float = 0.0) -> None:
-        """Put `more` at stake for each player, and settle the bets on one block."""
+    def update(self, block: Block) -> None:
+        """Settle the bets on one block."""
         won = _odds(block, self._null, self._side)
         self._parts = [
-            min((part + more) * (1 + bet * won), MOST_WEALTH)
+            min(part * (1 + bet * won), MOST_WEALTH)
             for part, bet in zip(self._parts, _bets(block.weight), strict=True)
         ]
 
 
 class ChangeDetector(EProcess):
-    """Keep the wealth of players who put 1/(t(t+1)) of what they have at stake from block t on.
+    """Keep the wealth of players who get a coin for each block, and bet all that they have.
 
-    A claim that was true for long, and is not any more, is refuted soon after; the shares sum to
-    1, so that its wealth has a mean of at most 1 as well. Its recursion is Shiryaev's and
-    Roberts', with weights whose sum is finite; see Shin, Ramdas & Rinaldo, "E-detectors", 2024.
+    A claim that was true for long, and is not any more, is refuted soon after. While it is true,
+    wealth less blocks has a mean of at most 0: it reaches A once in A blocks at most, on average.
+    The recursion is Shiryaev's and Roberts'; see Shin, Ramdas & Rinaldo, "E-detectors", 2024.
     """
 
     def __init__(self, null: float, side: Side) -> None:
         """Bet as `EProcess` does, and begin anew with each block."""
         super().__init__(null, side)
         self._parts = [0.0] * len(STAKES)
-        self._blocks = 0
 
-    @property
-    def value(self) -> float:
-        """Return the players' mean, with what is not at stake yet."""
-        return super().value + 1 / (self._blocks + 1)
-
-    def update(self, block: Block, more: float = 0.0) -> None:
-        """Put the next part at stake, and settle the bets on one block."""
-        self._blocks += 1
-        super().update(block, more + 1 / (self._blocks * (self._blocks + 1)))
+    def update(self, block: Block) -> None:
+        """Give each player a coin, and settle the bets on one block."""
+        self._parts = [part + 1 for part in self._parts]
+        super().update(block)
 
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
@@ -113,29 +107,34 @@ def _odds(block: Block, null: float, side: Side) -> float:
     return side * (block.difference - null) / (block.reach + side * null)
 
 
-FEWEST: Final = 8
+FEWEST: Final = 2
 MOST: Final = 64
-# Episodes of the rarer arm that a block holds on average.
-RARER: Final = 1.5
+# Episodes of the rarer arm that the first ones of a block hold on average.
+RARER: Final = 0.5
+# A block that waits for the other arm for so long is given up.
+LONGEST: Final = 1_000
 
 
 class Blocks:
     """Make blocks of a stream of values; each episode is in one, in the order given."""
 
     def __init__(self, size: int) -> None:
-        """Make blocks of `size` episodes."""
-        self._size = size
+        """Make blocks of `size` episodes, or more, until one of each arm is there."""
+        self.size = size
         self._open: list[tuple[bool, str, float]] = []
+        self._arms = set[bool]()
         self._centres = Centres()
 
     def add(self, tested: bool, family: str, value: float) -> None:
         """Put a value of 0 to 1 into the open block."""
         self._open.append((tested, family, value))
+        self._arms.add(tested)
 
     @property
     def is_full(self) -> bool:
         """Return whether the open block is to be closed."""
-        return len(self._open) >= self._size
+        count = len(self._open)
+        return (count >= self.size and len(self._arms) == 2) or count >= LONGEST
 
     def close(self) -> Block | None:
         """Complete the block that is open, however many it holds, and return what it says.
@@ -143,6 +142,7 @@ class Blocks:
         None where it holds episodes of one arm alone: it says nothing.
         """
         episodes, self._open = self._open, []
+        self._arms.clear()
         block = self._compare(episodes)
         for _, one, reward in episodes:
             self._centres.add(one, reward)
@@ -167,8 +167,8 @@ class Blocks:
 def block_size(tested: float, other: float) -> int:
     """Return how many episodes a block has, for the arms' shares of all episodes.
 
-    Larger blocks lose less to those with one arm alone (1/size of the information), smaller ones
-    let more be bet on large differences: one or two episodes of the rarer arm are a compromise.
+    The smaller blocks are, the more can be bet on large differences: most have one episode of the
+    rarer arm. Which arms come ends a block, and what they score does not.
     """
     share = tested / (tested + other) if tested + other > 0 else 0.0
     rarity = share * (1 - share)
@@ -198,7 +198,7 @@ class Centres:
             self._families[family] = (total + value, count + 1)
 
     def of(self, family: str) -> float:
-        """Return the family's mean, of 0 to 1."""
+        """Return the mean of a family's values so far, drawn towards that of all families."""
         all_total, all_count = self._all
         total, count = self._families.get(family, (0.0, 0))
         return (total + PRIOR * all_total / all_count) / (count + PRIOR)
@@ -208,7 +208,7 @@ class Centres:
 STEPS: Final = 500
 
 
-def bound(blocks: Sequence[Block], mistakes: float, side: Side) -> float:
+def bound(blocks: Collection[Block], mistakes: float, side: Side) -> float:
     """Return the greatest value, of −1 to 1, that the difference is shown to be above.
 
     With the side BELOW it is the least that it is shown to be below. The difference is at no time

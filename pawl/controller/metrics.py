@@ -47,8 +47,8 @@ GATE_EPISODES = Gauge(
 )
 GATE_WATCHED = Gauge(
     "pawl_controller_gate_watched",
-    "0 while a trained version serves without proof, and without a control that it could be rolled"
-    " back to, as an operator moved the traffic. Else 1, also where `publish.control_share` is 0.",
+    "0 while a trained version serves without a control that it could be rolled back to, as an"
+    " operator moved the traffic. Else 1, also where `publish.control_share` is 0.",
     ["policy"],
 )
 GATE_FROZEN = Gauge(

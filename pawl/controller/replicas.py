@@ -13,12 +13,13 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
+from store.adapter_slots import unload_ended
 from store.metrics import begin_at_zero
 from store.version_queries import list_servable
 from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
-from trainer.publishing.cleaning import LEAST_IDLE_S
+from trainer.publishing.cleaning import IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
 from trainer.publishing.reconciler import OUTCOMES, Reconciler
 
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 READ_S: Final = 10.0
 # A load that begins by a reading of this age ends before the files of a version that was unloaded
 # just after that reading can be deleted.
-OLDEST_S: Final = LEAST_IDLE_S - TIMEOUT_S - LIST_S
+OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_S
 
 
 class ServableVersions:
@@ -61,10 +62,14 @@ class ServableVersions:
 
         An episode goes on with what serves then; and no new one gets a control that is lost. But
         where what serves is in trouble too, the server is at fault, or the disk with the files.
+        After a start of a replica or of the controller, what no episode is under way with is not
+        loaded again.
         """
         read_at, is_up = asyncio.get_running_loop().time(), False
         try:
-            async with asyncio.timeout(READ_S), engine.connect() as connection:
+            async with asyncio.timeout(READ_S), engine.begin() as connection:
+                if not all(each.is_checked for each in self.reconcilers):
+                    await unload_ended(connection, None, "controller")
                 self.versions = await list_servable(connection)
             self._read_at, is_up = read_at, True
         finally:

@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
+from msgspec.structs import replace
+
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
-from store.adapter_slots import free_slots
+from store.adapter_slots import LONGEST_KEPT_S, free_slots
 from store.read.health import CallKind
 from store.records import EVAL, TRAIN, Record
+from trainer.publishing.pacing import more_slots
 from trainer.settings import USUAL_SLOTS
 from trainer.updates.circuit_breaker import PauseReason
 from trainer.updates.training_warnings import MOST_UNTRAINED
@@ -92,7 +95,8 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
     "server_away": "start the model server; the trainer tests it, and goes on by itself",
-    "no_slot": "raise the model server's --max-loras, and PAWL_ADAPTER_SLOTS with it",
+    "no_slot": f"a version gives its slot up within {LONGEST_KEPT_S:g} s, and the trainer goes on"
+    " by itself; to wait less, set PAWL_ADAPTER_SLOTS higher and start Pawl again",
 }
 
 
@@ -440,13 +444,16 @@ def paused(facts: Facts) -> Iterator[Finding]:
 def no_slot(facts: Facts) -> Iterator[Finding]:
     """Find that all adapter slots of the model server are taken, so that no update begins."""
     slots = min((one.slots for one in facts.servers if one.slots is not None), default=USUAL_SLOTS)
-    waiting = [p for p in facts.policies if p.live is not None and not free_slots(p.live, slots)]
-    for live in [policy.live for policy in waiting if policy.live is not None][:1]:
-        yield Finding(
-            title=f"{named(policy.name for policy in waiting)}: no update begins, as all {slots}"
-            " adapter slots of the model server are taken",
-            figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
-            remedy="start vLLM with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to it",
-            # Others are free once the episodes of older versions have ended.
-            needs_person=live.serving + live.held >= slots,
-        )
+    for policy in facts.policies:
+        held = [one.at_most_s for one in policy.kept if not one.gives_way]
+        if policy.live is None or not held:
+            continue
+        live = replace(policy.live, kept=len(held))
+        if free_slots(live, slots) <= 0:
+            yield Finding(
+                title=f"{policy.name}: no update begins, as all {slots} adapter slots of the model"
+                " server are taken, by versions with episodes under way",
+                figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
+                remedy=f"wait for at most {max(1, round(min(held)))} s, or {more_slots(slots)}",
+                needs_person=live.serving + live.held >= slots,
+            )

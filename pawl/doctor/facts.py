@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from store.adapter_slots import Live
+from store.adapter_slots import Kept, Live
 from store.claim_query import ClaimRule
 from store.read.gates import Gated
 from store.read.health import CallKind, EpisodeCounts, Tended
@@ -108,6 +108,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     waits: PolicyEvent | None = None
     servable: tuple[PolicyVersion, ...] = ()
     live: Live | None = None
+    kept: tuple[Kept, ...] = ()
 
     @property
     def name(self) -> str:

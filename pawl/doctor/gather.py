@@ -26,7 +26,7 @@ from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
 from proxy.ingester.removing import FOLDER, LETTER
 from proxy.upstreams.upstreams import check_upstreams
-from store.adapter_slots import live_versions
+from store.adapter_slots import kept_versions, live_versions
 from store.claim_query import waiting_episodes, waiting_updates
 from store.database import database_time, explain, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
@@ -45,8 +45,7 @@ from store.read.health import (
 from store.version_queries import list_servable
 from trainer.errors import RecipeError
 from trainer.publishing.model_server import ModelServer
-from trainer.publishing.pacing import LONGEST_PIN_S, slots_named_in
-from trainer.publishing.publisher import PROXY_REFRESH_S
+from trainer.publishing.pacing import slots_named_in
 from trainer.recipes.recipe import load_recipe
 from trainer.updates.claiming import claim_rule
 from trainer.updates.training_warnings import training_warnings
@@ -305,13 +304,13 @@ async def _policy(
             connection,
             name,
             now,
-            smallest_group=2 if rule is None else rule.smallest_group,
             calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
         ),
         lacks=await lacking(connection, name),
         standing=standing,
         waits=None if not tried else await why_waits(connection, tried.version),
-        live=await live_versions(connection, name, PROXY_REFRESH_S, LONGEST_PIN_S, known=known),
+        live=await live_versions(connection, name, known=known),
+        kept=tuple(await kept_versions(connection, name)),
         # Where versions are fetched, each machine has them in a folder of its own.
         servable=tuple(
             replace(one, adapter_path=None) if settings.adapter_source else one for one in servable
@@ -322,5 +321,5 @@ async def _policy(
     return replace(
         facts,
         updates=await waiting_updates(connection, rule),
-        problems=await training_warnings(connection, rule),
+        problems=await training_warnings(connection, name),
     )

@@ -101,8 +101,9 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
         )
     all_equal = counts.least == counts.most and rule.call_rewards_after_s is None
     has_groups = counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size
-    groups_equal = has_groups and not counts.groups_that_differ
-    is_flat = groups_equal if rule.needs_spread else all_equal
+    # Single episodes are compared with others of their family.
+    has_groups &= rule.needs_spread and 2 * counts.groups > counts.tasks
+    is_flat = all_equal or (has_groups and not counts.groups_that_differ)
     if counts.scored < FEWEST_EQUAL or not is_flat:
         return None
     return Finding(
@@ -117,42 +118,55 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def alone(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that no two episodes are of one task, under a recipe that compares groups."""
-    counts, rule = policy.counts, policy.rule
-    if rule is None or rule.group_size == 1 or not counts.scored:
+def trained_badly(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that the last updates collapsed, spent episodes untrained, or had no signal."""
+    for kind in ("collapsed", "untrained", "no_signal"):
+        if (problem := policy.problems.get(kind)) is not None:
+            return Finding(
+                title=f"{policy.name}: {problem.why}",
+                since=problem.since or policy.about.trained_at,
+                remedy=problem.remedy,
+            )
+    return None
+
+
+@of_each_policy
+def outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find rewards outside the range that the recipe declares, or leaves at 0 to 1."""
+    recipe, least, most = policy.recipe, policy.counts.least, policy.counts.most
+    if recipe is None or recipe.reward or least is None or most is None:
         return None
-    problem = policy.problems.get("alone")
-    if problem is None and (counts.groups or counts.scored < rule.smallest_group):
+    low, high = recipe.reward_range
+    if low <= least and most <= high:
         return None
-    waited = counts.scored_since is not None and (
-        facts.now - counts.scored_since > timedelta(seconds=rule.max_age_s)
-    )
     return Finding(
-        title=f"{policy.name}: episodes are alone: tasks do not come again, and its recipe compares"
-        f" {rule.smallest_group} to {rule.group_size} of one task",
-        since=counts.scored_since,
-        figures={
-            "with_reward": counts.scored,
-            "tasks": counts.tasks,
-            "largest_group": counts.largest_group or 0,
-        },
-        remedy="use the recipe `single` (PAWL_RECIPE=single), or name tasks that come again with"
-        " the header x-pawl-task",
-        needs_person=waited or counts.scored >= rule.group_size,
+        title=f"{policy.name}: rewards of {least:g} to {most:g} are outside the range of"
+        f" {low:g} to {high:g}",
+        since=policy.counts.scored_since,
+        figures={"lowest": least, "highest": most},
+        remedy="set publish.reward_range in the recipe to the lowest and the highest reward that"
+        " your agents can get",
     )
 
 
 @of_each_policy
-def spent_untrained(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that the last updates spent episodes untrained (stale, too long), or had no signal."""
-    problem = policy.problems.get("untrained") or policy.problems.get("no_signal")
-    if problem is None:
+def few_a_day(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find that a day brings fewer episodes that can give a signal than an update needs."""
+    counts, rule = policy.counts, policy.rule
+    if rule is None or counts.first_at is None or not counts.scored:
+        return None
+    days = (facts.now - counts.first_at) / timedelta(days=1)
+    usable = counts.scored - (counts.alike if rule.needs_spread else 0)
+    if days < 1 or usable >= days * rule.needed:
         return None
     return Finding(
-        title=f"{policy.name}: {problem.why}",
-        since=policy.about.trained_at,
-        remedy=problem.remedy,
+        title=f"{policy.name}: about {usable / days:.0f} episodes a day can be trained, and an"
+        f" update takes {rule.needed}",
+        since=counts.first_at,
+        figures={"usable_a_day": round(usable / days, 1), "an_update": rule.needed},
+        remedy="send rewards for more runs, or wait: an update takes"
+        f" {days * rule.needed / max(1, usable):.2g} days",
+        needs_person=False,
     )
 
 
@@ -264,14 +278,14 @@ def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Say how many episodes the next update lacks, and when they come at today's rate."""
+    """Report how many episodes are missing for the next update, and when to expect them."""
     counts, rule = policy.counts, policy.rule
     is_ready = policy.updates >= 1 or policy.about.running_since is not None
     if rule is None or is_ready or not counts.scored or counts.most is None:
         return None
     if rule.needs_spread and counts.groups and not counts.groups_that_differ:
         return None
-    missing = (1 - policy.updates) * rule.groups * rule.group_size
+    missing = (1 - policy.updates) * rule.needed
     # Of groups that do not differ as many again are needed.
     if rule.group_size > 1 and rule.needs_spread and counts.groups:
         missing *= counts.groups / max(1, counts.groups_that_differ)
@@ -287,8 +301,6 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
     if rate:
         figures["hours"] = round(missing / rate, 1)
         when = f"which come within {missing / rate:.2g} hours at today's rate"
-    if policy.updates:
-        when += f", and begins without them once a group has waited {rule.max_age_s:g} s"
     return Finding(
         title=f"{policy.name}: the next update lacks about {missing:.0f} episodes with rewards,"
         f" {when}",

@@ -22,7 +22,7 @@ from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD, Record
-from store.values.intervals import student, wilson
+from store.values.intervals import mean_interval
 
 # After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
 SILENT: Final = 3
@@ -117,11 +117,10 @@ class Figures:
         mean, rewards = self.reward, self.metrics.get(REWARD, [])
         if mean is None:
             return None, None
-        if set(rewards) <= {0.0, 1.0}:
-            return wilson(mean, len(rewards))
-        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
-        spread = math.sqrt(squares / max(1, len(rewards) - 1))
-        return student(mean, spread, len(rewards)) or (None, None)
+        number, is_right = len(rewards), {0.0, 1.0}.issuperset(rewards)
+        error = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards)) / number
+        interval = mean_interval(mean, number, number, error, zero_or_one=is_right)
+        return interval or (None, None)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -12,9 +13,9 @@ from pawl.scenarios.progress import Progress
 from store.claims import list_updates
 from store.database import is_unavailable, make_engine
 from store.policy_table import PolicySpec
-from store.read.evaluations import Evaluation, evaluations, rewards_of_work
+from store.read.evaluations import Evaluation, evaluations
 from store.read.stats import PolicyTotals, policy_totals, totals
-from store.records import Record, UpdateRow
+from store.records import TRAIN, Record, UpdateRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
@@ -69,7 +70,8 @@ class Ledger:
 
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
         """Return each trained policy's rewards by version; None: the database does not answer."""
-        worked, asked = await self._ask(rewards_of_work), await self._ask(evaluations)
+        work = partial(evaluations, split=TRAIN)
+        worked, asked = await self._ask(work), await self._ask(evaluations)
         if worked is None or asked is None:
             return None
         return curves_of(self._policies, worked, asked)

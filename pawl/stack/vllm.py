@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pawl.processes import large_imports, run_module, showing_gpus
+from pawl.processes import large_imports, run_module, showing_gpus, wait_passively
 from store.records import Record
 from trainer.settings import USUAL_SLOTS
 
@@ -124,6 +124,7 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
 
 def main() -> None:
     """Be vLLM's server."""
+    wait_passively()
     # To import it is half of its start.
     with large_imports():
         from vllm.entrypoints.launchers.api_server.entry import main as serve

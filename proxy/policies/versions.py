@@ -109,8 +109,8 @@ WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "what served, or was trained on from a version that was rolled back",
 }
 UNLOADED: Final = (
-    "is {state}, and was unloaded because no episode used it; while its files are there they can "
-    "be loaded again (docs/howto/evaluate.md)"
+    "is {state}, and was unloaded to make room for others; while its files are there they can be "
+    "loaded again (docs/howto/evaluate.md)"
 )
 DELETED: Final = (
     "was unloaded or rejected, and its files were deleted, as nothing asked for them any more"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import datetime
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 from uuid import UUID
 
 from store.errors import Damaged
@@ -44,7 +44,7 @@ class QuotedCall(Record, frozen=True, kw_only=True):
 
     @property
     def tool_call(self) -> ToolCall:
-        """Return the tool call that the agent made of the reply; its text stands as a digest."""
+        """Return the tool call as an agent repeats it, with a digest in place of arguments."""
         return ToolCall(id=self.tool_id, name=self.name, arguments=str(self.text_digest))
 
 
@@ -116,6 +116,7 @@ _SURENESS: Final[Mapping[str, int]] = {
     "reader": 1,
     "assumed": 0,
 }
+SHARED_LACKS: Final = "the lengths of the shared parts, or the added request, are missing"
 # What a stored call says as its record did.
 _FACTS: Final = CallFacts.__struct_fields__
 _facts_of: Final = attrgetter(*_FACTS)
@@ -125,7 +126,7 @@ _ToolCalls = tuple[ToolCall, ...]
 
 
 class Readable(NamedTuple):
-    """Hold the parts of a call that had to be rebuilt, checked or parsed."""
+    """Hold the columns of a call that are not stored as they are read: rebuilt or parsed."""
 
     request: bytes | None
     prompt_ids: bytes
@@ -260,52 +261,82 @@ def _by_call(
 def _grouped(
     rows: Iterable[Any], call_of: Callable[[Any], UUID | None]
 ) -> dict[UUID | None, list[Any]]:
-    """Return the rows by the call that they are about; each call's are in the order of `rows`."""
+    """Group rows by call; `call_of` returns the call that a row is about. Keep their order."""
     by_call: dict[UUID | None, list[Any]] = {}
     for row in rows:
         by_call.setdefault(call_of(row), []).append(row)
     return by_call
 
 
-def whole_texts(rows: Iterable[Any]) -> WholeTexts:
-    """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
-    by_id = {row.id: row for row in rows}
-    rebuilt: dict[UUID, Texts] = {}
+Whole = TypeVar("Whole")
+
+
+def rebuilt(
+    rows: Iterable[Any],
+    wanted: Iterable[UUID],
+    make: Callable[[Any, Any, Whole | None], Whole | None],
+) -> tuple[dict[UUID, Whole], dict[UUID, str]]:
+    """Return what `make` rebuilds of the wanted calls, and why the others cannot be read back.
+
+    `rows` are these calls, and all that they add to. `make` gets a row, that which it adds to, and
+    what was made of that; a call is made of the nearest one before it that is wanted too.
+    """
+    by_id, kept = {row.id: row for row in rows}, set(wanted)
+    made: dict[UUID, Whole] = {}
     damaged: dict[UUID, str] = {}
-    for row in by_id.values():
+    for each in sorted(kept):
         chain: dict[UUID, Any] = {}
-        call = row
-        while call is not None and not any(call.id in known for known in (rebuilt, damaged, chain)):
+        call = by_id.get(each)
+        while call is not None and not any(call.id in known for known in (made, damaged, chain)):
             chain[call.id] = call
             call = by_id.get(call.parent_id)
+        whole = None if call is None else made.get(call.id)
         for call in reversed(chain.values()):
+            base = by_id.get(call.parent_id)
             try:
-                rebuilt[call.id] = _texts(call, by_id, rebuilt)
+                if call.parent_id is not None and (base is None or whole is None):
+                    lost = "is missing" if base is None else "cannot be read back"
+                    raise ValueError(f"that call {lost}")
+                whole = make(call, base, whole)
             except ValueError as error:
-                base = "" if call.parent_id is None else f" adds to {call.parent_id}"
-                damaged[call.id] = f"call {call.id}{base}: {error}"
-    return WholeTexts(rebuilt, damaged)
+                whole = None
+                adds = "" if call.parent_id is None else f" adds to {call.parent_id}"
+                damaged[call.id] = f"call {call.id}{adds}: {error}"
+            if whole is not None and call.id in kept:
+                made[call.id] = whole
+    return made, damaged
 
 
-def _texts(row: Any, by_id: Mapping[UUID, Any], rebuilt: Mapping[UUID, Texts]) -> Texts:
+def whole_texts(rows: Sequence[Any]) -> WholeTexts:
+    """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
+    return WholeTexts(*rebuilt(rows, [row.id for row in rows], _texts))
+
+
+def _texts(row: Any, base: Any, whole: Texts | None) -> Texts:
     if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
         raise ValueError(
             f"its sampled ids or log-probabilities are not a multiple of {ITEM_BYTES} bytes"
         )
-    if row.parent_id is None:
+    if whole is None:
         return row.request, row.prompt_ids
-    if row.parent_id not in by_id:
-        raise ValueError("that call is missing")
-    if row.parent_id not in rebuilt:
-        raise ValueError("that call cannot be read back")
-    if None in (row.request_prefix, row.request_suffix, row.prompt_prefix, row.request):
-        raise ValueError("the lengths of the shared parts, or the added request, are missing")
-    request, prompt_ids = rebuilt[row.parent_id]
-    context = prompt_ids + by_id[row.parent_id].sampled_ids
-    return (
-        rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
-        rebuild(context, row.prompt_prefix, 0, row.prompt_ids),
-    )
+    if row.prompt_prefix is None:
+        raise ValueError(SHARED_LACKS)
+    context = whole[1] + base.sampled_ids
+    request = whole_request(row, base, whole[0])
+    return request, rebuild(context, row.prompt_prefix, 0, row.prompt_ids)
+
+
+def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
+    """Return a call's request, which may be stored as what it adds to another: a `base`.
+
+    Raises:
+        ValueError: it cannot be read back.
+    """
+    if row.parent_id is None:
+        return cast("bytes | None", row.request)
+    if None in (row.request_prefix, row.request_suffix, row.request):
+        raise ValueError(SHARED_LACKS)
+    return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
 
 
 def _readable(row: Any, whole: WholeTexts) -> Readable:

@@ -21,6 +21,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
+from store.read.evaluations import means
 from store.read.lines import QUIET
 from store.records import Record, Split
 from store.schema.tables import SPLIT
@@ -97,8 +98,18 @@ _STATE: Final = f"""CASE WHEN e.quarantined_reason IS NOT NULL THEN 'quarantined
     ELSE 'unscored' END"""
 _REASON: Final = "COALESCE(e.quarantined_reason, c.reason, p.lacks)"
 _TASK: Final = "COALESCE(e.joined_task, e.task)"
+# The update is the one that consumed it, or holds it.
+_FATES: Final = text(
+    f"""
+    SELECT e.id, p.policy, {_STATE} AS state, {_REASON} AS reason,
+        COALESCE(c.update_id, p.claimed_by) AS update
+    FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
+        LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
+    WHERE e.id = ANY(:ids) ORDER BY p.policy
+    """
+)
 # Whether an episode is of `:tenant`, as `store.read.episodes.is_of` says; null: of any.
-_OWN: Final = f"""(CAST(:tenant AS text) IS NULL OR CASE :tenant
+OWN: Final = f"""(CAST(:tenant AS text) IS NULL OR CASE :tenant
     WHEN '{DEFAULT}' THEN strpos(e.key, chr({ord(SEPARATOR)})) <= 1
     ELSE starts_with(e.key, :tenant || chr({ord(SEPARATOR)})) END)"""
 _PARTS: Final = "ANY(ARRAY(SELECT q.id FROM episodes q WHERE q.id = {id} OR q.root = {id}))"
@@ -130,11 +141,11 @@ _CONDITIONS: Final[Mapping[str, str]] = {
 _FROM: Final = f"""
     FROM episodes e LEFT JOIN episode_policies p ON p.episode_id = e.id
     LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
-    WHERE e.deleted_at IS NULL AND e.root IS NULL AND e.id < :before AND e.id >= :last AND {_OWN}"""
+    WHERE e.deleted_at IS NULL AND e.root IS NULL AND e.id < :before AND e.id >= :last AND {OWN}"""
 _LAST: Final = text(
     f"""
     SELECT id FROM episodes e
-    WHERE deleted_at IS NULL AND id < :before AND id >= :since AND {_OWN}
+    WHERE deleted_at IS NULL AND id < :before AND id >= :since AND {OWN}
     ORDER BY id DESC OFFSET :most - 1 LIMIT 1
     """
 )
@@ -144,7 +155,7 @@ _FIRST: Final = 2000
 _SLOWER: Final = {"agent": 20, "reason": 20, "text": 80}
 _NEWEST: Final = UUID(int=2**128 - 1)
 # A call is no older than the episode that it began, but for clocks that differ: by a day of ids.
-_APART: Final = 86_400_000 << 80
+APART: Final = 86_400_000 << 80
 
 
 def _fewer(most: int, chosen: EpisodeFilter) -> int:
@@ -177,7 +188,7 @@ def _query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, An
 def _down_to(last: UUID | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `_query` for the episodes from `last` on; None: for all."""
     last = last or values["since"]
-    return {**values, "last": last, "calls_since": UUID(int=max(0, last.int - _APART))}
+    return {**values, "last": last, "calls_since": UUID(int=max(0, last.int - APART))}
 
 
 async def _last_of(
@@ -316,54 +327,21 @@ async def count_episodes(
 
 # The time from the first of what is counted until now has so many parts.
 PARTS: Final = 40
-_TIME: Final = f"""
-    time AS (
-        SELECT began, ended, (ended - began) / {PARTS} + interval '1 second' AS width FROM (
-            SELECT min(at) AS began, GREATEST(max(at), now()) AS ended FROM newest) bounds),
-    placed AS (SELECT newest.*, date_bin(width, at, began) AS part FROM newest, time)"""
 _OUTCOMES: Final = f"""
     WITH newest AS MATERIALIZED (
-        SELECT p.policy, {SPLIT} AS split, p.version, p.last_call_at AS at,
+        SELECT e.id, {_TASK} AS task, p.policy, {SPLIT} AS split, p.last_call_at AS at,
             CASE WHEN e.quarantined_reason IS NULL THEN {_REWARD} END AS reward,
             {_STATE} AS state, {_REASON} AS reason
         {{chosen}} AND p.policy IS NOT NULL),
-    {_TIME}
-    SELECT policy, split, version, state, reason, part, count(*) AS episodes,
-        count(reward) AS scored, avg(reward) AS mean, stddev_samp(reward) AS spread,
-        COALESCE(bool_and(reward IN (0, 1)), false) AS zero_or_one
-    FROM placed GROUP BY GROUPING SETS (
-        (policy, split, part), (policy, split, version), (policy, state, reason))
-    ORDER BY policy, part, version DESC, episodes DESC
+    time AS (
+        SELECT began, (ended - began) / {PARTS} + interval '1 second' AS width FROM (
+            SELECT min(at) AS began, GREATEST(max(at), now()) AS ended FROM newest) bounds),
+    placed AS (SELECT newest.*, date_bin(width, at, began) AS part FROM newest, time)
+    SELECT m.*, NULL AS state, NULL AS reason FROM ({means("placed", "policy, split, part")}) m
+    UNION ALL SELECT policy, NULL, NULL, count(*), 0, 0, NULL, NULL, false, state, reason
+    FROM newest GROUP BY policy, state, reason
+    ORDER BY policy, part, episodes DESC
 """
-# So many of the newest calls are counted; of a tenant, those of so many of its newest episodes.
-MOST_CALLS_COUNTED: Final = 10_000
-MOST_OWN: Final = 500
-_OWN_CALLS: Final = f"""
-    (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {_OWN} ORDER BY e.id DESC LIMIT :own) own
-    CROSS JOIN LATERAL (SELECT * FROM transitions c WHERE c.episode_id = own.id
-        ORDER BY c.started_at DESC LIMIT {MOST_CALLS}) t"""
-_TRAFFIC: Final = f"""
-    WITH newest AS MATERIALIZED (
-        SELECT t.started_at AS at, t.reason,
-            t.status <> 'complete' OR t.http_status >= 400 AS failed
-        {{calls}}),
-    {_TIME}
-    SELECT part, width, reason, count(at) AS calls, count(*) FILTER (WHERE failed) AS failed
-    FROM time CROSS JOIN generate_series(began, ended, width) part LEFT JOIN placed USING (part)
-    GROUP BY GROUPING SETS ((part, width), (reason)) ORDER BY part, calls DESC
-"""
-_WAITING: Final = text(
-    """
-    SELECT name AS policy, version, state, changed_at AS since
-    FROM policies WHERE state IN ('written', 'loaded', 'canary')
-        AND (CAST(:tenant AS text) IS NULL OR tenant = :tenant)
-    UNION ALL
-    SELECT u.policy, NULL, 'running', u.claimed_at FROM updates u
-    WHERE u.state = 'running' AND (CAST(:tenant AS text) IS NULL OR EXISTS (
-        SELECT FROM policies p WHERE p.name = u.policy AND p.version = 0 AND p.tenant = :tenant))
-    ORDER BY policy, since
-    """
-)
 _PROMOTIONS: Final = text(
     """
     SELECT name AS policy, version, at FROM policy_events v
@@ -380,10 +358,10 @@ async def outcomes(
 ) -> tuple[Rows, datetime | None]:
     """Return what the newest episodes since then came to, and since when they are if not all.
 
-    Each row counts `episodes` of a policy: those of a `split`, either of a `part` of the time or
-    with the same lowest `version` that served a call; or those of a `state` and a `reason`. What a
-    row does not tell apart is None. `mean` and `spread`, the sample standard deviation, are of the
-    rewards of the `scored` ones, without quarantined ones, as gates read them.
+    Each row counts `episodes` of a policy: those of a `split` and a `part` of the time, or those of
+    a `state` and a `reason`. What a
+    row does not tell apart is None. Means are those of `store.read.evaluations.means`, without
+    quarantined episodes, as gates read them.
     """
     sql, values = _query(EpisodeFilter(since=since), tenant)
     last = await _last_of(connection, values, MOST_COUNTED)
@@ -391,39 +369,18 @@ async def outcomes(
     return rows.all(), time_of(last) if last else None
 
 
-def newest_of(tenant: str | None, since: datetime, most: int) -> tuple[str, dict[str, Any]]:
-    """Return SQL for the newest calls `t` since then, of all or of a tenant, and its values.
-
-    A tenant's are those of its newest episodes, so that they are found beside any others.
-    """
-    first = lowest_id_at(since)
-    begun = UUID(int=first.int - _APART)
-    sql = "transitions t" if tenant is None else _OWN_CALLS
-    return f"FROM {sql} WHERE t.id >= :first ORDER BY t.id DESC LIMIT :most", {
-        "tenant": tenant,
-        "first": first,
-        "most": most,
-        "begun": begun,
-        "own": MOST_OWN,
-    }
-
-
-async def traffic(connection: AsyncConnection, tenant: str | None, since: datetime) -> Rows:
-    """Count the newest calls since then, of a tenant or of all.
-
-    Each row has the `calls`, and how many of them `failed`: those of a `part` of the time, `width`
-    long, which are in order and without gaps; or those that a `reason` keeps from being trained,
-    None for those that can be, the most first.
-    """
-    sql, values = newest_of(tenant, since, MOST_CALLS_COUNTED)
-    return (await connection.execute(text(_TRAFFIC.format(calls=sql)), values)).all()
-
-
-async def waiting(connection: AsyncConnection, tenant: str | None) -> Rows:
-    """Return the versions that do not serve yet, and the updates that are running, with `since`."""
-    return (await connection.execute(_WAITING, {"tenant": tenant})).all()
-
-
 async def promotions(connection: AsyncConnection, tenant: str | None, since: datetime) -> Rows:
     """Return which versions got the traffic since then, and when: the last 200, newest first."""
     return (await connection.execute(_PROMOTIONS, {"tenant": tenant, "since": since})).all()
+
+
+async def fates_of(
+    connection: AsyncConnection, episodes: Sequence[UUID]
+) -> dict[UUID, list[dict[str, str]]]:
+    """Return what became of episodes, by policy: the `state`, and the `reason` and `update`."""
+    fates: dict[UUID, list[dict[str, str]]] = {}
+    for row in await connection.execute(_FATES, {"ids": list(episodes)}):
+        fate = {name: str(value) for name, value in row._mapping.items() if value is not None}
+        fate.pop("id")
+        fates.setdefault(row.id, []).append(fate)
+    return fates

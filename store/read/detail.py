@@ -1,11 +1,11 @@
-"""Read one episode, and the attempts at one task, as the console shows them: in bounded parts.
+"""Read one episode as the console shows it: in bounded parts.
 
 An episode may have hundreds of calls of megabytes. Its calls are read without their texts first;
 those of a few calls are read afterwards. A request is stored as what it adds to another one, so
 the whole ones are made one after the other, and no more are kept than are still needed.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -15,11 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
 from store.claims import members_of
-from store.read.assembly import Told, tools_of
+from store.read.assembly import Told, rebuilt, tools_of, whole_request
 from store.records import OWN_EPISODE, Record
-from store.schema.tables import FREE
 from store.tenants import tenant_of
-from store.values.packing import ITEM_BYTES, rebuild, unpack_ids, unpack_logprobs
+from store.values.packing import ITEM_BYTES
 
 # Of one episode, in one look. A later call, and older statements, are looked at from themselves on.
 MOST_CALLS: Final = 1000
@@ -56,16 +55,15 @@ class EpisodeDetail(Record, frozen=True, kw_only=True):
 
 _PARTS: Final = text(
     """
-    SELECT id, key, root, method, task, joined_task, split, joined_split, quarantined_reason,
-        deleted_at, first_call_id, last_call_id
-    FROM episodes WHERE id = :whole OR root = :whole ORDER BY first_call_id
+    SELECT p.*, whole
+    FROM episodes p, (SELECT COALESCE(root, id) AS whole FROM episodes WHERE id = :id) w
+    WHERE p.id = whole OR p.root = whole ORDER BY first_call_id
     """
 )
-_WHOLE: Final = text("SELECT COALESCE(root, id) FROM episodes WHERE id = :id")
 # Calls without their texts; sizes are in bytes, of bodies that are JSON or not.
 _HEADS: Final = text(
     f"""
-    SELECT id, parent_id, retry_of, agent, dialect, policy, policy_version, served_model, status,
+    SELECT id, parent_id, retry_of, agent, policy, policy_version, served_model, status,
         http_status, finish, confidence, trainable, reason, started_at, total_ms, text_digest,
         CAST(tool_calls AS text) AS tool_calls,
         COALESCE(octet_length(request) + COALESCE(request_prefix + request_suffix, 0),
@@ -105,30 +103,25 @@ _STATEMENTS: Final = text(
     ORDER BY at, id
     """
 )
-_POLICIES: Final = text(
-    "SELECT policy FROM episode_policies WHERE episode_id = :whole ORDER BY policy"
-)
-# What became of an episode for one policy, or what it waits for: the update that consumed or holds
-# it, the version that it made, how many scored attempts at its task wait with it, and of how many
-# the policy's last update took groups.
-_FATE: Final = text(
+_OWN: Final = "episode_policies.policy"
+# What became of an episode for each policy: the update that consumed or holds it, and the version
+# that it made.
+_FATES: Final = text(
     f"""
     SELECT p.policy, p.version, p.latest, p.lacks, p.rolled_back, p.set_aside,
         p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
         u.id AS update_id, u.state AS update_state, u.version AS made, v.state AS made_state,
         c.trained, c.reason, COALESCE(c.at, u.claimed_at) AS at,
         CAST(u.metrics #>> ARRAY['off_policy_episodes', CAST(p.episode_id AS text)]
-            AS double precision) AS effective_sample,
-        (SELECT l.group_size FROM updates l WHERE l.policy = p.policy
-            ORDER BY l.claimed_at DESC LIMIT 1) AS group_size,
-        (SELECT count(*) FROM episode_policies
-            WHERE policy = p.policy AND task = p.task AND scored_at IS NOT NULL AND {FREE}) AS ready
+            AS double precision) AS effective_sample
     FROM (
-        SELECT *, {HAS_ROLLED_BACK} AS rolled_back, NOT ({NOT_ASIDE}) AS set_aside
-        FROM episode_policies WHERE episode_id = :whole AND policy = :policy) p
+        SELECT *, {HAS_ROLLED_BACK.replace(":policy", _OWN)} AS rolled_back,
+            NOT ({NOT_ASIDE.replace(":policy", _OWN)}) AS set_aside
+        FROM episode_policies WHERE episode_id = :whole) p
         LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
         LEFT JOIN updates u ON u.id = COALESCE(c.update_id, p.claimed_by)
         LEFT JOIN policies v ON (v.name, v.version) = (u.policy, u.version)
+    ORDER BY p.policy
     """
 )
 
@@ -143,10 +136,10 @@ async def episode_detail(
     Raises:
         Damaged: the tool calls of a call cannot be read.
     """
-    whole = await connection.scalar(_WHOLE, {"id": episode})
-    if whole is None:
+    parts = (await connection.execute(_PARTS, {"id": episode})).all()
+    if not parts:
         return None
-    parts = (await connection.execute(_PARTS, {"whole": whole})).all()
+    whole = parts[0].whole
     head = next((part for part in parts if part.root is None), parts[0])
     ids = [part.id for part in parts]
     first, last = parts[0].first_call_id, max(part.last_call_id for part in parts)
@@ -155,11 +148,7 @@ async def episode_detail(
     events = (await connection.execute(_EVENTS, {"parts": ids})).all()
     calls = rows[:MOST_CALLS]
     statements = await connection.execute(_STATEMENTS, {"parts": ids, "whole": whole})
-    policies = (await connection.execute(_POLICIES, {"whole": whole})).scalars().all()
-    fates = [
-        (await connection.execute(_FATE, {"whole": whole, "policy": policy})).one()
-        for policy in policies
-    ]
+    fates = (await connection.execute(_FATES, {"whole": whole})).all()
     return EpisodeDetail(
         id=whole,
         key=head.key,
@@ -202,18 +191,24 @@ _CHAIN: Final = text(
     """
 )
 _REPLIES: Final = text(
-    f"""
-    SELECT id, CASE WHEN octet_length(reply) <= {LARGEST_SHOWN} THEN reply END AS reply
+    """
+    SELECT id, CASE WHEN octet_length(reply) <= :most THEN reply END AS reply
     FROM transitions WHERE id = ANY(:ids)
     """
 )
 
 
-async def call_texts(connection: AsyncConnection, calls: Collection[UUID]) -> dict[UUID, CallTexts]:
-    """Return the bodies of these calls."""
-    requests = await _requests(connection, calls, LARGEST_SHOWN)
-    rows = await connection.execute(_REPLIES, {"ids": list(calls)})
-    return {row.id: CallTexts(requests.get(row.id), row.reply) for row in rows}
+async def call_texts(
+    connection: AsyncConnection,
+    requests: Collection[UUID],
+    replies: Collection[UUID],
+    most: int = LARGEST_SHOWN,
+) -> dict[UUID, CallTexts]:
+    """Return the bodies of calls, of those that are named for each; none is larger than `most`."""
+    asked = await _requests(connection, requests, most)
+    rows = await connection.execute(_REPLIES, {"ids": list(replies), "most": most})
+    told = {row.id: row.reply for row in rows}
+    return {call: CallTexts(asked.get(call), told.get(call)) for call in {*asked, *told}}
 
 
 async def _requests(
@@ -221,56 +216,24 @@ async def _requests(
 ) -> dict[UUID, bytes]:
     """Return the whole requests of these calls: those that can be made, and are not larger."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
-    return whole_requests({row.id: row for row in rows}, wanted)
+    made, _ = rebuilt(rows.all(), wanted, whole_request)
+    return made
 
 
-def whole_requests(rows: Mapping[UUID, Any], wanted: Collection[UUID]) -> dict[UUID, bytes]:
-    """Return the whole request of each wanted call that can be made (pure).
-
-    `rows` are those calls, and all that they add to. Each is made of the nearest one before it that
-    is made already; what lies between is not kept.
+# What a list shows of an episode: its first call, whose request has the question, and its last.
+_ENDS: Final = text(
     """
-    whole: dict[UUID, bytes] = {}
-    for call in sorted(wanted):
-        chain: dict[UUID, Any] = {}
-        at: UUID | None = call
-        while at is not None and at in rows and at not in whole and at not in chain:
-            chain[at] = rows[at]
-            at = rows[at].parent_id
-        body = None if at is None else whole.get(at)
-        for row in reversed(chain.values()):
-            body = row.request if row.parent_id is None else _rebuilt(row, body)
-        if body is not None:
-            whole[call] = body
-    return whole
-
-
-def _rebuilt(row: Any, base: bytes | None) -> bytes | None:
-    """Return a request that is stored as an addition; None if it cannot be read back."""
-    if None in (base, row.request, row.request_prefix, row.request_suffix):
-        return None
-    try:
-        return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
-    except ValueError:
-        return None
-
-
-class CallTokens(Record, frozen=True, kw_only=True):
-    """Hold what a call sampled, with its policy's base `model`, whose ids these are.
-
-    Shapes: `sampled_ids` (S,), `sampled_logprobs` (S,) or none, in nats; `log_ratios` (S,) or none,
-    of the policy that was trained on the call, before, to the one that sampled it. `update_id` is
-    the update that consumed its episode for its policy, if any did.
+    SELECT COALESCE(root, id) AS episode,
+        (array_agg(first_call_id ORDER BY first_call_id))[1] AS first,
+        (array_agg(last_call_id ORDER BY last_call_id DESC))[1] AS last
+    FROM episodes WHERE id = ANY(:ids) OR root = ANY(:ids) GROUP BY 1
     """
+)
 
-    id: UUID
-    model: str
-    trainable: bool
-    reason: str | None
-    sampled_ids: Sequence[int]
-    sampled_logprobs: Sequence[float]
-    log_ratios: Sequence[float]
-    update_id: UUID | None
+
+async def ends_of(connection: AsyncConnection, episodes: Collection[UUID]) -> Sequence[Row[Any]]:
+    """Return the `first` and the `last` call of each `episode`."""
+    return (await connection.execute(_ENDS, {"ids": list(episodes)})).all()
 
 
 _TOKENS: Final = text(
@@ -295,26 +258,14 @@ _RAW: Final = text(
 
 async def call_tokens(
     connection: AsyncConnection, call: UUID, tenant: str | None
-) -> CallTokens | None:
-    """Return what a call sampled; None if there is none, or it is another tenant's.
+) -> Row[Any] | None:
+    """Return what a call sampled, as it is kept, with the base `model` whose ids these are.
 
-    `tenant` is None for who sees all.
+    None: there is none, or it is another tenant's (None: of who sees all). `update_id` is the
+    update that consumed its episode for its policy, if any did.
     """
     row = (await connection.execute(_TOKENS, {"id": call})).first()
-    if row is None or tenant not in (None, tenant_of(row.key)):
-        return None
-    sampled = unpack_logprobs(row.sampled_logprobs)
-    policy = unpack_logprobs(row.policy_logprobs or b"") if sampled else []
-    return CallTokens(
-        id=row.id,
-        model=row.model,
-        trainable=row.trainable,
-        reason=row.reason,
-        sampled_ids=unpack_ids(row.sampled_ids),
-        sampled_logprobs=sampled,
-        log_ratios=[now - then for now, then in zip(policy, sampled, strict=bool(policy))],
-        update_id=row.update_id,
-    )
+    return None if row is None or tenant not in (None, tenant_of(row.key)) else row
 
 
 async def raw_body(
@@ -333,52 +284,8 @@ async def raw_body(
     return body
 
 
-# The attempts at one task
+# The credit of an update
 
-
-# Those that are compared side by side, and how many calls of each.
-MOST_ATTEMPTS: Final = 16
-FIRST_CALLS: Final = 4
-
-_ATTEMPTS: Final = text(
-    f"""
-    SELECT e.id, e.key, p.version, p.latest, p.reward, p.failed, c.trained, c.reason,
-        p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
-        t.calls, t.sampled_tokens, t.began_at, t.ended_at
-    FROM (SELECT * FROM episode_policies
-          WHERE policy = :policy AND task = :task AND (
-              claimed_by = :update OR CAST(:update AS uuid) IS NULL AND {FREE})
-          ORDER BY episode_id DESC LIMIT {MOST_ATTEMPTS}) p
-    JOIN episodes e ON e.id = p.episode_id AND e.deleted_at IS NULL
-    LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
-    CROSS JOIN LATERAL (
-        SELECT count(*) AS calls, COALESCE(sum(octet_length(t.sampled_ids)), 0)
-                / {ITEM_BYTES} AS sampled_tokens, min(t.started_at) AS began_at,
-            max(t.started_at + make_interval(secs => t.total_ms / 1000)) AS ended_at
-        FROM episodes part JOIN transitions t ON t.episode_id = part.id
-            AND t.id BETWEEN part.first_call_id AND part.last_call_id
-        WHERE part.id = e.id OR part.root = e.id) t
-    WHERE t.calls > 0 ORDER BY e.first_call_id
-    """
-)
-_GROUP_UPDATES: Final = text(
-    """
-    SELECT u.id, u.state, u.version, u.claimed_at, count(*) AS attempts
-    FROM episode_policies p JOIN updates u ON u.id = p.claimed_by
-    WHERE p.policy = :policy AND p.task = :task
-    GROUP BY u.id ORDER BY u.claimed_at DESC LIMIT 20
-    """
-)
-_FIRST_CALLS: Final = text(
-    f"""
-    SELECT w.id AS episode, t.id, t.parent_id, t.agent, t.dialect
-    FROM unnest(CAST(:ids AS uuid[])) AS w (id) CROSS JOIN LATERAL (
-        SELECT t.id, t.parent_id, t.agent, t.dialect
-        FROM episodes part JOIN transitions t ON t.episode_id = part.id
-            AND t.id BETWEEN part.first_call_id AND part.last_call_id
-        WHERE part.id = w.id OR part.root = w.id ORDER BY t.id LIMIT {FIRST_CALLS}) t
-    """
-)
 # How large the requests, replies and ids of episodes are, made whole.
 _BYTES: Final = text(
     """
@@ -391,32 +298,6 @@ _BYTES: Final = text(
     WHERE part.id = ANY(:ids) OR part.root = ANY(:ids)
     """
 )
-
-
-async def attempts(
-    connection: AsyncConnection, policy: str, task: str, update: UUID | None
-) -> Sequence[Row[Any]]:
-    """Return the attempts at a task that an update holds or held; None: those that are free.
-
-    The newest `MOST_ATTEMPTS`, in the order in which they began.
-    """
-    asked = {"policy": policy, "task": task, "update": update}
-    return (await connection.execute(_ATTEMPTS, asked)).all()
-
-
-async def group_updates(connection: AsyncConnection, policy: str, task: str) -> Sequence[Row[Any]]:
-    """Return the updates that hold or held attempts at a task, the newest first."""
-    return (await connection.execute(_GROUP_UPDATES, {"policy": policy, "task": task})).all()
-
-
-async def first_calls(
-    connection: AsyncConnection, episodes: Sequence[UUID]
-) -> dict[UUID, list[Row[Any]]]:
-    """Return the first calls of each episode, `FIRST_CALLS` at most, in their order."""
-    by_episode: dict[UUID, list[Row[Any]]] = {episode: [] for episode in episodes}
-    for row in await connection.execute(_FIRST_CALLS, {"ids": list(episodes)}):
-        by_episode[row.episode].append(row)
-    return by_episode
 
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:

@@ -8,37 +8,82 @@ reward is the sum of is in `reward_terms`.
 """
 
 from collections.abc import Mapping
+from math import hypot
 from typing import Any, Final
 
+import msgspec
 from sqlalchemy import Row, TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import EVAL, TRAIN, Record, Split
 from store.schema.tables import SPLIT
-from store.values.intervals import mean_interval
+from store.values.intervals import Interval, mean_interval
 from store.values.rewards import ALL_TERMS, rewards, rule_of
 
 
-class Evaluation(Record, frozen=True, kw_only=True):
-    """Describe the evaluation of one policy version, or its work.
+class Rewards(Record, frozen=True, kw_only=True):
+    """Describe the rewards of episodes.
 
     `scored` of its `episodes` have a reward. `mean` is the mean of these, and the interval from
     `low` to `high` holds the expected reward with a confidence of 95 %; None: too few are scored.
     """
 
-    policy: str
-    version: int
     episodes: int
     scored: int
     mean: float | None = None
     low: float | None = None
     high: float | None = None
 
+    def lift_over(self, old: "Rewards") -> Interval | None:
+        """Return the interval of this mean − another (Newcombe 1998, method 10), if both have one.
+
+        How much a mean may be lower, and the other higher, are added as squares.
+        """
+        if self.mean is None or self.low is None or self.high is None:
+            return None
+        if old.mean is None or old.low is None or old.high is None:
+            return None
+        lift = self.mean - old.mean
+        return Interval(
+            lift - hypot(self.mean - self.low, old.high - old.mean),
+            lift + hypot(self.high - self.mean, old.mean - old.low),
+        )
+
+
+class Evaluation(Rewards, frozen=True, kw_only=True):
+    """Describe the rewards of the evaluation of one policy version, or of its work."""
+
+    policy: str
+    version: int
+
+
+def means(rows: str, by: str) -> str:
+    """Return SQL of the mean rewards of `rows`, as `rewards_in` reads it, by the columns `by`.
+
+    A row is an episode: its `id`, `task` and `reward`. `error` is that of `mean_interval`, an
+    episode without a task being one of its own, and at least that of independent episodes.
+    """
+    return f"""
+    SELECT {by}, CAST(sum(episodes) AS bigint) AS episodes,
+        CAST(COALESCE(sum(scored), 0) AS bigint) AS scored,
+        count(total) AS tasks, max(mean) AS mean,
+        sqrt(GREATEST(sum(apart), sum(within + apart / scored))) / sum(scored) AS error,
+        COALESCE(bool_and(zero_or_one), false) AS zero_or_one
+    FROM (
+        SELECT *, (total - scored * mean) ^ 2 AS apart FROM (
+            SELECT *, sum(total) OVER own / NULLIF(sum(scored) OVER own, 0) AS mean FROM (
+                SELECT {by}, count(*) AS episodes, NULLIF(count(reward), 0) AS scored,
+                    sum(reward) AS total, var_pop(reward) * count(reward) AS within,
+                    bool_and(reward IN (0, 1)) AS zero_or_one
+                FROM {rows} GROUP BY {by}, COALESCE(task, CAST(id AS text))) of_task
+            WINDOW own AS (PARTITION BY {by})) of_tasks) told
+    GROUP BY {by}"""
+
 
 # The split is written into the text, so that the index of `eval` is used.
 _CURVE: Final = f"""
     WITH wholes AS (
-        SELECT id FROM episodes
+        SELECT id, COALESCE(joined_task, task) AS task FROM episodes
         WHERE {SPLIT} = '{{split}}' AND root IS NULL AND quarantined_reason IS NULL),
     parts AS (
         SELECT w.id AS whole, e.id, e.method FROM wholes w JOIN episodes e ON e.id = w.id
@@ -51,13 +96,12 @@ _CURVE: Final = f"""
             {{and_not}}
         ORDER BY p.whole, t.policy, t.id),
     terms AS ({ALL_TERMS}),
-    {rewards()}
-    SELECT s.policy, s.version, count(*) AS episodes, count(r.value) AS scored,
-        avg(r.value) AS mean, stddev_samp(r.value) AS spread,
-        COALESCE(bool_and(r.value IN (0, 1)), false) AS zero_or_one
-    FROM sampled s LEFT JOIN rewards r
-        ON (r.whole, r.policy) = (s.whole, {rule_of("s.policy")})
-    GROUP BY s.policy, s.version ORDER BY s.policy, s.version
+    {rewards()},
+    rewarded AS (
+        SELECT s.policy, s.version, w.id, w.task, r.value AS reward
+        FROM sampled s JOIN wholes w ON w.id = s.whole
+            LEFT JOIN rewards r ON (r.whole, r.policy) = (s.whole, {rule_of("s.policy")}))
+    {means("rewarded", "policy, version")} ORDER BY policy, version
     """
 _CLAIMED: Final = """
     AND NOT EXISTS (SELECT FROM episode_policies c WHERE c.episode_id = p.whole
@@ -69,35 +113,28 @@ _CURVES: Final[Mapping[Split, TextClause]] = {
 }
 
 
-async def evaluations(connection: AsyncConnection, policy: str | None = None) -> list[Evaluation]:
-    """Return the evaluation of each version of `policy` (None: of every policy) that has any."""
-    return await _curve(connection, EVAL, policy)
+async def evaluations(
+    connection: AsyncConnection, policy: str | None = None, split: Split = EVAL
+) -> list[Evaluation]:
+    """Return the rewards of each version of `policy` (None: of every policy) that has episodes.
 
-
-async def rewards_of_work(connection: AsyncConnection) -> list[Evaluation]:
-    """Return the rewards that each version of every policy got in episodes that may be trained."""
-    return await _curve(connection, TRAIN, None)
-
-
-async def _curve(connection: AsyncConnection, split: Split, policy: str | None) -> list[Evaluation]:
-    rows = await connection.execute(_CURVES[split], {"policy": policy})
-    return [evaluation_of(row) for row in rows]
-
-
-def evaluation_of(row: Row[Any]) -> Evaluation:
-    """Return the counts and the mean of rewards in a row, with their interval.
-
-    `zero_or_one` says of the row that its rewards are all 0 or 1.
+    They are those of evaluation, or of work (`train`).
     """
-    low = high = None
-    if row.zero_or_one or row.scored > 1:
-        low, high = mean_interval(row.mean, row.spread, row.scored, zero_or_one=row.zero_or_one)
-    return Evaluation(
-        policy=row.policy,
-        version=row.version,
-        episodes=row.episodes,
-        scored=row.scored,
-        mean=row.mean,
-        low=low,
-        high=high,
-    )
+    rows = await connection.execute(_CURVES[split], {"policy": policy})
+    return [
+        Evaluation(
+            policy=row.policy, version=row.version, **msgspec.structs.asdict(rewards_in(row))
+        )
+        for row in rows
+    ]
+
+
+def rewards_in(row: Row[Any]) -> Rewards:
+    """Return the counts and the mean of rewards in a row of `means`, with their interval."""
+    interval = None
+    if row.scored:
+        interval = mean_interval(
+            row.mean, row.scored, row.tasks, row.error, zero_or_one=row.zero_or_one
+        )
+    low, high = interval or (None, None)
+    return Rewards(episodes=row.episodes, scored=row.scored, mean=row.mean, low=low, high=high)

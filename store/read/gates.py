@@ -4,25 +4,26 @@ An episode belongs to the arm that its first call of the policy was given, whate
 Left out are those that are quarantined or deleted, evaluation, and those that began with a call
 that names its version: none of these were given to an arm by chance.
 
-What counts of an episode is what there was of it a fixed time after it began: calls that had ended
-by then, and what was said of it by then. So whoever reads it later reads the same. One whose first
-call had not ended by then counts as well: leaving it out would flatter a version that hangs. The
-record of such a call is there once it has ended, since a call is recorded as it ends.
+An episode counts a fixed time after it began, or as soon as its reward is there: with the calls
+that had ended by then, and what was said of it by then. So whoever reads it later reads the same.
+One whose first call had not ended by then counts as well: leaving it out would flatter a
+version that hangs. The record of such a call is there once it has ended, since a call is recorded
+as it ends.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.ids import lowest_id_at
+from store.ids import lowest_id_at, time_of
 from store.records import Arm, Record
 from store.schema.tables import CLAIMABLE, CONTROL, LIVE
 from store.tenants import bare, task_family
-from store.values.rewards import TERMS_OF_POLICY, rewards
+from store.values.rewards import TERMS_OF_POLICY, rewards, sums
 from store.versions import VERSION_COLUMNS, PolicyState, PolicyVersion, version_of
 
 _GATED: Final = text(
@@ -34,7 +35,8 @@ _GATED: Final = text(
 # The oldest of those that are loaded comes last.
 _STANDING: Final = text(
     f"""
-    SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen
+    SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen,
+        p.frozen_at IS NOT NULL AS is_held
     FROM policies p
     JOIN (SELECT name, frozen_at IS NOT NULL AS frozen FROM policies WHERE version = 0) b
         USING (name)
@@ -56,11 +58,22 @@ _SERVED_SINCE: Final = text(
                 AND b.from_state IS DISTINCT FROM 'serving' AND b.at <= :at), :at)
     """
 )
-_VERDICTS: Final = text(
+_LAST_GIVEN: Final = text(
     """
-    SELECT DISTINCT evidence->>'verdict' FROM policy_events
+    SELECT from_state, actor, evidence->>'verdict' AS verdict FROM policy_events
     WHERE name = :name AND version = :version AND to_state = 'serving'
-        AND evidence->>'verdict' IS NOT NULL
+        AND from_state IS DISTINCT FROM 'serving'
+    ORDER BY id DESC LIMIT 1
+    """
+)
+_NEXT_CONTROL: Final = text(
+    f"""
+    SELECT version FROM policies p
+    WHERE name = :name AND version = ANY(CAST(:served AS integer[]))
+        AND state = 'retired' AND {LIVE} AND ended_at IS NULL
+        AND EXISTS (SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+            AND v.to_state = 'serving' AND v.at < :before)
+    ORDER BY version > :newest, abs(version - :newest) LIMIT 1
     """
 )
 _NEW_EPISODES: Final = text(
@@ -88,11 +101,12 @@ class Gated(Record, frozen=True, kw_only=True):
 
     `candidate` is the oldest version that is loaded and waits, `control` the one that what served
     since it lost the traffic is compared with. `frozen` says that only operators change which
-    version has traffic.
+    version has traffic, and `is_held` that nothing is trained on what serves.
     """
 
     now: datetime
     frozen: bool
+    is_held: bool
     serving: Standing
     canary: Standing | None = None
     candidate: Standing | None = None
@@ -116,6 +130,7 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     return Gated(
         now=rows[0].now,
         frozen=rows[0].frozen,
+        is_held=any(row.is_held and row.state == "serving" and row.version for row in rows),
         serving=by_state["serving"],
         canary=by_state.get("canary"),
         candidate=by_state.get("loaded"),
@@ -134,15 +149,21 @@ async def served_since(connection: AsyncConnection, name: str, at: datetime) -> 
     return set(rows.scalars())
 
 
-async def is_proven(connection: AsyncConnection, name: str, version: int) -> bool:
-    """Return whether a version was ever found to be better than its control, or no worse."""
-    return "better" in await verdicts(connection, name, version)
+async def next_control(
+    connection: AsyncConnection, name: str, newest: int, served: Collection[int], before: datetime
+) -> int | None:
+    """Return the newest loaded one of these versions up to `newest`, or else the next, if any.
+
+    It had the traffic before the time `before`.
+    """
+    values = {"name": name, "newest": newest, "served": list(served), "before": before}
+    version: int | None = await connection.scalar(_NEXT_CONTROL, values)
+    return version
 
 
-async def verdicts(connection: AsyncConnection, name: str, version: int) -> set[str]:
-    """Return with which verdicts a version got the traffic, or kept it."""
-    values = {"name": name, "version": version}
-    return set((await connection.execute(_VERDICTS, values)).scalars())
+async def last_given(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
+    """Return from which state, by whom and with which verdict a version got the traffic last."""
+    return (await connection.execute(_LAST_GIVEN, {"name": name, "version": version})).one()
 
 
 async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
@@ -154,11 +175,6 @@ async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
 
 # What the episodes came to, arm by arm
 
-# The first 48 bits of a UUIDv7 are the milliseconds since 1970.
-_BEGAN: Final = """
-    to_timestamp(
-        ('x' || left(replace(e.first_call_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)
-"""
 # Episodes are looked for by their ids, which are those of the calls that were stored first; the few
 # that have another first call have an index of their own. The order is that of first calls, which
 # does not depend on storing.
@@ -176,19 +192,30 @@ _BEGUN: Final = text(
 # The planner takes a short range of ids for one row, and joins thousands of episodes in loops over
 # all of them; of a list that it is given it knows the length, unless it plans for lists of any.
 _KNOW_LENGTHS: Final = text("SELECT set_config('plan_cache_mode', 'force_custom_plan', true)")
+_PARTS: Final = """
+    given AS (
+        SELECT * FROM unnest(CAST(:episodes AS uuid[]), CAST(:methods AS text[]),
+            CAST(:until AS timestamptz[])) AS g (id, method, until)),
+    parts AS (
+        SELECT id AS whole, id, method, until FROM given
+        UNION ALL
+        SELECT g.id, e.id, e.method, g.until FROM given g JOIN episodes e ON e.root = g.id)
+"""
+# Rewards of single calls say nothing of when the last one comes.
+_REWARDED: Final = text(
+    f"""
+    WITH {_PARTS},
+    terms AS ({TERMS_OF_POLICY}),
+    {sums("f.at < p.until")}
+    SELECT whole, first_at FROM sums WHERE call_id IS NULL AND value IS NOT NULL
+    """
+)
 # Calls are looked for in the days until what counts has ended. A call that had not ended took all
 # the time that there was. If it is the first, the episode had got nothing of the policy by then,
 # and failed; later ones are under way in every long episode.
 _CAME_TO: Final = text(
     f"""
-    WITH begun AS (
-        SELECT e.id, e.method, {_BEGAN} + make_interval(secs => :counts_s) AS until
-        FROM unnest(CAST(:episodes AS uuid[]), CAST(:methods AS text[]), CAST(:firsts AS uuid[]))
-            AS e (id, method, first_call_id)),
-    parts AS (
-        SELECT id AS whole, id, method, until FROM begun
-        UNION ALL
-        SELECT b.id, e.id, e.method, b.until FROM begun b JOIN episodes e ON e.root = b.id),
+    WITH {_PARTS},
     began AS (
         SELECT p.whole, t.id, t.arm, t.policy_version, t.status, t.http_status,
             t.started_at + t.total_ms * interval '1 ms' < p.until AS ended,
@@ -209,12 +236,14 @@ _CAME_TO: Final = text(
     terms AS ({TERMS_OF_POLICY}),
     {rewards("f.at < p.until")}
     SELECT b.id, c.arm, c.version, c.seconds, c.failed, t.malformed, r.value AS reward
-    FROM begun b LEFT JOIN called c ON c.whole = b.id
+    FROM given b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
     """
 )
 # A call's id is made as the call begins; no two clocks are so far apart.
 _APART: Final = timedelta(days=1)
+# The clocks of proxies are less apart: a call has ended if a reward came so long before its end.
+SKEW: Final = timedelta(seconds=1)
 
 
 class ArmEpisode(Record, frozen=True, kw_only=True):
@@ -227,59 +256,75 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     """
 
     id: UUID
-    arm: Arm
-    version: int
+    began: datetime
+    arm: Arm | None
+    version: int | None
     family: str
     reward: float | None
-    failed: bool
+    failed: bool | None
     malformed: bool | None
-    seconds: float
+    seconds: float | None
+
+
+async def begun_episodes(
+    connection: AsyncConnection, policy: str, first: UUID, until: datetime, most: int
+) -> Sequence[Row[Any]]:
+    """Return at most `most` episodes with a first call from `first` on, and before `until`.
+
+    They are in the order of these. A row has `id`, `method`, `first_call_id`, and the `task` as it
+    is kept.
+    """
+    values = {"policy": policy, "first": first, "last": lowest_id_at(until), "most": most}
+    return (await connection.execute(_BEGUN, values)).all()
 
 
 async def arm_episodes(
     connection: AsyncConnection,
     policy: str,
-    given: Mapping[Arm, Container[int]],
+    begun: Iterable[Row[Any]],
     *,
-    since: datetime | UUID,
     until: datetime,
-    counts: timedelta,
-    most: int,
-) -> tuple[list[ArmEpisode], UUID | None]:
-    """Return the episodes that arms gave to their versions by chance, in the order of first calls.
+    within: timedelta,
+    soon: bool,
+) -> list[ArmEpisode]:
+    """Return those of these episodes that count before `until`, in the order in which they count.
 
-    With them comes a bound of first calls to go on from if there are more of that time, or None.
+    What was given to no arm is among them.
 
     Args:
         connection: an open connection.
         policy: the policy.
-        given: the versions of each arm that is compared. What an arm gave to another is left out:
-            it is of another time, as what serves now was once a canary, and a proxy may still take
-            it for one.
-        since: only episodes begun at or after this time, as both arms ran; or where a part goes on.
-        until: only episodes begun before this time.
-        counts: what comes later than this after an episode's beginning does not count: calls that
-            end later, and what is said of it. Nobody should read it earlier.
-        most: the length of a part, before what was given to no arm is left out.
+        begun: some episodes of it.
+        until: everything that was said before this time is stored.
+        within: what comes later than this after an episode's beginning does not count.
+        soon: whether an episode with a reward counts at once, and not as late as the others.
     """
-    first = since if isinstance(since, UUID) else lowest_id_at(since)
-    range_of = {"policy": policy, "first": first, "last": lowest_id_at(until), "most": most}
-    begun = (await connection.execute(_BEGUN, range_of)).all()
-    values = {
-        "policy": policy,
-        "first": first,
-        "latest": lowest_id_at(until + counts + _APART),
-        "counts_s": counts.total_seconds(),
-        "episodes": [row.id for row in begun],
-        "methods": [row.method for row in begun],
-        "firsts": [row.first_call_id for row in begun],
-    }
+    known = {row.id: row for row in begun}
+    if not known:
+        return []
+
+    def values(ends: Mapping[UUID, datetime]) -> dict[str, Any]:
+        methods = [known[one].method for one in ends]
+        until = list(ends.values())
+        return {"policy": policy, "episodes": list(ends), "methods": methods, "until": until}
+
     await connection.execute(_KNOW_LENGTHS)
-    came_to = {row.id: row for row in await connection.execute(_CAME_TO, values)}
-    rows = [(row.task, came_to[row.id]) for row in begun]
+    began = {row.id: time_of(row.first_call_id) for row in known.values()}
+    at = latest = {one: start + within for one, start in began.items()}
+    if soon:
+        ends = {one: min(end, until) for one, end in latest.items()}
+        rewarded = (await connection.execute(_REWARDED, values(ends))).all()
+        at = latest | {one: min(max(first, began[one]), latest[one]) for one, first in rewarded}
+    counted = {one: min(at[one] + SKEW, latest[one]) for one in at if at[one] < until}
+    if not counted:
+        return []
+    bounds = {
+        "first": min(known[one].first_call_id for one in counted),
+        "latest": lowest_id_at(max(counted.values()) + _APART),
+    }
+    rows = await connection.execute(_CAME_TO, values(counted) | bounds)
+    families = {one: task_family(row.task and bare(row.task)) for one, row in known.items()}
     episodes = [
-        ArmEpisode(family=task_family(task and bare(task)), **row._mapping)
-        for task, row in rows
-        if row.arm in given and row.version in given[row.arm]
+        ArmEpisode(began=began[row.id], family=families[row.id], **row._mapping) for row in rows
     ]
-    return episodes, None if len(begun) < most else UUID(int=begun[-1].first_call_id.int + 1)
+    return sorted(episodes, key=lambda one: (at[one.id], known[one.id].first_call_id))

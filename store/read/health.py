@@ -7,12 +7,13 @@ thousand.
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
+from uuid import UUID
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.read.browsing import newest_of
+from store.read.browsing import APART, OWN
 from store.records import EVAL, OWN_EPISODE, Record, Split
 from store.schema.tables import SPLIT
 
@@ -20,15 +21,22 @@ from store.schema.tables import SPLIT
 WINDOW: Final = timedelta(days=7)
 MOST_CALLS: Final = 2000
 MOST_EPISODES: Final = 1000
+# Of a tenant, those of so many of its newest episodes, and of so many calls of each.
+MOST_OWN: Final = 500
+MOST_OWN_CALLS: Final = 200
 # Kinds of calls: models that nobody answers may have any name.
 MOST_KINDS: Final = 50
 # An episode is over for as long without a call, and a reward would have come.
 OVER: Final = timedelta(minutes=10)
 
+_OWN_CALLS: Final = f"""
+    (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {OWN} ORDER BY e.id DESC LIMIT :own) own
+    CROSS JOIN LATERAL (SELECT * FROM transitions c WHERE c.episode_id = own.id
+        ORDER BY c.started_at DESC LIMIT {MOST_OWN_CALLS}) t"""
 _CALLS: Final = f"""
     WITH newest AS MATERIALIZED (
         SELECT t.policy, t.served_model, t.reason, t.http_status, t.split, t.started_at
-        {{calls}})
+        FROM {{calls}} WHERE t.id >= :first ORDER BY t.id DESC LIMIT :most)
     SELECT n.policy, CASE WHEN n.policy IS NULL THEN n.served_model END AS model, n.reason,
         n.http_status, n.split, count(*) AS calls, min(n.started_at) AS first_at,
         max(n.started_at) AS last_at
@@ -69,7 +77,7 @@ _EPISODES: Final = text(
     counted AS (SELECT * FROM wholes WHERE quarantined_reason IS NULL),
     tasks AS (
         SELECT count(*) AS members, count(DISTINCT reward) > 1 AS differs,
-            count(*) >= CAST(:smallest AS integer) AS is_group
+            count(*) > 1 AS is_group
         FROM counted WHERE paid_at IS NOT NULL AND task IS NOT NULL GROUP BY task)
     SELECT count(*) AS episodes, min(last_call_at) AS first_at,
         count(*) FILTER (WHERE paid_at IS NOT NULL) AS scored,
@@ -85,6 +93,8 @@ _EPISODES: Final = text(
         (SELECT max(members) FROM tasks) AS largest_group,
         (SELECT count(*) FROM tasks WHERE is_group) AS groups,
         (SELECT count(*) FROM tasks WHERE is_group AND differs) AS groups_that_differ,
+        (SELECT COALESCE(sum(members), 0)::integer FROM tasks WHERE is_group AND NOT differs)
+            AS alike,
         (SELECT count(*) FROM wholes WHERE quarantined_reason IS NOT NULL) AS quarantined,
         (SELECT min(last_call_at) FROM wholes WHERE quarantined_reason IS NOT NULL)
             AS quarantined_since,
@@ -135,8 +145,8 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     """Count the newest episodes of a policy; all but the three last fields without quarantined.
 
     `ended` are those that were silent for `OVER`; `unnamed` those of which a client named nothing.
-    `groups` are tasks with as many scored episodes as a group needs, and `groups_that_differ` those
-    of them with more than one reward.
+    `groups` are tasks with several scored episodes, and `groups_that_differ` those
+    of them with more than one reward; `alike` are the episodes of the others.
     """
 
     episodes: int = 0
@@ -154,6 +164,7 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     largest_group: int | None = None
     groups: int = 0
     groups_that_differ: int = 0
+    alike: int = 0
     quarantined: int = 0
     quarantined_since: datetime | None = None
     quarantined_as: str | None = None
@@ -166,8 +177,12 @@ async def newest_calls(
 
     With `tenant` they are those of this tenant's newest episodes.
     """
-    sql, values = newest_of(tenant, now - WINDOW, MOST_CALLS)
-    rows = await connection.execute(text(_CALLS.format(calls=sql)), values)
+    first = lowest_id_at(now - WINDOW)
+    sql = "transitions t" if tenant is None else _OWN_CALLS
+    values = {"tenant": tenant, "first": first, "begun": UUID(int=first.int - APART)}
+    rows = await connection.execute(
+        text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_OWN}
+    )
     return [CallKind(**row._mapping) for row in rows]
 
 
@@ -182,7 +197,6 @@ async def episode_counts(
     policy: str,
     now: datetime,
     *,
-    smallest_group: int,
     calls_are_paid: bool,
 ) -> EpisodeCounts:
     """Return what the newest episodes of a policy came to, of the last `WINDOW`."""
@@ -190,7 +204,6 @@ async def episode_counts(
         "policy": policy,
         "first": lowest_id_at(now - WINDOW),
         "over": OVER,
-        "smallest": smallest_group,
         "calls_are_paid": calls_are_paid,
     }
     return EpisodeCounts(**(await connection.execute(_EPISODES, values)).one()._mapping)

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claims import IMPORTED_FROM
 from store.ids import lowest_id_at
-from store.read.evaluations import Evaluation, evaluation_of
+from store.read.evaluations import Rewards, means, rewards_in
 from store.records import EVAL
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, policy_events
 from store.versions import VERSION_COLUMNS, PolicyEvent
@@ -52,14 +52,6 @@ _LINE: Final = text(
     ORDER BY version DESC
     """
 )
-_ONE: Final = text(
-    f"""
-    SELECT one.*, ARRAY(SELECT version FROM updates WHERE policy = :policy
-        AND parent_version = :version AND version IS NOT NULL
-        ORDER BY version DESC LIMIT 50) AS children
-    FROM ({_VERSION} AND p.version = :version) one
-    """
-)
 _PLACES: Final = text(
     f"""
     {_VERSION} AND (version = 0 OR {LIVE} OR version = ANY(CAST(:versions AS integer[])))
@@ -70,18 +62,37 @@ _PLACES: Final = text(
 _REWARDS: Final = text(
     f"""
     WITH newest AS (
-        SELECT episode_id, version, reward, claimable, claimed_by FROM episode_policies
+        SELECT episode_id, version, task, reward, claimable, claimed_by FROM episode_policies
         WHERE policy = :policy AND episode_id >= :first
             AND version = ANY(CAST(:versions AS integer[]))
-        ORDER BY episode_id DESC LIMIT :most)
-    SELECT CAST(:policy AS text) AS policy, n.version, n.claimable,
-        count(*) AS episodes, count(n.reward) AS scored,
-        avg(n.reward) AS mean, stddev_samp(n.reward) AS spread,
-        COALESCE(bool_and(n.reward IN (0, 1)), false) AS zero_or_one
-    FROM newest n LEFT JOIN episodes e ON e.id = n.episode_id AND NOT n.claimable
-    WHERE n.claimable OR {SPLIT} = '{EVAL}' AND e.root IS NULL
-        AND e.quarantined_reason IS NULL AND e.deleted_at IS NULL AND n.claimed_by IS NULL
-    GROUP BY n.version, n.claimable
+        ORDER BY episode_id DESC LIMIT :most),
+    counted AS (
+        SELECT n.version, n.claimable, n.episode_id AS id, n.task, n.reward
+        FROM newest n LEFT JOIN episodes e ON e.id = n.episode_id AND NOT n.claimable
+        WHERE n.claimable OR {SPLIT} = '{EVAL}' AND e.root IS NULL
+            AND e.quarantined_reason IS NULL AND e.deleted_at IS NULL AND n.claimed_by IS NULL)
+    {means("counted", "version, claimable")}
+    """
+)
+
+
+# How many rewarded episodes at each end are compared, and those of what serves with version 0.
+COMPARED: Final = 500
+_SINCE_BASE: Final = text(
+    f"""
+    WITH ends AS (
+        SELECT s.name AS policy, one.* FROM policies s CROSS JOIN LATERAL (
+            (SELECT true AS is_new, episode_id AS id, task, reward FROM episode_policies
+             WHERE policy = s.name AND version BETWEEN 1 AND s.version AND claimable
+                AND reward IS NOT NULL ORDER BY episode_id DESC LIMIT {COMPARED})
+            UNION ALL (SELECT false, id, task, reward FROM (
+                SELECT episode_id AS id, version, task, reward FROM episode_policies
+                WHERE policy = s.name AND claimable AND reward IS NOT NULL
+                ORDER BY episode_id LIMIT 40 * {COMPARED}) first
+             WHERE version = 0 LIMIT {COMPARED})) one
+        WHERE s.state = 'serving' AND s.version > 0
+            AND (CAST(:tenant AS text) IS NULL OR s.tenant = :tenant))
+    {means("ends", "policy, is_new")}
     """
 )
 
@@ -110,14 +121,6 @@ async def line_of(
     return (await connection.execute(_LINE, values)).all()
 
 
-async def one_version(connection: AsyncConnection, policy: str, version: int) -> Row[Any] | None:
-    """Return one version as `line_of` does, with at most 50 `children` that were trained from it.
-
-    None: there is none of that number.
-    """
-    return (await connection.execute(_ONE, {"policy": policy, "version": version})).first()
-
-
 async def places_of(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, Row[Any]]:
@@ -131,7 +134,7 @@ async def places_of(
 
 async def rewards_of(
     connection: AsyncConnection, policy: str, versions: Collection[int], since: datetime | None
-) -> tuple[dict[int, Evaluation], dict[int, Evaluation]]:
+) -> tuple[dict[int, Rewards], dict[int, Rewards]]:
     """Return by version what episodes came to: live ones, and those of evaluation.
 
     Only episodes that began at `since` or later count (None: all).
@@ -143,8 +146,22 @@ async def rewards_of(
         "most": MOST_EPISODES,
     }
     rows = (await connection.execute(_REWARDS, values)).all()
-    live = {row.version: evaluation_of(row) for row in rows if row.claimable}
-    return live, {row.version: evaluation_of(row) for row in rows if not row.claimable}
+    live = {row.version: rewards_in(row) for row in rows if row.claimable}
+    return live, {row.version: rewards_in(row) for row in rows if not row.claimable}
+
+
+async def since_base(
+    connection: AsyncConnection, tenant: str | None
+) -> dict[str, tuple[Rewards, Rewards]]:
+    """Return by policy the newest live rewards up to what serves, and the first of version 0.
+
+    Policies are those of a tenant (None: all) of which a trained version serves, and both ends have
+    rewards.
+    """
+    ends: dict[str, dict[bool, Rewards]] = {}
+    for row in await connection.execute(_SINCE_BASE, {"tenant": tenant}):
+        ends.setdefault(row.policy, {})[row.is_new] = rewards_in(row)
+    return {policy: (own[True], own[False]) for policy, own in ends.items() if len(own) == 2}
 
 
 async def newest_events(

@@ -1,6 +1,6 @@
 """Write an episode as one JSON line: what `pawl export` writes and a judge is shown (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -8,14 +8,7 @@ import msgspec
 
 from store.errors import Damaged
 from store.read.facts import MatchedEvent, has_failed, match_event, matched_events
-from store.records import (
-    EXPLORED,
-    REWARD,
-    Episode,
-    EpisodeState,
-    Feedback,
-    TransitionRow,
-)
+from store.records import EXPLORED, REWARD, Episode, EpisodeState, Feedback, TransitionRow
 from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
 from store.values.packing import unpack_ids, unpack_logprobs
@@ -51,8 +44,15 @@ def _has_reward(statements: Sequence[Feedback]) -> bool:
     return counts is not None and counts.value is not None
 
 
-def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
+def encoded_line(
+    episode: Episode,
+    now: datetime,
+    quiet: timedelta = QUIET,
+    fates: Sequence[Mapping[str, str]] = (),
+) -> bytes:
     """Return an episode as one compact JSON document, without a newline at its end (pure).
+
+    `fates` say what became of it for each policy.
 
     Raises:
         Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.
@@ -62,6 +62,7 @@ def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> b
         "task": episode.task and bare(episode.task),
         "split": episode.split,
         "state": episode_state(episode, now, quiet),
+        **({"fates": fates} if fates else {}),
         "feedback": _statements(episode.feedback),
         "calls": [_call(episode, call) for call in episode.calls],
     }

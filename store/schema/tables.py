@@ -328,14 +328,6 @@ recording_outages = Table(
 FREE = "claimed_by IS NULL AND claimable"
 
 
-def minute_of(time: str) -> str:
-    """Return the SQL of the minute that a time is in.
-
-    `date_trunc` of a time with a zone depends on the session, so no index may contain it.
-    """
-    return f"date_bin('00:01:00'::interval, {time}, '1970-01-01 00:00:00+00'::timestamptz)"
-
-
 # What a policy's reward is the sum of, where its recipe names metrics. A policy without a row has
 # the metric `reward`, as `episodes` has it (docs/decisions/017-credit.md).
 reward_terms = Table(
@@ -392,16 +384,6 @@ episode_policies = Table(
         "version",
         "scored_at",
         postgresql_include=["reward", "episode_id"],
-        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
-    ),
-    # The same episodes in the order in which groups of one are claimed (`store.claim_query`).
-    Index(
-        "ix_episode_policies_latest",
-        "policy",
-        text(f"{minute_of('scored_at')} DESC"),
-        text("version DESC"),
-        "scored_at",
-        "episode_id",
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
     Index(
@@ -602,7 +584,8 @@ policies = Table(
     # The policy's line started again before it (`store.retraining`): it never serves again, nothing
     # is trained from it, and it makes no episode older.
     Column("ended_at", When),
-    # Of version 0: nothing but an operator changes which of the policy's versions has traffic.
+    # Of version 0: nothing but an operator changes which of the policy's versions has traffic. Of
+    # another that serves: rewards fell, and nothing is trained on it.
     Column("frozen_at", When),
     one_of("state", POLICY_STATES),
     CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),

@@ -4,10 +4,13 @@ Student's t interval, mean ± t · s / √n, takes the mean for normally distrib
 and 1 it may leave the range from 0 to 1, and has no width where all are equal. Wilson's score
 interval (Wilson 1927, doi:10.1080/01621459.1927.10502953) does neither, and is the one that
 Brown, Cai and DasGupta recommend for few observations (2001, doi:10.1214/ss/1009213286).
+
+Attempts at one task are not independent. The error of a mean is therefore that of its tasks, and
+Wilson's interval is that of as many independent values as have this error (Korn and Graubard 1998).
 """
 
 from functools import lru_cache
-from math import atan, cos, pi, sin, sqrt, tan
+from math import atan, cos, inf, pi, sin, sqrt, tan
 from typing import Final, NamedTuple
 
 # The 97.5 % quantile of the standard normal distribution.
@@ -26,7 +29,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(mean: float, count: int) -> Interval:
+def wilson(mean: float, count: float) -> Interval:
     """Return Wilson's score interval of the mean of `count` values that are all 0 or 1.
 
     With z = 1.96: (p̂ + z²/2n ± z √(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n).
@@ -51,15 +54,20 @@ def student(mean: float, spread: float, count: int) -> Interval | None:
 
 
 def mean_interval(
-    mean: float, spread: float | None, count: int, *, zero_or_one: bool
-) -> tuple[float, float]:
-    """Return the limits of a mean of `count` values: Wilson's if all are 0 or 1, else Student's.
+    mean: float, count: int, tasks: int, error: float, *, zero_or_one: bool
+) -> Interval | None:
+    """Return the interval of the mean of `count` values in `tasks` groups; None: there is none.
 
-    `spread` is as in `student`; None counts as 0. Where there is no interval both are the mean.
+    It is Wilson's if all values are 0 or 1, else Student's. `error` is the standard error of the
+    mean where only the groups are independent, √Σ(sum − size · mean)² / n, summed over them.
     """
-    if zero_or_one:
-        return wilson(mean, count)
-    return student(mean, spread or 0.0, count) or (mean, mean)
+    if not zero_or_one:
+        return student(mean, error * tasks / sqrt(tasks - 1), tasks) if tasks > 1 else None
+    if tasks < 2 or mean in (0.0, 1.0):
+        return wilson(mean, tasks)
+    wider = t_quantile(tasks - 1) / t_quantile(count - 1) * error
+    worth = mean * (1 - mean) / wider**2 if wider else inf
+    return wilson(mean, min(count, worth))
 
 
 @lru_cache(maxsize=MOST_FREEDOM)

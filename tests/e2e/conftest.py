@@ -31,9 +31,7 @@ learner = "grpo"
 dtype = "float32"
 [claim]
 group_size = 4
-groups = 4
-smallest_group = 4
-max_age_s = 20
+groups = 1
 [batch]
 micro_batch_tokens = 256
 [optimizer]

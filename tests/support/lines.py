@@ -54,9 +54,10 @@ def credited(
     lines: Sequence[dict[str, Any]],
     kept: SftOptions | None = None,
     earns: RewardRule = REWARD_ALONE,
+    reward_range: tuple[float, float] = (0.0, 1.0),
     **rule: Any,
 ) -> dict[tuple[str, str], CreditLine]:
     """Return what each call is worth, by episode and call."""
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
-    found = credit_lines(read, CreditOptions(**rule), kept, earns)
+    found = credit_lines(read, CreditOptions(**rule), kept, earns, reward_range)
     return {(line.episode, line.call): line for line in found}

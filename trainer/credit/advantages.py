@@ -4,10 +4,12 @@
                         + f · (air − baseline of airs) / max(s, AIR_SPREAD)
 
 The recipe names the baseline, which final rewards and AIR each have of their own, and the
-normalisation that gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). AIR is
-not divided by its own spread: among episodes that all fail that spread is small, and the division
-would undo the limit on AIR. `f` falls from 1 to 0 as the compared episodes succeed
-(`trainer.credit.air.air_weight`).
+normalisation that gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). Both
+lower limits are shares of the width of the reward's range. AIR is not divided by its own spread:
+among episodes that all fail that spread is small, and the division would undo the limit on AIR.
+
+`f` falls from 1 to 0 as the compared episodes succeed (`trainer.credit.air.air_weight`); with the
+normalisation "focal" the first term has it, too.
 """
 
 from collections.abc import Sequence
@@ -15,21 +17,22 @@ from typing import Final
 
 from store.records import Record
 from store.tenants import task_family
-from trainer.credit.air import air_weight
+from trainer.credit.air import RewardRange, air_weight
 from trainer.credit.baselines import (
     BASELINES,
     NORMALISATIONS,
     Baseline,
     BaselineValue,
-    ComparedReturns,
     NoSignal,
+    family_value,
 )
 from trainer.credit.means import mean_of
 from trainer.credit.moving import MovingBaselines
 from trainer.credit.returns import CallReturn, EpisodeAccount
 from trainer.recipes.recipe import CreditOptions
 
-# Lower limit of the spread that differences of final rewards are divided by, in reward units.
+# Lower limit of the spread that differences of final rewards are divided by, as a share of the
+# width of the reward's range.
 SMALLEST_SPREAD: Final = 0.1
 # The same of AIR: without any spread, AIR weighs air_lambda / AIR_SPREAD of a success.
 AIR_SPREAD: Final = 0.5
@@ -53,6 +56,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     baseline: float
     final: float
     divisor: float
+    final_weight: float
     air_baseline: float
     air: float
     air_divisor: float
@@ -60,8 +64,9 @@ class Comparison(Record, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float:
-        """Return the sum of both scaled differences."""
-        return self.final / self.divisor + self.air_weight * self.air / self.air_divisor
+        """Return the sum of both scaled and weighted differences."""
+        of_final = self.final_weight * self.final / self.divisor
+        return of_final + self.air_weight * self.air / self.air_divisor
 
 
 class Advantage(Record, frozen=True, kw_only=True):
@@ -88,12 +93,12 @@ class ScoredCalls(Record, frozen=True, kw_only=True):
     """Hold the scored calls that are compared as one: an episode's, or those of one of its agents.
 
     `episode` is the episode's index in the update, `positions` are those of the calls in the
-    episode, and `finals` and `airs` are the calls' returns, in the order of `positions`. What has
-    the same `compared_with` (a group, or a task family) and agent is compared with each other.
+    episode, and `finals` and `airs` are the calls' returns, in the order of `positions`. Those of
+    the same group and agent are compared with each other.
     """
 
     episode: int
-    compared_with: int | str
+    group: int
     family: str
     agent: str
     positions: tuple[int, ...]
@@ -102,12 +107,15 @@ class ScoredCalls(Record, frozen=True, kw_only=True):
 
 
 def advantages(
-    episodes: Sequence[EpisodeReturns], rule: CreditOptions, before: MovingBaselines
+    episodes: Sequence[EpisodeReturns],
+    rule: CreditOptions,
+    before: MovingBaselines,
+    reward_range: RewardRange,
 ) -> tuple[list[list[Advantage]], MovingBaselines]:
     """Return the advantages of an update's calls, and the moving baselines after the update.
 
     Advantages are ordered by episode, then by call. `before` are the moving baselines that the
-    last update left; they are returned unchanged unless the recipe's baseline needs them.
+    last update left; they are returned unchanged if the recipe's baseline compares no episodes.
     """
     baseline = BASELINES[rule.baseline]
     units = [
@@ -116,18 +124,22 @@ def advantages(
         for unit in _scored_calls(index, episode, rule, baseline)
     ]
     after = before
-    if baseline.needs_moving_averages:
+    if baseline.needs_group:
         finals: dict[tuple[str, str], list[float]] = {}
         airs: dict[tuple[str, str], list[float]] = {}
         for unit in units:
+            if episodes[unit.episode].account.earlier:
+                continue
             finals.setdefault((unit.family, unit.agent), []).append(mean_of(unit.finals))
             airs.setdefault((unit.family, unit.agent), []).append(mean_of(unit.airs))
         after = before.updated(finals, airs)
-    against = _compared(units, baseline, before, after)
+    low, high = reward_range
+    earned = [final for unit in units for final in unit.finals]
+    # A reward outside the range widens it: else all that is above it would be equally good.
+    against = _compared(units, baseline, after, (min([low, *earned]), max([high, *earned])))
+    scaled = _scaled(units, against, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, (final, air, weight), compared in zip(
-        units, against, _scaled(units, against, rule), strict=True
-    ):
+    for unit, (final, air, weight), compared in zip(units, against, scaled, strict=True):
         # No signal, unless final rewards or AIR give one.
         air_tells = air.reason is None and weight > 0.0
         reason = None if air_tells and final.reason != "alone" else final.reason
@@ -138,14 +150,17 @@ def advantages(
     return result, after.pruned()
 
 
-# What the final rewards and the AIR of some calls are compared with, and AIR's weight.
+# What the final rewards and the AIR of some calls are compared with, and `f`.
 Against = tuple[BaselineValue, BaselineValue, float]
 
 
 def _scaled(
-    units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions
+    units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions, width: float
 ) -> list[list[Comparison]]:
-    """Return the scaled differences of each call, in the order of `units`."""
+    """Return the scaled differences of each call, in the order of `units`.
+
+    `width` is that of the reward's range.
+    """
     normalisation = NORMALISATIONS[rule.normalisation]
     values = [final for final, _, _ in against]
     pairs = list(zip(units, against, strict=True))
@@ -161,10 +176,11 @@ def _scaled(
             Comparison(
                 baseline=of_finals.value,
                 final=final,
-                divisor=_divisor(spread, SMALLEST_SPREAD),
+                divisor=_divisor(spread, width * SMALLEST_SPREAD),
+                final_weight=weight if normalisation.is_focal else 1.0,
                 air_baseline=of_airs.value,
                 air=air,
-                air_divisor=_divisor(spread, AIR_SPREAD),
+                air_divisor=_divisor(spread, width * AIR_SPREAD),
                 air_weight=weight,
             )
             for final, air in zip(own, own_airs, strict=True)
@@ -185,7 +201,7 @@ def _scored_calls(
     if episode.account.earlier and not baseline.needs_group:
         # Only a group's own statistics have a use for an episode that is consumed already.
         return []
-    by_agent = rule.assignment == "per_agent" or baseline.needs_moving_averages
+    by_agent = rule.assignment == "per_agent"
     family = task_family(episode.account.task)
     scored: dict[str, list[tuple[int, float, float]]] = {}
     for position, call in enumerate(episode.returns):
@@ -195,7 +211,7 @@ def _scored_calls(
     return [
         ScoredCalls(
             episode=index,
-            compared_with=family if baseline.needs_moving_averages else episode.group,
+            group=episode.group,
             family=family,
             agent=agent,
             positions=tuple(position for position, _, _ in own),
@@ -209,36 +225,32 @@ def _scored_calls(
 def _compared(
     units: Sequence[ScoredCalls],
     baseline: Baseline,
-    before: MovingBaselines,
-    after: MovingBaselines,
+    moving: MovingBaselines,
+    reward_range: RewardRange,
 ) -> list[Against]:
-    """Return what each unit is compared with, in the order of `units`."""
-    compared: dict[tuple[int | str, str], list[int]] = {}
+    """Return what each unit is compared with, in the order of `units`.
+
+    That is its group, or its family's moving average if it is alone in its group.
+    """
+    compared: dict[tuple[int, str], list[int]] = {}
     for index, unit in enumerate(units):
-        compared.setdefault((unit.compared_with, unit.agent), []).append(index)
+        compared.setdefault((unit.group, unit.agent), []).append(index)
     by_index: dict[int, Against] = {}
     for indices in compared.values():
         own = [units[index] for index in indices]
-        family, agent = own[0].family, own[0].agent
-        finals = baseline.values(
-            ComparedReturns(
-                returns=tuple(unit.finals for unit in own),
-                family=family,
-                agent=agent,
-                before=before,
-                after=after,
-            )
-        )
-        airs = baseline.values(
-            ComparedReturns(
-                returns=tuple(unit.airs for unit in own),
-                family=family,
-                agent=agent,
-                before=before.of_airs(),
-                after=after.of_airs(),
-            )
-        )
-        weight = air_weight([mean_of(unit.finals) for unit in own])
+        if len(own) == 1 and baseline.needs_group:
+            by_index[indices[0]] = _alone(own[0], moving, reward_range)
+            continue
+        finals = baseline.values([unit.finals for unit in own])
+        airs = baseline.values([unit.airs for unit in own])
+        weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
         both = zip(finals, airs, strict=True)
         by_index |= {i: (*pair, weight) for i, pair in zip(indices, both, strict=True)}
     return [by_index[index] for index in range(len(units))]
+
+
+def _alone(unit: ScoredCalls, moving: MovingBaselines, reward_range: RewardRange) -> Against:
+    final = moving.of_finals(unit.family, unit.agent)
+    air = moving.of_airs(unit.family, unit.agent)
+    values = family_value(unit.finals, final), family_value(unit.airs, air)
+    return *values, air_weight([final.mean], reward_range)

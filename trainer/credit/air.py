@@ -3,11 +3,13 @@
 Agent Lightning (arXiv:2508.03680 §3.4.2) proposes rewards from monitored system signals such
 as the return status of a tool, and gives no formula. Pawl's is
 
-    r_air = λ · clip(mean score of the episode's tool events, −1, 1)
+    r_air = λ · width · clip(mean of (score − usual score of the tool) over the tool events, −1, 1)
 
-for each of the episode's calls. λ is at most 0.2, so that many easy tool calls do not
-outweigh the task. An event whose score is 0 is left out of the mean: the `error` of a tool that
-ran, such as a red test, is information and neither lowers nor raises the reward.
+for each of the episode's calls. `width` is that of the reward's range, so that AIR is on the scale
+of the rewards; λ is at most 0.2, so that many easy tool calls do not outweigh the task. The usual
+score of a tool is the mean over the claim: what always works is worth nothing, however often it is
+called. An event whose score is 0 is left out: the `error` of a tool that ran, such as a red test,
+is information and neither lowers nor raises the reward.
 
 Compared returns count AIR by `air_weight`, which falls to 0 as episodes succeed: a policy that
 solves the task learns from its final rewards alone.
@@ -19,32 +21,86 @@ refuses scores under which a malformed call is not worse than every clean failur
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from store.read.facts import MatchedEvent
+from store.records import Record
 from trainer.credit.means import mean_of
 from trainer.recipes.recipe import CreditOptions
 
+RewardRange = tuple[float, float]
 
-def air_reward(events: Iterable[MatchedEvent], rule: CreditOptions) -> float:
-    """Return r_air from the tool events of an episode's calls; 0 if none has a score."""
-    worst: dict[object, float] = {}
+
+class ScoredEvent(Record, frozen=True):
+    """Hold the score of one tool execution, not 0, and whether the tool ran."""
+
+    tool: str | None
+    score: float
+    ran: bool
+
+
+class UsualScores(Record, frozen=True, kw_only=True):
+    """Hold the mean score of each tool in a claim, and of all its tool events."""
+
+    tools: Mapping[str | None, float] = {}
+    overall: float = 0.0
+
+    def of(self, tool: str | None) -> float:
+        """Return a tool's usual score; that of all tools for one that never ran."""
+        return self.tools.get(tool, self.overall)
+
+
+NO_USUAL_SCORES: Final = UsualScores()
+
+
+def scored_events(events: Iterable[MatchedEvent], rule: CreditOptions) -> list[ScoredEvent]:
+    """Return the events of an episode's calls that have a score, each execution once."""
+    worst: dict[object, ScoredEvent] = {}
     for index, event in enumerate(events):
         key = _execution_key(event) or index
         score = rule.air_scores[event.status]
-        worst[key] = min(score, worst.get(key, score))
-    scores = [score for score in worst.values() if score != 0.0]
-    if not scores:
+        if key not in worst or score < worst[key].score:
+            worst[key] = ScoredEvent(event.tool, score, event.status != "malformed")
+    return [event for event in worst.values() if event.score != 0.0]
+
+
+def usual_scores(events: Iterable[ScoredEvent]) -> UsualScores:
+    """Return the usual scores of a claim with these events.
+
+    A tool that never ran has none of its own: else to call one that does not exist would be as
+    usual as anything.
+    """
+    by_tool: dict[str | None, list[ScoredEvent]] = {}
+    for event in events:
+        by_tool.setdefault(event.tool, []).append(event)
+    if not by_tool:
+        return NO_USUAL_SCORES
+    return UsualScores(
+        tools={
+            tool: mean_of([event.score for event in own])
+            for tool, own in by_tool.items()
+            if any(event.ran for event in own)
+        },
+        overall=mean_of([event.score for own in by_tool.values() for event in own]),
+    )
+
+
+def air_reward(events: Sequence[ScoredEvent], usual: UsualScores, most: float) -> float:
+    """Return r_air, −`most` to `most`, from an episode's tool events; 0 if it has none."""
+    if not events:
         return 0.0
-    return rule.air_lambda * max(-1.0, min(1.0, mean_of(scores)))
+    differences = [event.score - usual.of(event.tool) for event in events]
+    return most * max(-1.0, min(1.0, mean_of(differences)))
 
 
-def air_weight(finals: Sequence[float]) -> float:
+def air_weight(finals: Sequence[float], reward_range: RewardRange) -> float:
     """Return AIR's weight, 1 to 0, among episodes with these final rewards, one or more.
 
-    It is 1 minus their success rate: the mean of the final rewards, each clipped to 0 to 1.
+    It is 1 minus their success rate: the mean of their places in the range, 0 to 1.
     """
-    return 1.0 - mean_of([max(0.0, min(1.0, final)) for final in finals])
+    low, high = reward_range
+    return 1.0 - mean_of([max(0.0, min(1.0, (final - low) / (high - low))) for final in finals])
 
 
 def _execution_key(event: MatchedEvent) -> tuple[str | None, ...] | None:

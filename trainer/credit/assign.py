@@ -6,14 +6,17 @@ Returns, advantages, the choice of what is trained, and loss weights: the traine
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from math import fsum
 from typing import Final
 from uuid import UUID
 
 import msgspec
 
 from store.records import Episode, Group, Record, TransitionRow
+from store.tenants import task_family
 from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
 from trainer.credit.advantages import Advantage, Comparison, EpisodeReturns, advantages
+from trainer.credit.air import RewardRange
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import (
     CallReturn,
@@ -21,6 +24,7 @@ from trainer.credit.returns import (
     Return,
     account_of,
     call_returns,
+    claim_scale,
     mean_return,
 )
 from trainer.recipes.recipe import CreditOptions, SftOptions
@@ -28,6 +32,12 @@ from trainer.recipes.recipe import CreditOptions, SftOptions
 # Reasons why an episode is not imitated: its final reward, or the returns of others.
 LOW_REWARD: Final = "low_reward"
 NOT_BEST: Final = "not_best"
+# Of rewards whose range nobody declared.
+UNIT_RANGE: Final[RewardRange] = (0.0, 1.0)
+# Mean number of sampled tokens a call above which a policy thinks before it answers.
+LONG_CALL: Final = 512
+# By how much a small family of tasks counts for more than its size.
+MOST_FAVOUR: Final = 4.0
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 
 
@@ -85,19 +95,20 @@ def assign_credit(
     withheld: Mapping[UUID, str] = NONE_WITHHELD,
     kept: SftOptions | None = None,
     reward: RewardRule = REWARD_ALONE,
+    reward_range: RewardRange = UNIT_RANGE,
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
     - Calls that another policy than `policy` sampled are not trainable.
-    - Episodes without a task are compared with no other.
+    - Episodes without a task are no group.
     - A group's `earlier` episodes count in the baseline of the others and get no credit.
     - An episode with a trainable call from a version before `oldest_version` is stale: it
       counts in the baseline of the others and is not trained.
     - So is an episode in `withheld`, which says why by episode id.
     - An episode that `kept` does not keep is not trained (None: all are kept).
 
-    `baselines` are the moving baselines that the last update left; only the recipe's
-    `baseline = "moving"` uses them. `reward` says what a reward is the sum of.
+    `baselines` are the moving baselines that the last update left. `reward` says what a reward is
+    the sum of, and `reward_range` how low and high it may be.
     """
 
     def why(episode: Episode) -> str | None:
@@ -108,7 +119,7 @@ def assign_credit(
 
     accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
-    credited = credit_accounts(accounts, rule, baselines, kept)
+    credited = credit_accounts(accounts, rule, baselines, kept, reward_range)
     flat = [pair for group in accounted for pair in group]
     new = [
         (episode, credit, mean)
@@ -170,19 +181,23 @@ def credit_accounts(
     rule: CreditOptions,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     kept: SftOptions | None = None,
+    reward_range: RewardRange = UNIT_RANGE,
 ) -> CreditedAccounts:
     """Return the advantage and weight of every call, ordered by group, episode and call.
 
     Of each group only the episodes are trained that `kept` keeps (None: all).
     """
+    scale = claim_scale([account for group in groups for account in group], rule, reward_range)
     episodes = [
-        EpisodeReturns(group=number, account=account, returns=tuple(call_returns(account, rule)))
+        EpisodeReturns(
+            group=number, account=account, returns=tuple(call_returns(account, rule, scale))
+        )
         for number, group in enumerate(groups)
         for account in group
     ]
     if kept is not None:
         episodes = with_best_kept(episodes, kept)
-    by_episode, after = advantages(episodes, rule, baselines)
+    by_episode, after = advantages(episodes, rule, baselines, reward_range)
     reasons = [
         [_reason(episode, position, advantage) for position, advantage in enumerate(own)]
         for episode, own in zip(episodes, by_episode, strict=True)
@@ -194,7 +209,8 @@ def credit_accounts(
         ]
         for episode, own in zip(episodes, reasons, strict=True)
     ]
-    weights = loss_weights(sampled, rule)
+    families = [task_family(episode.account.task) for episode in episodes]
+    weights = loss_weights(sampled, families, rule)
     return CreditedAccounts(
         calls=tuple(
             tuple(map(_call_credit, episode.returns, own, weight, reason))
@@ -286,30 +302,56 @@ def _left_out(group: Iterable[tuple[int, EpisodeReturns]], rule: SftOptions) -> 
     return reasons | {index: NOT_BEST for _, index in worse}
 
 
-def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditOptions) -> list[list[float]]:
+def loss_weights(
+    sampled: Sequence[Sequence[int | None]], families: Sequence[str], rule: CreditOptions
+) -> list[list[float]]:
     """Return each call's share of the update's loss, by episode; 1 in sum.
 
     `sampled` holds each call's number of sampled tokens, or None for a call that is not
-    trained, whose weight is 0. The recipe's `equal_weight` says what has the same weight:
+    trained, whose weight is 0; `families` the family of each episode's task. The recipe's
+    `equal_weight` says what has the same weight:
 
     - `episode`: each trained episode, divided equally among its trained calls.
     - `call`: each trained call.
     - `token`: each sampled token. Like Dr. GRPO (arXiv:2503.20783 §3.2) this leaves out the mean
       over a call's own tokens; the divisor is the update's token count instead of a constant.
+    - `auto`: each family, and in it each token where calls are as long as thoughts (`LONG_CALL`),
+      else each episode. So what is asked most does not become the answer to everything. No family
+      counts more than `MOST_FAVOUR` times what it would by its size alone.
     """
-    if rule.equal_weight == "episode":
+    equal = rule.equal_weight
+    if equal == "auto":
+        trained = [tokens for own in sampled for tokens in own if tokens is not None]
+        equal = "token" if sum(trained) > LONG_CALL * len(trained) else "episode"
+    if equal == "episode":
         counts = [sum(count is not None for count in own) for own in sampled]
-        episodes = sum(1 for count in counts if count)
-        return [
-            [0.0 if tokens is None else 1.0 / (episodes * count) for tokens in own]
+        sizes = [
+            [0.0 if tokens is None else 1.0 / count for tokens in own]
             for own, count in zip(sampled, counts, strict=True)
         ]
-    sizes = [[_size(count, rule) for count in own] for own in sampled]
-    total = sum(size for own in sizes for size in own)
+    else:
+        sizes = [[_size(count, by_token=equal == "token") for count in own] for own in sampled]
+    if rule.equal_weight == "auto":
+        sizes = _balanced(sizes, families)
+    total = fsum(size for own in sizes for size in own)
     return [[size / total if size else 0.0 for size in own] for own in sizes]
 
 
-def _size(sampled: int | None, rule: CreditOptions) -> int:
+def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
+    """Return the sizes of calls, scaled so that each family's sum is the same, within limits."""
+    by_family: dict[str, list[float]] = {}
+    for own, family in zip(sizes, families, strict=True):
+        by_family.setdefault(family, []).extend(own)
+    sums = {family: fsum(own) for family, own in by_family.items()}
+    trained = [one for one in sums.values() if one]
+    equal = fsum(trained) / max(1, len(trained))
+    return [
+        [size * min(MOST_FAVOUR, equal / sums[family]) if size else 0.0 for size in own]
+        for own, family in zip(sizes, families, strict=True)
+    ]
+
+
+def _size(sampled: int | None, *, by_token: bool) -> float:
     if sampled is None:
-        return 0
-    return max(sampled, 1) if rule.equal_weight == "token" else 1
+        return 0.0
+    return float(max(sampled, 1)) if by_token else 1.0

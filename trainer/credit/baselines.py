@@ -1,11 +1,13 @@
 """Compare returns: the baselines and normalisations that recipes may name (pure).
 
 A baseline gives the value that an episode's return is compared with, and the spread of such
-returns. A normalisation says by which spread the difference is divided. Each episode counts once,
-whatever its number of calls: its value is the mean of its calls' returns, and its part in a
-variance is their mean squared difference from the baseline's mean. Where all its calls have the
-same return, as they have by default, both are the usual mean and sample variance of the episodes'
-returns.
+returns. An episode without others in its group is compared with what its task family earns
+(`family_value`). A normalisation says by which spread the difference is divided.
+
+Each episode counts once, whatever its number of calls: its value is the mean of its calls' returns,
+and its part in a variance is their mean squared difference from the baseline's mean. Where all its
+calls have the same return, as they have by default, both are the usual mean and sample variance of
+the episodes' returns.
 
 To add one, write a class here and name it in `BASELINES` or `NORMALISATIONS`.
 """
@@ -17,7 +19,7 @@ from typing import Final, Literal
 
 from store.records import Record
 from trainer.credit.means import mean_of, mean_square
-from trainer.credit.moving import MovingBaselines
+from trainer.credit.moving import MovingAverage
 
 NoSignal = Literal["alone", "no_spread"]
 
@@ -25,8 +27,8 @@ NoSignal = Literal["alone", "no_spread"]
 class BaselineValue(Record, frozen=True, kw_only=True):
     """Hold the value that an episode's returns are compared with, and the spread of such returns.
 
-    `spread` is None if there are no comparable returns. `reason` says why the comparison
-    gives no signal: the episode is `alone`, or all returns are equal (`no_spread`).
+    `spread` is None if there are no comparable returns. `reason` says why the comparison gives no
+    signal: all returns are equal (`no_spread`), or no other was ever seen (`alone`).
     """
 
     value: float
@@ -34,41 +36,28 @@ class BaselineValue(Record, frozen=True, kw_only=True):
     reason: NoSignal | None = None
 
 
-class ComparedReturns(Record, frozen=True, kw_only=True):
-    """Hold the returns that are compared with each other, and the moving averages.
-
-    `returns` has one sequence of call returns for each compared episode, or for each agent of an
-    episode if agents are compared with themselves. They are those of one group and agent (`""`:
-    of all agents together), or of one task family and agent for a baseline that needs moving
-    averages. `before` and `after` are the moving averages before and after the update.
-    """
-
-    returns: tuple[tuple[float, ...], ...]
-    family: str
-    agent: str
-    before: MovingBaselines
-    after: MovingBaselines
+# The returns that are compared with each other, in any order: one sequence of call returns for each
+# episode of a group, or for each agent of an episode if agents are compared with themselves.
+ComparedReturns = Sequence[Sequence[float]]
 
 
 class Baseline(ABC):
     """Give the values that returns are compared with, and say what is needed for that.
 
-    `needs_group` says that an episode is compared with others of its group: recipes must not
-    allow groups of one, and members that earlier updates consumed are compared, too.
-    `needs_moving_averages` says that averages by task family and agent are carried from update to
-    update. `is_zero` says that every value is 0: PPO, whose critic is the baseline, allows no
-    other.
+    `needs_group` says that an episode is compared with others of its group, those that earlier
+    updates consumed among them; and by itself with a moving average (`family_value`). `is_zero`
+    says that every value is 0: PPO, whose critic is the baseline, allows no other.
     """
 
     needs_group: bool = False
-    needs_moving_averages: bool = False
     is_zero: bool = False
 
     @abstractmethod
-    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
-        """Return the value for each of `compared.returns`, in the same order.
+    def values(self, returns: ComparedReturns) -> list[BaselineValue]:
+        """Return the value for each of `returns`, in the same order.
 
-        Returns come in any order, which must not change a bit of the result: use `mean_of`.
+        Another order of returns must not change a bit of the result: use `mean_of`. With
+        `needs_group` there are two or more.
         """
 
 
@@ -77,12 +66,11 @@ class GroupMean(Baseline):
 
     needs_group = True
 
-    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+    def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return the group's mean for each of its episodes."""
-        returns = compared.returns
         mean = mean_of([mean_of(values) for values in returns])
         value = BaselineValue(
-            value=mean, spread=spread_about(mean, returns), reason=no_signal_reason(mean, returns)
+            value=mean, spread=spread_about(mean, returns), reason=no_spread(mean, returns)
         )
         return [value] * len(returns)
 
@@ -92,18 +80,14 @@ class LeaveOneOutMean(Baseline):
 
     needs_group = True
 
-    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
-        """Return for each episode of a group the mean of the others.
-
-        The spread is the whole group's. An episode that is alone has the value 0.
-        """
-        returns = compared.returns
+    def values(self, returns: ComparedReturns) -> list[BaselineValue]:
+        """Return for each episode the mean of the others; the spread is the whole group's."""
         means = [mean_of(values) for values in returns]
         mean = mean_of(means)
-        spread, reason = spread_about(mean, returns), no_signal_reason(mean, returns)
+        spread, reason = spread_about(mean, returns), no_spread(mean, returns)
         return [
             BaselineValue(
-                value=mean_of(means[:place] + means[place + 1 :]) if len(returns) > 1 else 0.0,
+                value=mean_of(means[:place] + means[place + 1 :]),
                 spread=spread,
                 reason=reason,
             )
@@ -111,48 +95,34 @@ class LeaveOneOutMean(Baseline):
         ]
 
 
-class MovingMean(Baseline):
-    """Give the moving average of a task family and agent (`trainer.credit.moving`).
-
-    This is the baseline of REINFORCE with baseline (Sutton & Barto, 2nd ed., §13.4).
-    """
-
-    needs_moving_averages = True
-
-    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
-        """Return for each episode the moving average of its family and agent before the update.
-
-        The first update of a family is compared with its own mean. The spread is the one after
-        the update: after a hundred equal failures the spread before it is 0, and the first
-        success would be divided by nothing.
-        """
-        returns, family, agent = compared.returns, compared.family, compared.agent
-        known = compared.before.mean(family, agent)
-        mean = compared.after.mean(family, agent) if known is None else known
-        assert mean is not None
-        reason: NoSignal | None = "no_spread" if _are_all_equal(mean, returns) else None
-        if known is None and len(returns) < 2:
-            reason = "alone"
-        spread = compared.after.spread(family, agent)
-        return [BaselineValue(value=mean, spread=spread, reason=reason)] * len(returns)
-
-
 class Zero(Baseline):
     """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
 
     is_zero = True
 
-    def values(self, compared: ComparedReturns) -> list[BaselineValue]:
+    def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return 0 for each episode."""
-        return [BaselineValue(value=0.0, spread=None)] * len(compared.returns)
+        return [BaselineValue(value=0.0, spread=None)] * len(returns)
 
 
 BASELINES: Final[dict[str, Baseline]] = {
     "group": GroupMean(),
     "leave_one_out": LeaveOneOutMean(),
-    "moving": MovingMean(),
     "none": Zero(),
 }
+
+
+def family_value(returns: Sequence[float], average: MovingAverage) -> BaselineValue:
+    """Return what an episode by itself is compared with: its family's moving average.
+
+    This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4), moved by the update's own
+    episodes first: a policy improves faster than an average of the past. So a success after a
+    hundred equal failures is not divided by a spread of 0, and a new family is known at once.
+    """
+    reason: NoSignal | None = no_spread(average.mean, [returns])
+    if average.count < 2:
+        reason = "alone"
+    return BaselineValue(value=average.mean, spread=sqrt(average.variance), reason=reason)
 
 
 def spread_about(mean: float, returns: Sequence[Sequence[float]]) -> float:
@@ -166,15 +136,11 @@ def spread_about(mean: float, returns: Sequence[Sequence[float]]) -> float:
     return sqrt(fsum(squares) / (len(returns) - 1))
 
 
-def no_signal_reason(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | None:
-    """Return why a comparison within a group with this mean gives no signal, or None."""
-    if len(returns) < 2:
-        return "alone"
-    return "no_spread" if _are_all_equal(mean, returns) else None
-
-
-def _are_all_equal(mean: float, returns: Sequence[Sequence[float]]) -> bool:
-    return all(value == mean for values in returns for value in values)
+def no_spread(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | None:
+    """Return "no_spread" if all returns are the mean that they are compared with, else None."""
+    if all(value == mean for values in returns for value in values):
+        return "no_spread"
+    return None
 
 
 # One sequence of call returns for each compared episode, minus their baseline.
@@ -191,10 +157,12 @@ class Normalisation:
 
     `spread_over` says which returns the spread is taken over: those that the baseline is taken
     over, or all of the update; None: nothing is divided. PPO has no baseline among returns, and
-    normalises its own advantages over the update.
+    normalises its own advantages over the update. `is_focal` says that differences count for less
+    where the compared episodes mostly succeed.
     """
 
     spread_over: Literal["baseline", "update"] | None = None
+    is_focal: bool = False
 
     def centred(
         self, differences: Differences, baselines: Sequence[BaselineValue]
@@ -225,6 +193,15 @@ class BaselineSpread(Normalisation):
     ) -> list[float | None]:
         """Return each baseline's spread; None where it has none."""
         return [baseline.spread for baseline in baselines]
+
+
+class FocalSpread(BaselineSpread):
+    """Weigh by the failure rate of the compared episodes, too (F-GRPO, arXiv:2602.06717, γ = 1).
+
+    What mostly succeeds would only be made more certain, at the cost of tasks that share its words.
+    """
+
+    is_focal = True
 
 
 class UpdateSpread(Normalisation):
@@ -258,6 +235,7 @@ class UpdateSpread(Normalisation):
 
 NORMALISATIONS: Final[dict[str, Normalisation]] = {
     "batch": UpdateSpread(),
+    "focal": FocalSpread(),
     "group": BaselineSpread(),
     "none": Normalisation(),
 }

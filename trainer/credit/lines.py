@@ -14,7 +14,8 @@ from store.read.facts import MatchedEvent
 from store.records import EVAL, TRAIN, Feedback, Record, Split, ToolStatus
 from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, Reward, RewardRule, reward_of
-from trainer.credit.assign import CallCredit, credit_accounts
+from trainer.credit.air import RewardRange
+from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
 from trainer.credit.returns import CallAccount, EpisodeAccount
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import CreditOptions, SftOptions
@@ -142,19 +143,20 @@ def credit_lines(
     rule: CreditOptions,
     kept: SftOptions | None = None,
     reward: RewardRule = REWARD_ALONE,
+    reward_range: RewardRange = UNIT_RANGE,
 ) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
     Episodes of one task of a tenant form a group; an episode without a task is a group of its own.
     Only the episodes are trained that `kept` keeps (None: all). `reward` says what a reward is the
-    sum of.
+    sum of, and `reward_range` how low and high it may be.
     """
     groups: dict[object, list[EpisodeLine]] = {}
     for index, line in enumerate(episodes):
         name = index if line.task is None else (line.tenant, line.task)
         groups.setdefault(name, []).append(line)
     accounts = [[_account(line, reward) for line in members] for members in groups.values()]
-    credited = credit_accounts(accounts, rule, kept=kept)
+    credited = credit_accounts(accounts, rule, kept=kept, reward_range=reward_range)
     lines = [line for members in groups.values() for line in members]
     credit_of = {line.whose: own for line, own in zip(lines, credited.calls, strict=True)}
     return [

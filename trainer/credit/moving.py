@@ -1,7 +1,8 @@
 """Keep a running average of what the episodes of each task family earn each agent (pure).
 
 They are for tasks that come only once, as in production: with no group to compare an episode
-with, the average of earlier returns is its baseline (`baselines.MovingMean`).
+with, the average of its family's returns is its baseline (`baselines.family_value`). All scored
+episodes move it, those of groups too, so that it is known once it is needed.
 
 The n returns of one update have no order among each other, so all have the same weight in the
 average. Together they weigh what n single steps would, 1 − (1 − rate)ⁿ; the result is the
@@ -10,17 +11,19 @@ the plain mean, so that the first returns do not dominate for long.
 """
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from typing import Any, Final
 
 from store.records import Record
+from store.tenants import same_tenant
 from trainer.credit.means import mean_of, mean_square
 
 # The weight of each new return in an average.
 RATE: Final = 0.05
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.
-MAX_FAMILIES: Final = 1000
+MAX_FAMILIES: Final = 200
+# The family of all episodes of a tenant, for those whose own family was seen only once.
+EVERY: Final = "*"
 
 
 class MovingAverage(Record, frozen=True, kw_only=True):
@@ -31,6 +34,7 @@ class MovingAverage(Record, frozen=True, kw_only=True):
     count: int
 
 
+NEVER_SEEN: Final = MovingAverage(mean=0.0, variance=0.0, count=0)
 Averages = Mapping[str, Mapping[str, MovingAverage]]
 # Returns by family and agent.
 NewReturns = Mapping[tuple[str, str], Sequence[float]]
@@ -45,19 +49,13 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
     airs: Mapping[str, Mapping[str, MovingAverage]] = {}
 
-    def of_airs(self) -> "MovingBaselines":
-        """Return the averages of AIR in the place of those of final rewards."""
-        return MovingBaselines(families=self.airs)
+    def of_finals(self, family: str, agent: str) -> MovingAverage:
+        """Return the average of a family that was seen; of all of its tenant's if once only."""
+        return _average(self.families, family, agent)
 
-    def mean(self, family: str, agent: str) -> float | None:
-        """Return the mean return, or None if the family was never seen with this agent."""
-        average = self.families.get(family, {}).get(agent)
-        return None if average is None else average.mean
-
-    def spread(self, family: str, agent: str) -> float | None:
-        """Return the standard deviation, or None if the family was never seen with this agent."""
-        average = self.families.get(family, {}).get(agent)
-        return None if average is None else sqrt(average.variance)
+    def of_airs(self, family: str, agent: str) -> MovingAverage:
+        """Return the same of AIR."""
+        return _average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":
         """Return the baselines after an update with these final rewards and AIR.
@@ -88,9 +86,20 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
 NO_MOVING_BASELINES: Final = MovingBaselines()
 
 
+def _average(averages: Averages, family: str, agent: str) -> MovingAverage:
+    own, every = (
+        averages.get(name, {}).get(agent, NEVER_SEEN)
+        for name in (family, same_tenant(family, EVERY))
+    )
+    return own if own.count > 1 else every
+
+
 def _updated(averages: Averages, returns: NewReturns) -> Averages:
     families = {family: dict(agents) for family, agents in averages.items()}
-    for (family, agent), values in sorted(returns.items()):
+    every: dict[tuple[str, str], list[float]] = {}
+    for (family, agent), values in returns.items():
+        every.setdefault((same_tenant(family, EVERY), agent), []).extend(values)
+    for (family, agent), values in sorted((every | dict(returns)).items()):
         agents = families.setdefault(family, {})
         agents[agent] = _updated_average(agents.get(agent), values)
     return families

@@ -15,7 +15,14 @@ from store.read.facts import MatchedEvent, has_failed, matched_events
 from store.records import Episode, Record, TransitionRow
 from store.values.packing import unpack_ids
 from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward, RewardRule, reward_of
-from trainer.credit.air import air_reward
+from trainer.credit.air import (
+    NO_USUAL_SCORES,
+    RewardRange,
+    UsualScores,
+    air_reward,
+    scored_events,
+    usual_scores,
+)
 from trainer.credit.means import mean_of
 from trainer.recipes.recipe import CreditOptions
 
@@ -79,6 +86,49 @@ def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
     )
 
 
+class ClaimScale(Record, frozen=True, kw_only=True):
+    """Hold what the returns of a claim are computed with.
+
+    `failed` is the final reward of a failed episode that nobody scored (None: it is unscored),
+    `usual` the usual scores of the claim's tools, and `most_air` the largest r_air.
+    """
+
+    failed: float | None = None
+    usual: UsualScores = NO_USUAL_SCORES
+    most_air: float = 0.0
+
+
+def claim_scale(
+    episodes: Sequence[EpisodeAccount], rule: CreditOptions, reward_range: RewardRange
+) -> ClaimScale:
+    """Return the scale of a claim with these episodes.
+
+    To fail is the lowest: where the recipe names no reward for it, that is the lower of the range's
+    end and of the lowest reward in the claim.
+    """
+    low, high = reward_range
+    counted = [episode for episode in episodes if episode.excluded is None]
+    failed = rule.failed_reward
+    if failed is None:
+        earned = [
+            one.value
+            for episode in counted
+            for one in (episode.earned, *(call.earned for call in episode.calls))
+            if one.value is not None
+        ]
+        failed = min([low, *earned])
+    events = [
+        event
+        for episode in counted
+        for event in scored_events((event for call in episode.calls for event in call.events), rule)
+    ]
+    return ClaimScale(
+        failed=None if failed == "unscored" else failed,
+        usual=usual_scores(events),
+        most_air=rule.air_lambda * (high - low),
+    )
+
+
 class Return(Record, frozen=True, kw_only=True):
     """Hold a return in its parts; `r_final` is None if nobody scored it."""
 
@@ -97,9 +147,12 @@ class CallReturn(Return, frozen=True, kw_only=True):
     lacks: Lack | None = None
 
 
-def call_returns(episode: EpisodeAccount, rule: CreditOptions) -> list[CallReturn]:
+def call_returns(
+    episode: EpisodeAccount, rule: CreditOptions, scale: ClaimScale
+) -> list[CallReturn]:
     """Return the return of each call of an episode, in the order of calls."""
-    finals, airs = _final_rewards(episode, rule), _air_rewards(episode, rule)
+    finals = _final_rewards(episode, rule, scale.failed)
+    airs = _air_rewards(episode, rule, scale)
     return [
         CallReturn(r_final=earned.value, r_air=air, parts=earned.parts, lacks=earned.lacks)
         for earned, air in zip(finals, airs, strict=True)
@@ -113,11 +166,13 @@ def mean_return(returns: Sequence[Return]) -> Return:
     return Return(r_final=mean_of(finals) if finals else None, r_air=mean_of(airs) if airs else 0.0)
 
 
-def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[Reward]:
-    """Return each call's final reward; a failed, unscored episode takes `failed_reward`."""
+def _final_rewards(
+    episode: EpisodeAccount, rule: CreditOptions, failed: float | None
+) -> list[Reward]:
+    """Return each call's final reward; a failed, unscored episode takes `failed`."""
     of_episode = episode.earned
-    if of_episode.value is None and episode.failed and rule.failed_reward is not None:
-        of_episode = Reward(value=rule.failed_reward)
+    if of_episode.value is None and episode.failed and failed is not None:
+        of_episode = Reward(value=failed)
     if episode.excluded is not None:
         return [UNSCORED] * len(episode.calls)
     if rule.assignment == "call":
@@ -146,10 +201,11 @@ def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
     return Reward(value=mean_of(values), parts=parts)
 
 
-def _air_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:
+def _air_rewards(episode: EpisodeAccount, rule: CreditOptions, scale: ClaimScale) -> list[float]:
     def air(agent: str | None) -> float:
         calls = (call for call in episode.calls if agent in (None, call.agent))
-        return air_reward([event for call in calls for event in call.events], rule)
+        events = scored_events((event for call in calls for event in call.events), rule)
+        return air_reward(events, scale.usual, scale.most_air)
 
     if rule.assignment != "per_agent":
         return [air(None)] * len(episode.calls)

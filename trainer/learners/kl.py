@@ -2,11 +2,13 @@
 
 The penalty of the recipe's `[kl]` is in the loss or in the reward. In the loss it is the k3
 estimator (Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300 §4.1.1), weighted
-like the rest of the loss, which TRL's own `beta` is not. In the reward it is log π − log π_base of
-each sampled token (arXiv:1909.08593 §2), with π the policy before the update's first step. Both are
-shaped by the settings that the row was sampled with: the policy is held near the base as both would
-answer under these, and each drops what lies under its own edges. The sampled token counts as a
-survivor in both (`trainer.learners.replay.shaping`), so that neither is infinite.
+like the rest of the loss, which TRL's own `beta` is not. It estimates the policy's KL from tokens
+that the policy sampled; those of other versions count by the loss's truncated ratio policy/sampled
+(DeepSeek-V3.2, arXiv:2512.02556 §3.1). In the reward it is log π − log π_base of each sampled
+token (arXiv:1909.08593 §2), with π the policy before the update's first step. Both are shaped by
+the settings that the row was sampled with: the policy is held near the base as both would answer
+under these, and each drops what lies under its own edges. The sampled token counts as a survivor
+in both (`trainer.learners.replay.shaping`), so that neither is infinite.
 
 After an update `kl_by_row` measures how far the policy has gone. How much a model forgets of what
 it was not trained on follows from its KL divergence to the base model on what it was
@@ -72,9 +74,10 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
 class KlToBase:
     """Compute the KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
-    def __init__(self, rule: KlOptions) -> None:
-        """Store the recipe's `[kl]` rule."""
+    def __init__(self, rule: KlOptions, ratio_cap: float | None) -> None:
+        """Store the recipe's `[kl]` rule, and the cap of ratios (None: the loss has no ratios)."""
         self.rule = rule
+        self._ratio_cap = ratio_cap
         self.is_wanted = rule.coefficient > 0
         self.in_reward = self.is_wanted and rule.place == "reward"
         self.begin({})
@@ -101,10 +104,18 @@ class KlToBase:
             return policy.new_zeros(())
         weights = token_weights(rows, policy.device)
         reference = concatenated(rows, self._reference, policy.device)
-        divergence = (weights * k3(policy, reference)).sum()
+        divergence = (weights * self._ratios(rows, policy) * k3(policy, reference)).sum()
         self._seen += float(divergence.detach())
         self._weight += float(weights.sum())
         return divergence * (0.0 if self.in_reward else self.rule.coefficient)
+
+    def _ratios(self, rows: Sequence[Row], policy: Tensor) -> Tensor | float:
+        """Return each token's truncated ratio policy/sampled, (M,), without a gradient."""
+        if self._ratio_cap is None:
+            return 1.0
+        sampled = {row.key: row.sampled_logprobs for row in rows}
+        log_ratios = policy.detach() - concatenated(rows, sampled, policy.device)
+        return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
         """Return `kl_penalised` in nats per token: what the rule saw, over the update's passes."""
@@ -126,13 +137,16 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
     ]
 
 
-def metered_rows(rows: Sequence[Row]) -> list[Row]:
+def metered_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
     """Return the rows to measure: one at least, and as many as the bound on tokens allows.
+
+    That is a part of all tokens, those of prompts among them, and `fewest` of these (None:
+    `FEWEST_TOKENS`) where the part is less.
 
     They are the first by the hash of their ids, so the same rows give the same choice in any order.
     """
     tokens = sum(row.size for row in rows)
-    left = min(MOST_TOKENS, max(FEWEST_TOKENS, tokens // PART))
+    left = min(MOST_TOKENS, max(fewest or FEWEST_TOKENS, tokens // PART))
     chosen: list[Row] = []
     for row in sorted(rows, key=lambda row: blake2b(row.ids, digest_size=8).digest()):
         if chosen and row.size > left:

@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from store.claims import NON_FINITE
+from store.values.packing import unpack_logprobs
 from store.values.sampling import Distribution
 from trainer.batches import WAYS, Row, RowKey, Way, split_steps
 from trainer.errors import Unusable
@@ -40,7 +41,7 @@ from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
 from trainer.learners.memory import Footprint, footprint, free_memory, peak_of
 from trainer.learners.model import Base, checkpoint
-from trainer.learners.off_policy import checked_metrics
+from trainer.learners.off_policy import checked_metrics, mean_drift
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
 from trainer.learners.self_test import (
     growing_rows,
@@ -60,10 +61,19 @@ from trainer.learners.steps import (
 from trainer.learners.ways import choose_way
 from trainer.metrics import LONGEST
 from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import OFF_POLICY
 
 log = structlog.get_logger()
 
 Result = TypeVar("Result")
+# Tokens, those of prompts among them, on which it is measured how far an update moved the policy:
+# replies of two tokens behind prompts of 200 need so many to say anything.
+FEWEST_MOVED: Final = 8192
+# Tokens that are taken for one decision there. Of a reply of three, one decides: a mean over tokens
+# would let the decision move three times as far.
+REPLY_PART: Final = 64
+# A step of less leaves the policy where it was.
+SHORTEST_STEP: Final = 2.0**-10
 IN_BETWEEN = "trained on, and not saved as a version"
 # Tokens of the longest row that is rehearsed: half a minute's work for 8B parameters on an H100.
 LONGEST_TRIED: Final = 65_536
@@ -316,14 +326,28 @@ class Learner:
         view = self._view(rows)
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
-        trained, off_policy = self._take_steps(rows, newest)
+        metered = metered_rows(rows)
+        kept: dict[str, float] = {}
+        # To imitate is to go where the policy seldom went.
+        if self._recipe.kept is not None:
+            trained, off_policy = self._take_steps(rows, newest)
+        else:
+            bound = self._recipe.off_policy.max_drift
+            self._trainer.drift = mean_drift(metered, self._survey(metered), newest, bound)
+            parameters, _ = self._trainer.trained_parameters()
+            start = [parameter.detach().clone() for parameter in parameters]
+            trained, off_policy = self._take_steps(rows, newest)
+            # Those of the first step were scored before the policy moved.
+            first = split_steps(rows, self._recipe.batch.steps)[0]
+            kept = self._shorten(metered_rows(first, FEWEST_MOVED), start)
         metrics = self._take_metrics()
-        distance = self._meter(rows)
+        distance = self._meter(metered)
         give_freed_memory_back()
         seconds = time.perf_counter() - started
         return {
             **update_figures(rows, trained, self._trainer),
             **off_policy,
+            **kept,
             "train_seconds": seconds,
             **self._base.throughput.figures(rows, self._trainer.epochs, seconds),
             **metrics,
@@ -345,10 +369,12 @@ class Learner:
         """
         off_policy: dict[str, Any] = {}
         self._policy_logprobs = {}
+        masked: list[bool] = []
 
         def check_drift() -> None:
             seen = self.processes.gather(self._trainer.take_compared())
             compared = [row for rows in seen for row in rows]
+            masked.extend(row.masked for row in compared)
             # Only before the first step is the policy the newest version, and drift measurable.
             if not off_policy:
                 most = self._recipe.off_policy.max_drift
@@ -359,7 +385,7 @@ class Learner:
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:
-            return [self._take(step, check_drift) for step in steps], off_policy
+            trained = [self._take(step, check_drift) for step in steps]
         except Unusable as error:
             self._forget()
             if error.reason != NON_FINITE:
@@ -368,6 +394,11 @@ class Learner:
             with says_no_room("while it was looked for rows that are not finite"):
                 blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
+        if masked and all(masked):
+            # Nothing was learned, but the optimiser's moments went on.
+            why = "none of its calls carries loss: too far off the policy (off_policy.sequence_min)"
+            raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)
+        return trained, off_policy
 
     def _view(self, rows: Sequence[Row]) -> View:
         """Return the rows as the trainer sees them before the first step, if it needs that."""
@@ -409,9 +440,41 @@ class Learner:
         seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
         return seen
 
-    def _meter(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Measure how far the policy is from its base model, on some of `rows`."""
-        metered = metered_rows(rows)
+    def _shorten(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Move the trained parameters half-way back to `start` until they are in the trust region.
+
+        As TRPO searches back along its step (arXiv:1502.05477, appendix C). In the region the
+        policies before and after overlap by `off_policy.min_overlap`, as `rows` of the first step
+        show. Return the `overlap`, and which share of the step is kept (`step_kept`). What is not
+        finite is left to `_meter`.
+        """
+        parameters, _ = self._trainer.trained_parameters()
+        least, share = self._recipe.off_policy.min_overlap, 1.0
+        while (overlap := self._overlap(rows)) < least and share > SHORTEST_STEP:
+            share /= 2
+            with torch.no_grad():
+                for parameter, origin in zip(parameters, start, strict=True):
+                    parameter.lerp_(origin, 0.5)
+        if share < 1.0:
+            log.warning("update_shortened", share=share, overlap=overlap)
+        return {"overlap": overlap, "step_kept": share}
+
+    def _overlap(self, rows: Sequence[Row]) -> float:
+        """Return what the policies before and after have in common: 1 − their total variation.
+
+        It is the mean of min(1, after/before) over the replies of `rows`, which are of the first
+        step; a long reply counts in parts of `REPLY_PART` tokens.
+        """
+        kept: list[float] = []
+        for row, own in zip(rows, self._survey(rows), strict=True):
+            before = unpack_logprobs(self._policy_logprobs[row.key])
+            moved = [new - old for new, old in zip(own, before, strict=True)]
+            parts = (moved[at : at + REPLY_PART] for at in range(0, len(moved), REPLY_PART))
+            kept += [math.exp(min(sum(part), 0.0)) for part in parts]
+        return fmean(kept)
+
+    def _meter(self, metered: Sequence[Row]) -> dict[str, Any]:
+        """Measure how far the policy is from its base model, on some of an update's rows."""
         self._model.eval()
         measure = partial(kl_by_row, self._model, way=self.way)
         return kl_figures(metered, self._survey_in_parts(metered, measure))

@@ -8,6 +8,9 @@ The token ratios of the rest are truncated by the loss.
 The bounds depend on the length. The mean of T values of d that have nothing to do with each other
 differs from 0 as 1/√T does: a ratio that a reply of ten tokens has by chance tells of another
 policy in one of ten thousand. So log bounds shrink with √T (`OffPolicyOptions.sequence_bounds`).
+What server and trainer differ by in every reply does not: it is measured first (`mean_drift`), and
+subtracted from the mean of d. Else all replies of 961 tokens would be out of bounds at a drift of
+0.1 nats a token.
 
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
 of low variance (k3; Schulman, "Approximating KL divergence", 2020,
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from store.records import Record
-from trainer.batches import RowKey
+from trainer.batches import Row, RowKey
 from trainer.errors import DriftOutOfBounds, Unusable
 
 # Sums of sums past it may be past any float.
@@ -54,16 +57,38 @@ class RowComparison(Record, frozen=True, kw_only=True):
     policy_logprobs: bytes = b""
 
 
+def mean_drift(
+    rows: Sequence[Row], policy: Sequence[Sequence[float]], newest: int | None, bound: float
+) -> float:
+    """Return the mean of d over the tokens that version `newest` sampled, −`bound` to 0.
+
+    It estimates −KL(sampled ‖ policy) in nats a token; `policy` are the log-probabilities (S,) of
+    the rows' sampled tokens under that same version. Without such tokens it is 0.
+    """
+    differences = [
+        own - sampled
+        for row, values in zip(rows, policy, strict=True)
+        if row.version == newest and not row.recomputed
+        for own, sampled in zip(values, row.sampled_logprobs, strict=True)
+    ]
+    mean = fsum(differences) / len(differences) if differences else 0.0
+    return min(0.0, max(-bound, mean))
+
+
 def keeps_loss(
-    log_ratios: Tensor, mask: Tensor, least: Tensor | float, most: Tensor | float
+    log_ratios: Tensor,
+    mask: Tensor,
+    least: Tensor | float,
+    most: Tensor | float,
+    drift: float = 0.0,
 ) -> Tensor:
     """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
 
-    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d), of all
-    sequences alike or each, (B, 1).
+    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d − `drift`),
+    of all sequences alike or each, (B, 1).
     """
     means = (log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    ratios = means.exp()
+    ratios = (means - drift).exp()
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
 
 

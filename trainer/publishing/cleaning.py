@@ -23,12 +23,13 @@ from store.version_queries import mark_deleted, unasked_versions, versions_with_
 from store.versions import PolicyVersion
 from trainer.errors import NotFetched, UpstreamAway
 from trainer.publishing import adapters
-from trainer.publishing.model_server import TIMEOUT_S, ModelServer, Replicas
+from trainer.publishing.model_server import ModelServer, Replicas
 
 log = structlog.get_logger()
 
-# A load that was begun before a version was unloaded may end so much later.
-LEAST_IDLE_S: Final = 2 * TIMEOUT_S
+# For how long nobody must have asked for an unloaded version. A load or a call that was begun
+# before it was unloaded has ended by then.
+IDLE_S: Final = 900.0
 
 
 def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
@@ -45,18 +46,12 @@ def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list
 class Cleaning:
     """Keep the folder of one policy's versions small."""
 
-    def __init__(
-        self, engine: AsyncEngine, servers: Replicas, policy: str, root: Path, idle_s: float
-    ) -> None:
-        """Store the database, the model servers, the policy and the folder of all versions.
-
-        `idle_s` is for how long nobody must have asked for an unloaded version.
-        """
+    def __init__(self, engine: AsyncEngine, servers: Replicas, policy: str, root: Path) -> None:
+        """Store the database, the model servers, the policy and the folder of all versions."""
         self._engine = engine
         self._servers = servers
         self._policy = policy
         self._root = root
-        self._idle_s = max(idle_s, LEAST_IDLE_S)
 
     async def clean(self) -> None:
         """Delete what is half written, and files without a reader.
@@ -89,7 +84,7 @@ class Cleaning:
     async def _mark(self) -> set[int]:
         """Mark the versions that are without a reader, the model servers among them, as deleted."""
         async with self._engine.connect() as connection:
-            unasked = await unasked_versions(connection, self._policy, self._idle_s)
+            unasked = await unasked_versions(connection, self._policy, IDLE_S)
         if not unasked:
             return set()
         loaded = await self._loaded()

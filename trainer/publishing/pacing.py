@@ -1,9 +1,10 @@
 """Make no more versions than the model server has adapter slots for.
 
 A server computes with so many adapters at once (vLLM's `--max-loras`); requests of one more wait
-until another's have ended. A version needs its slot for as long as its episodes may call. So
-while all are taken no update is claimed: its episodes wait, and the version that it will make
-builds on what was learned meanwhile.
+until another's have ended. A version that lost the traffic gives its slot up to the next one,
+unless episodes of it are under way. While all slots are taken by such episodes no update is
+claimed: what it would train waits, and the version that it will make builds on what was learned
+meanwhile.
 """
 
 import re
@@ -12,16 +13,15 @@ from math import inf
 from time import monotonic
 from typing import Final
 
+import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import adapter_slots
-from store.adapter_slots import Live, due_in, free_slots, needed_slots
-from store.version_states import mark_unloaded
+from store.adapter_slots import Kept, Live, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.publisher import PROXY_REFRESH_S
 from trainer.recipes.recipe import Recipe
 from trainer.settings import USUAL_SLOTS
 
@@ -44,20 +44,12 @@ async def named_slots(servers: Replicas) -> list[int]:
     return [number for number in map(slots_named_in, texts) if number is not None]
 
 
-async def fewest_slots(servers: Replicas) -> int:
-    """Return the adapter slots that each replica has: as configured, as they say, or as usual.
-
-    Raises:
-        UpstreamAway: it is not configured, and none answers.
-    """
-    if servers.slots is not None:
-        return servers.slots
-    return min(await named_slots(servers), default=USUAL_SLOTS)
-
-
-# Where all slots are taken, a version that lost the traffic so many seconds ago is unloaded for the
-# next; its episodes go on with the version that serves.
-LONGEST_PIN_S: Final = 3600.0
+def more_slots(slots: int) -> str:
+    """Return how to have more adapter slots than `slots`."""
+    return (
+        f"set PAWL_ADAPTER_SLOTS={2 * slots} and start Pawl again: `pawl up`, Compose and the chart"
+        f" start vLLM with it; start one of your own with --max-loras {2 * slots}"
+    )
 
 
 class Pacing:
@@ -91,7 +83,7 @@ class Pacing:
         self._known_until = -inf
         # Since when there is room for one, and not for all that go live together.
         self._short_since: float | None = None
-        self._logged: str | None = None
+        self._logged = False
         self._warned: set[str] = set()
         # Whether the last look allowed no update.
         self.waits = False
@@ -105,47 +97,52 @@ class Pacing:
         unloaded.
         """
         known, live = await self._look(connection)
-        free, needed = free_slots(live, known), self._needed(live, known)
-        if free + live.unloading < needed:
-            await self._unload_longest(connection, is_wanted)
-        wait_s = due_in(live, known)
-        self._warn(live, known)
-        self._show(live, known, wait_s, is_free=free >= needed)
-        self.waits = free < needed or wait_s > 0.0
+        free, kept = free_slots(live, known), list[Kept]()
+        if free < needed_slots(live, known, len(self._together)):
+            if not await is_wanted():
+                self.waits = False
+                return False
+            kept = await adapter_slots.kept_versions(connection, self._policy)
+        giving = [version for version in kept if version.gives_way]
+        needed = self._needed(live, known, free + len(giving))
+        self.waits = free + len(giving) < needed
+        if not self.waits:
+            await _unload(connection, giving[: max(0, needed - free)])
+        self._show_wait(live, known, kept)
         return not self.waits
 
     async def has_room(self, connection: AsyncConnection) -> bool:
         """Return whether there is a slot for the adapter of a self-test, loaded for a moment.
 
-        None is reserved: an update that is claimed meanwhile comes with its version later. One that
-        lost the traffic long ago is unloaded for it.
+        None is reserved: what is coming is on no server yet, and an update that is claimed
+        meanwhile comes with its version later.
         """
         known, live = await self._look(connection)
-        if free_slots(live, known) + live.unloading < 1:
-            await self._unload_longest(connection, _always)
-        return free_slots(live, known) >= 1
+        missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), known)
+        kept = await adapter_slots.kept_versions(connection, self._policy) if missing > 0 else []
+        giving = [version for version in kept if version.gives_way]
+        await _unload(connection, giving[: max(0, missing)])
+        return len(giving) >= missing
 
     async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
         """Return how many slots there are and what needs one; no other takes one until a commit."""
         known = await self._known()
         await adapter_slots.lock_slots(connection, self._policy)
         live = await adapter_slots.live_versions(
-            connection,
-            self._policy,
-            PROXY_REFRESH_S,
-            LONGEST_PIN_S,
-            self._together,
-            self._known_policies,
+            connection, self._policy, self._together, self._known_policies
         )
+        self._warn(live, known)
+        LIVE.labels(self._policy).set(live.total)
+        SLOTS.labels(self._policy).set(known)
         return known, live
 
-    def _needed(self, live: Live, known: int) -> int:
+    def _needed(self, live: Live, known: int, free: int) -> int:
         """Return how many slots must be free: one, once partners' were waited for long enough.
 
         Others may take each slot as soon as it is free, and nobody may wait for ever.
         """
         needed = needed_slots(live, known, len(self._together))
-        if not 0 < free_slots(live, known) < needed:
+        if not 0 < free < needed:
             self._short_since = None
             return needed
         if self._short_since is None:
@@ -174,25 +171,12 @@ class Pacing:
             self._known_until = now + KNOWN_S
         return self._named
 
-    async def _unload_longest(
-        self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
-    ) -> None:
-        longest = await adapter_slots.longest_kept(connection, self._policy, LONGEST_PIN_S)
-        if longest is None or not await is_wanted():
-            return
-        why = f"its slot is needed, and it lost the traffic more than {LONGEST_PIN_S:g} s ago"
-        await mark_unloaded(connection, longest.name, [longest.version], why, "trainer")
-        log.warning(
-            "version_unloaded_for_its_slot", version=longest.served_name, after_s=LONGEST_PIN_S
-        )
-
     def _warn(self, live: Live, known: int) -> None:
         """Log once each what settings do not fit the server."""
         if live.serving + live.held >= known:
             self._warn_once(
                 "adapter_slots_too_few",
-                "start the model server with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to"
-                " it",
+                more_slots(known),
                 slots=known,
                 serving=live.serving,
             )
@@ -210,25 +194,19 @@ class Pacing:
             self._warned.add(event)
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
-    def _show(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
-        """Show the slots, and log when the trainer begins to wait for one or for its time."""
-        LIVE.labels(self._policy).set(live.total)
-        SLOTS.labels(self._policy).set(known)
-        waits_for: str | None
-        if not is_free:
-            waits_for = "trainer_waits_for_a_slot"
-        else:
-            waits_for = "trainer_waits_for_its_time" if wait_s > 0.0 else None
-        if waits_for != self._logged:
-            self._logged = waits_for
-            log.info(
-                waits_for or "trainer_has_a_slot",
-                policy=self._policy,
-                live=live.total,
-                slots=known,
-                due_in_s=round(wait_s),
-            )
+    def _show_wait(self, live: Live, known: int, kept: Sequence[Kept]) -> None:
+        """Log when the trainer begins to wait for a slot, and for what, and when it has one."""
+        if self.waits == self._logged:
+            return
+        self._logged = self.waits
+        slots: dict[str, object] = {"policy": self._policy, "live": live.total, "slots": known}
+        if self.waits:
+            slots["episodes_under_way"] = [one.served_name for one in kept if not one.gives_way]
+            slots["at_most_s"] = round(min((one.at_most_s for one in kept), default=0.0))
+        log.info("trainer_waits_for_a_slot" if self.waits else "trainer_has_a_slot", **slots)
 
 
-async def _always() -> bool:
-    return True
+async def _unload(connection: AsyncConnection, going: Sequence[Kept]) -> None:
+    await adapter_slots.unload_kept(connection, going, "its slot is needed", "trainer")
+    for one in going:
+        log.info("version_gives_way", version=one.served_name, is_used=one.is_under_way)

@@ -35,7 +35,7 @@ PROBED: Final = "it is loaded, and served as it was trained"
 
 
 class Publisher:
-    """Publish and unload the versions of one policy."""
+    """Publish the versions of one policy."""
 
     def __init__(
         self,
@@ -238,15 +238,6 @@ class Publisher:
             )
         )
 
-    async def unload_idle(self) -> None:
-        """Unload versions that lost the traffic, once no episode has used them for a while."""
-        idle_s = self._rule.retire_after_s
-        why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
-        async with self._engine.begin() as connection:
-            idle = await version_queries.idle_versions(connection, self._policy, idle_s)
-            numbers = [version.version for version in idle]
-            await version_states.mark_unloaded(connection, self._policy, numbers, why, "trainer")
-
     async def _is_unserved(self, version: PolicyVersion) -> bool:
         """Return whether a version is still not to be served.
 
@@ -258,8 +249,7 @@ class Publisher:
 
     async def clean(self, root: Path) -> None:
         """Delete the files below `root` that nothing can ask for any more."""
-        idle_s = self._rule.retire_after_s
-        await Cleaning(self._engine, self.servers, self._policy, root, idle_s).clean()
+        await Cleaning(self._engine, self.servers, self._policy, root).clean()
 
 
 def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:

@@ -139,19 +139,15 @@ class ClaimOptions(RecipeOptions):
 
     group_size: Count = Field(
         default=8,
-        description="Episodes of one task that are compared as a group. 1 takes episodes one by "
-        "one, for a baseline that needs no group.",
+        description="Episodes of one task that are compared as a group. One whose task comes only "
+        "once is compared with what its task's family earns. 1 takes all episodes one by one.",
     )
     groups: Count = Field(
-        default=16,
-        description="Groups in an update. With a baseline that compares within groups, only groups "
-        "whose rewards differ count, and as many others are taken along; an update of fewer takes "
-        "a step that is smaller by as much.",
-    )
-    smallest_group: Count = Field(
-        default=2,
-        description="Fewest episodes of a group that is taken although it is incomplete. The "
-        "default is 1 if group_size is 1.",
+        default=8,
+        description="Whole groups in an update, which takes groups * group_size episodes at most "
+        "and begins with 32 of them. Only those that can give a signal count: members of groups "
+        "whose rewards differ, and single episodes; as many others are taken along. An update of "
+        "fewer than the most takes a step that is smaller by the root of its share.",
     )
     max_age_s: Seconds = Field(
         default=600.0,
@@ -170,19 +166,6 @@ class ClaimOptions(RecipeOptions):
         "long without a call or such a reward, if credit.assignment uses these rewards.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_is_smallest_of_one(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("group_size") == 1:
-            return {"smallest_group": 1} | values
-        return values
-
-    @model_validator(mode="after")
-    def _limits_fit(self) -> "ClaimOptions":
-        if self.smallest_group > self.group_size:
-            raise ValueError("smallest_group must not be larger than group_size")
-        return self
-
 
 class CreditOptions(RecipeOptions):
     """Set `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
@@ -198,22 +181,29 @@ class CreditOptions(RecipeOptions):
     normalisation: Annotated[str, NameFrom(lambda: tuple(NORMALISATIONS))] = Field(
         default="group",
         description="What the difference from the baseline is divided by: the spread that belongs "
-        'to the baseline ("group"), that of the update ("batch"), or nothing ("none").',
+        'to the baseline ("group"), that of the update ("batch"), or nothing ("none"). "focal": as '
+        '"group", times the failure rate of the compared episodes.',
     )
-    equal_weight: Literal["episode", "call", "token"] = Field(
-        default="episode",
+    equal_weight: Literal["auto", "episode", "call", "token"] = Field(
+        default="auto",
         description="What has the same weight in the loss: each episode whatever its number of "
-        "calls, each call, or each token.",
+        "calls, each call, or each token. `auto`: each family of tasks (a small one up to four "
+        "times its size), so that what is asked most does not become the answer to everything; in "
+        "it each episode, or each token where the policy thinks at length before it answers (an "
+        "update's calls have over 512 sampled tokens in the mean): else a token of a long wrong "
+        "thought would hardly count, and wrong thoughts grow (arXiv:2503.20783 §3.1).",
     )
-    failed_reward: Number | None = Field(
+    failed_reward: Number | Literal["unscored"] | None = Field(
         default=None,
         description="Final reward of an episode that failed (its last call was refused for what it "
-        "says, as where it outgrew the context) and that nobody scored. Unset: such episodes are "
-        "not trained.",
+        "says, as where it outgrew the context) and that nobody scored. Unset: the lower of "
+        'reward_range\'s end and of the lowest reward in the update. "unscored": it is not '
+        "trained.",
     )
     air_lambda: Annotated[Number, Field(ge=0, le=0.2)] = Field(
         default=0.2,
-        description="Factor of automatic intermediate rewards (`trainer.credit.air`); 0: none.",
+        description="Largest automatic intermediate reward (`trainer.credit.air`), as a share of "
+        "the width of reward_range; 0: none.",
     )
     air_scores: dict[str, Number] = Field(
         default={"ok": 1.0, "error": 0.0, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
@@ -224,6 +214,15 @@ class CreditOptions(RecipeOptions):
     def pays_single_calls(self) -> bool:
         """Return whether rewards for single calls count (`trainer.credit.returns`)."""
         return self.assignment in ("call", "per_agent")
+
+    @model_validator(mode="after")
+    def _focal_has_a_baseline(self) -> "CreditOptions":
+        if NORMALISATIONS[self.normalisation].is_focal and BASELINES[self.baseline].is_zero:
+            raise ValueError(
+                'normalisation "focal" weighs by how the compared episodes fail, and baseline '
+                '"none" compares none: set baseline = "group", or another normalisation'
+            )
+        return self
 
     @model_validator(mode="after")
     def _statuses_are_known(self) -> "CreditOptions":
@@ -312,6 +311,12 @@ class OffPolicyOptions(RecipeOptions):
         default=0.5,
         description="An episode that another version sampled is consumed, untrained, if its "
         "effective sample size under the policy is below this share of its tokens. 0: never.",
+    )
+    min_overlap: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        default=0.8,
+        description="Least that the policies before and after an update have in common: an update "
+        "that moves the policy further is halved until it does not. It is the mean of min(1, "
+        "after/before) over replies, long ones in parts of 64 tokens. 0: no limit.",
     )
     max_drift: Positive = Field(
         default=0.1,
@@ -410,10 +415,11 @@ class PublishOptions(RecipeOptions):
         "for `pawl policies promote`.",
     )
     control_share: Annotated[Number, Field(ge=0, le=0.5)] = Field(
-        default=0.05,
-        description="Share of the new episodes that the last proven version keeps (at first the "
-        "base model), which what serves is compared with: if it falls behind, it is rolled back. "
-        "0: none, and rewards roll nothing back.",
+        default=0.15,
+        description="Share of the new episodes that an earlier version keeps (at first the base "
+        "model), which what serves is compared with. If it falls behind, it is rolled back; else "
+        "a later version becomes the control. One half while training is held. 0: none, and "
+        "rewards roll nothing back.",
     )
     decide_within_h: Annotated[Number, Field(gt=0, le=720)] = Field(
         default=12.0,
@@ -424,7 +430,8 @@ class PublishOptions(RecipeOptions):
         default="promote",
         description="What becomes of a version without proof after `decide_within_h`, or "
         '`evaluation.most_runs`. "promote": it gets the traffic unless its mean reward is lower so '
-        'far (a canary\'s by more than half the margin). "keep": what serves goes on.',
+        'far (a canary\'s by more than half the margin). "keep": what serves goes on; and one that '
+        "loses on a family of tasks more than it gains on any other is rolled back, not reported.",
     )
     margin: Positive = Field(
         default=0.05,
@@ -439,12 +446,14 @@ class PublishOptions(RecipeOptions):
     reward_delay_s: Annotated[Number, Field(gt=0, le=LONGEST_DELAY_S)] = Field(
         default=600.0,
         description="Seconds after its beginning until an episode counts: its calls must have "
-        "ended, and its reward have come, by then. One whose first call has not ended counts as "
-        "failed. Longer than the longest call, and no shorter than `PAWL_SILENCE_S`.",
+        "ended, and its reward have come, by then. What serves is watched by rewards as they come. "
+        "One whose first call has not ended counts as failed. Longer than the longest call, and no "
+        "shorter than `PAWL_SILENCE_S`.",
     )
     mistakes: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.05,
-        description="Largest probability of a wrong decision about a version, over all looks.",
+        description="Largest probability of a wrong decision about a version that is tried, over "
+        "all looks.",
     )
     most_kl_to_base: Positive | None = Field(
         default=None,
@@ -456,10 +465,6 @@ class PublishOptions(RecipeOptions):
         default=0.15,
         description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
         "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
-    )
-    retire_after_s: Seconds = Field(
-        default=900.0,
-        description="A version that lost the traffic is unloaded after this long without a call.",
     )
     wait_for_others_s: Seconds = Field(
         default=600.0,
@@ -610,21 +615,6 @@ class Recipe(RecipeOptions):
         return self
 
     @model_validator(mode="after")
-    def _groups_are_compared(self) -> "Recipe":
-        """Refuse groups of one with a baseline that compares an episode with its group."""
-        if BASELINES[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
-            others = [
-                f'"{name}"' for name, baseline in BASELINES.items() if not baseline.needs_group
-            ]
-            key = "group_size" if self.claim.group_size == 1 else "smallest_group"
-            raise ValueError(
-                f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "
-                "an episode that is alone has no group to be compared with; set "
-                f"credit.baseline to {' or '.join(others)}, or the size to 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _ppo_has_one_baseline(self) -> "Recipe":
         """Refuse group baselines for PPO: its critic is the baseline, over all of an update."""
         if self.learner != "ppo":
@@ -701,14 +691,28 @@ class Recipe(RecipeOptions):
         )
 
     @property
+    def reward_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest reward: those of the sum, where there is one."""
+        return self.reward_rule.range if self.reward else self.publish.reward_range
+
+    @property
+    def failed_reward(self) -> float | None:
+        """Return what a failed episode without a reward counts as before the update is known.
+
+        None: it is unscored.
+        """
+        failed = self.credit.failed_reward
+        if failed is None:
+            return self.reward_range[0]
+        return None if failed == "unscored" else failed
+
+    @property
     def judged_by(self) -> dict[str, Any]:
         """Return what decides about a version, as JSON: `[publish]` with `[evaluation]`.
 
         `reward` is the sum that is compared; where `[reward]` names metrics, the range is its own.
         """
-        rule = self.publish
-        if self.reward:
-            rule = rule.model_copy(update={"reward_range": self.reward_rule.range})
+        rule = self.publish.model_copy(update={"reward_range": self.reward_range})
         evaluation = None if self.evaluation is None else self.evaluation.model_dump(mode="json")
         reward = msgspec.to_builtins(self.reward_rule)
         return {**rule.model_dump(mode="json"), "evaluation": evaluation, "reward": reward}

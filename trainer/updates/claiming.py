@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 # How many times `claim.groups` an update takes that had to wait for an adapter slot.
 PACED: Final = 4
-# Seconds without activity until an unscored episode that failed takes `credit.failed_reward`.
+# Seconds without activity until an unscored episode that failed counts as the lowest.
 FAILED_AFTER_S: Final = 60.0
 # Seconds between checks for expired episodes while the same version serves.
 EXPIRE_S: Final = 60.0
@@ -41,13 +41,12 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         policy=policy,
         group_size=rule.group_size,
         groups=rule.groups,
-        smallest_group=rule.smallest_group,
         max_age_s=rule.max_age_s,
         max_staleness=rule.max_staleness,
-        failed_after_s=None if credit.failed_reward is None else FAILED_AFTER_S,
+        failed_after_s=None if recipe.failed_reward is None else FAILED_AFTER_S,
         call_rewards_after_s=rule.call_rewards_after_s if credit.pays_single_calls else None,
         needs_spread=BASELINES[credit.baseline].needs_group and compares,
-        failed_reward=credit.failed_reward,
+        failed_reward=recipe.failed_reward,
         most_groups=PACED * rule.groups,
         least_reward=recipe.kept.min_reward if recipe.kept is not None and compares else None,
     )
@@ -169,7 +168,7 @@ class Claiming:
             spent = sum(by_reason.values())
         async with self._engine.connect() as connection:
             lacks = await lacking(connection, policy)
-            warnings = await training_warnings(connection, self._rule)
+            warnings = await training_warnings(connection, policy)
         for lack in get_args(Lack):
             LACKING.labels(policy, lack).set(lacks.get(lack, 0))
         for kind in get_args(TrainingWarning):

@@ -1,19 +1,19 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import exp, fsum, isfinite, log
-from statistics import fmean
+from math import exp, fsum, isfinite, log, sqrt
+from statistics import fmean, pstdev
 from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
 from store.claims import Claim, Outcome
-from store.records import Group, Record, TransitionRow
+from store.records import Record, TransitionRow
+from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, training_rows
 from trainer.credit.advantages import AIR_SPREAD
-from trainer.credit.air import air_weight
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
@@ -28,6 +28,8 @@ OFF_POLICY: Final = "off_policy"
 # grammar that the request does not tell held them. A `reshaped_distribution` is not one: settings
 # such as a budget for thinking write tokens that neither the policy chose nor the agent asked for.
 IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
+# Of an update, those that are told apart in its metrics.
+MOST_FAMILIES: Final = 12
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
@@ -64,9 +66,10 @@ NOTHING: Final = LeftOut()
 class Plan(Record, frozen=True, kw_only=True):
     """Hold an update's credited transitions, its training rows, and each episode's outcome.
 
-    `step_share` (0 to 1) is the share of a whole update's step that this one takes. `baselines` are
-    the moving baselines that this update leaves to the next, as JSON, or None if the recipe uses
-    none.
+    `step_share` (0 to 1) is the share of a whole update's step that this one takes: the root of its
+    share of a whole update's episodes, as the noise of their mean falls with the root of their
+    number. `baselines` are the moving baselines that this update leaves to the next, as JSON, or
+    None if the recipe uses none.
     """
 
     credited: tuple[TransitionCredit, ...]
@@ -101,12 +104,14 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
         kept=recipe.kept,
         reward=recipe.reward_rule,
+        reward_range=recipe.reward_range,
     )
     rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
     outcomes = _outcomes(claim, credited.transitions)
-    signal = _signal_groups(claim, credited, outcomes, recipe)
-    step_share = min(1.0, signal / recipe.claim.groups)
-    carries_averages = BASELINES[recipe.credit.baseline].needs_moving_averages
+    signal = _signal_episodes(claim, credited, outcomes, recipe)
+    whole = recipe.claim.groups * recipe.claim.group_size
+    step_share = sqrt(min(1.0, signal / whole))
+    carries_averages = BASELINES[recipe.credit.baseline].needs_group
     return Plan(
         credited=credited.transitions,
         rows=tuple(rows),
@@ -114,7 +119,7 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         metrics={
             **_metrics(claim, credited, rows, outcomes),
             **left_out.metrics,
-            "signal_groups": signal,
+            "signal_episodes": signal,
             "step_share": step_share,
         },
         step_share=step_share,
@@ -141,35 +146,28 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
     )
 
 
-def _signal_groups(
+def _signal_episodes(
     claim: Claim, credited: Credited, outcomes: Sequence[Outcome], recipe: Recipe
 ) -> float:
-    """Return how many groups have an episode that is trained; in groups of one each is its own.
+    """Return how many episodes are trained; of imitation, those of the groups with one.
 
-    A group of which nothing but AIR differs counts for what AIR weighs without any spread: else
+    One whose final reward is just its baseline counts for what AIR weighs without any spread: else
     what is left once a policy has learned its tasks would move it by whole steps.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
-    if recipe.claim.group_size == 1:
+    if recipe.kept is not None and recipe.claim.group_size > 1:
+        having = [any(one.id in trained for one in group.episodes) for group in claim.groups]
+        return recipe.claim.group_size * sum(having)
+    if not BASELINES[recipe.credit.baseline].needs_group:
         return len(trained)
-    groups = [
-        group for group in claim.groups if any(episode.id in trained for episode in group.episodes)
-    ]
-    if recipe.kept is not None:
-        return len(groups)
-    return sum(_signal_of(group, credited, recipe.credit.air_lambda) for group in groups)
-
-
-def _signal_of(group: Group, credited: Credited, air_lambda: float) -> float:
-    """Return 1 if the group's final rewards differ, or are compared with earlier ones.
-
-    Else return what AIR weighs without any spread, among episodes with this final reward.
-    """
-    returns = [credited.returns.get(episode.id) for episode in group.episodes]
-    finals = {mean.r_final for mean in returns if mean is not None and mean.r_final is not None}
-    if group.earlier or len(finals) > 1:
-        return 1.0
-    return min(1.0, air_lambda / AIR_SPREAD) * air_weight(list(finals))
+    signal = dict.fromkeys(trained, 0.0)
+    of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
+    for credit in credited.transitions:
+        compared = credit.comparison
+        if credit.episode_id in trained and compared is not None:
+            own = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
+            signal[credit.episode_id] = max(signal[credit.episode_id], own)
+    return fsum(signal.values())
 
 
 def _metrics(
@@ -180,6 +178,7 @@ def _metrics(
     Means are over episodes, but `staleness_mean` is over rows.
     """
     returns = credited.returns.values()
+    finals = [mean.r_final for mean in returns if mean.r_final is not None]
     dropped: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.reason is not None:
@@ -190,10 +189,28 @@ def _metrics(
         "earlier_members": sum(len(group.earlier) for group in claim.groups),
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
-        "reward_mean": _mean([mean.r_final for mean in returns]),
+        "reward_mean": _mean(finals),
+        "reward_std": pstdev(finals) if finals else None,
+        "families": _families(claim, credited),
         "air_mean": _mean([mean.r_air for mean in returns]),
         "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
+    }
+
+
+def _families(claim: Claim, credited: Credited) -> dict[str, dict[str, float]]:
+    """Return the mean reward of each family of tasks, and of how many episodes: the largest."""
+    rewards: dict[str, list[float]] = {}
+    for group in claim.groups:
+        returns = (credited.returns[one.id].r_final for one in group.episodes)
+        own = rewards.setdefault(task_family(bare(group.task or "")), [])
+        own += [reward for reward in returns if reward is not None]
+    largest = sorted(filter(rewards.get, rewards), key=lambda family: -len(rewards[family]))[
+        :MOST_FAMILIES
+    ]
+    return {
+        family: {"reward": fmean(rewards[family]), "episodes": len(rewards[family])}
+        for family in largest
     }
 
 

@@ -1,21 +1,25 @@
-"""Warn where a policy's traffic and recipe do not fit: episodes that are never trained.
+"""Warn where a policy's traffic and recipe do not fit: nothing is trained, or it gets worse.
 
 The trainer logs and counts these warnings, and `pawl policies show` prints them.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from math import fsum, inf
+from statistics import fmean
 from typing import Any, Final, Literal, NamedTuple
 
+from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.claim_query import ClaimRule, waiting_alone
 from store.claims import last_updates
+from store.version_queries import why_held
 from trainer.credit.assign import LOW_REWARD, NOT_BEST
 
-# `alone`: tasks come too rarely for a recipe of groups. `untrained`: many episodes are spent, and
-# not trained. `no_signal`: one update after the other compares equal rewards.
-TrainingWarning = Literal["alone", "untrained", "no_signal"]
+# `untrained`: many episodes are spent, and not trained. `no_signal`: one update after the other
+# compares equal rewards. `collapsed`: answers narrow, and rewards fall.
+TrainingWarning = Literal["untrained", "no_signal", "collapsed"]
 # Updates that are looked at, and the share of their episodes that may be spent untrained.
 LATEST: Final = 20
 MOST_UNTRAINED: Final = 0.2
@@ -24,55 +28,113 @@ WITHOUT_SIGNAL: Final = 3
 NO_SIGNAL: Final = frozenset({LOW_REWARD, "no_spread"})
 # Reasons that a recipe asks for, that an operator chose, or that `no_signal` is about.
 EXPECTED: Final = NO_SIGNAL | {NOT_BEST, "rolled_back", "left_out"}
+MASKED: Final = "masked"
+# A collapse is seen in the means over `TOGETHER` of the last `HISTORY` updates: entropy is at most
+# `NARROWED` of the highest before, and the reward of all episodes, or of a family of tasks with
+# `FEWEST` of them, `FALLEN` standard deviations below its best before.
+TOGETHER: Final = 3
+HISTORY: Final = 100
+NARROWED: Final = 0.25
+FALLEN: Final = 0.5
+FEWEST: Final = 32
 REMEDIES: Final[Mapping[str, str]] = {
-    "alone": "name tasks that come again, or use the recipe `single`",
     "no_signal": "if nearly all episodes fail, begin with the recipe `sft`, or easier tasks; if"
     " nearly all succeed, give harder ones",
     "off_policy": "lower optimizer.learning_rate, or off_policy.min_effective_sample",
+    MASKED: "serve in the trainer's precision, lower optimizer.learning_rate, or widen"
+    " off_policy.sequence_min and sequence_max",
     "stale": "raise claim.max_staleness, or send rewards sooner",
     "too_long": "lower the model server's context; `pawl plan` says what fits",
     "no_trainable_call": "docs/explanation/trainable.md says which calls are trained",
     "unscored": "send rewards before claim.max_age_s has passed",
-    "failed": "set credit.failed_reward",
+    "failed": 'leave credit.failed_reward = "unscored" out',
 }
 
 
 class TrainingProblem(NamedTuple):
-    """Say in words why episodes are not trained, and which recipe or setting to change."""
+    """Say in words what is wrong with training, since when, and what to change."""
 
     why: str
     remedy: str
+    since: datetime | None = None
 
     def __str__(self) -> str:
-        """Return both in a line."""
-        return f"{self.why}: {self.remedy}"
+        """Return it in a line."""
+        since = f", since {self.since.astimezone():%Y-%m-%d %H:%M}" if self.since else ""
+        return f"{self.why}{since}: {self.remedy}"
 
 
 async def training_warnings(
-    connection: AsyncConnection, rule: ClaimRule
+    connection: AsyncConnection, policy: str
 ) -> dict[TrainingWarning, TrainingProblem]:
     """Return what is wrong by kind."""
-    found = _of_updates(await last_updates(connection, rule.policy, LATEST))
-    waiting, alone = await waiting_alone(connection, rule)
-    # As many as an update takes: those of a slow wave may wait for the others of their group.
-    if alone >= rule.groups * rule.group_size and 2 * alone > waiting:
-        found["alone"] = TrainingProblem(
-            f"{alone} of {waiting} episodes with a reward wait in vain for"
-            f" {rule.smallest_group} of their task",
-            REMEDIES["alone"],
-        )
+    updates = await last_updates(connection, policy, HISTORY)
+    found = _of_updates(updates[:LATEST])
+    held = await why_held(connection, policy)
+    worse = collapse(updates) if held is None else (held, None)
+    if worse is not None:
+        why, since = worse
+        remedy = f"`pawl policies rollback {policy}` goes back; then lower optimizer.learning_rate"
+        found["collapsed"] = TrainingProblem(why, remedy, since)
     return found
 
 
-def _of_updates(
-    latest: Sequence[tuple[bool, Mapping[str, Any]]],
-) -> dict[TrainingWarning, TrainingProblem]:
-    """Return what the latest updates say, newest first: of each if it only expired, and metrics."""
+def collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | None:
+    """Return how answers narrowed and rewards fell, and since when; None if they did not (pure).
+
+    `updates` are the newest first. Entropy alone falls as a policy learns, too.
+    """
+    figures = ("entropy", "reward_mean", "reward_std")
+    trained = [one for one in updates if None not in map(one.metrics.get, figures)]
+    windows = [trained[n : n + TOGETHER] for n in range(len(trained) - TOGETHER + 1)]
+    now, before = windows[:1], windows[TOGETHER:]
+    if not before:
+        return None
+    widest = max(_mean(window, "entropy") for window in before)
+    entropy = _mean(now[0], "entropy")
+    rewards = [_rewards(window) for window in before]
+    falls, versions = [], []
+    for family, least in _rewards(now[0]).items():
+        most, place = max((known.get(family, -inf), -n) for n, known in enumerate(rewards))
+        best = before[-place]
+        if most - least > FALLEN * _mean(best, "reward_std"):
+            falls.append(f"{family or 'reward'} {most:.2g} → {least:.2g}")
+            versions.append(best[0].parent_version)
+    if entropy > NARROWED * widest or not falls:
+        return None
+    narrowed = f"answers narrowed, entropy {widest:.2g} → {entropy:.2g}"
+    why = f"worse than version {versions[0]}: {narrowed}, {', '.join(falls)}"
+    return why, now[0][-1].claimed_at
+
+
+def _mean(window: Sequence[Row[Any]], figure: str) -> float:
+    return fmean(one.metrics[figure] for one in window)
+
+
+def _rewards(window: Sequence[Row[Any]]) -> dict[str, float]:
+    """Return the mean reward of updates together: that of all ("") and of each large family."""
+    of: dict[str, list[tuple[int, float]]] = {}
+    for one in window:
+        for family, own in one.metrics.get("families", {}).items():
+            of.setdefault(family, []).append((own["episodes"], own["reward"]))
+    means = {"": _mean(window, "reward_mean")}
+    for family in sorted(filter(None, of)):
+        episodes = sum(count for count, _ in of[family])
+        if episodes >= FEWEST:
+            means[family] = fsum(count * reward for count, reward in of[family]) / episodes
+    return means
+
+
+def _of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingProblem]:
+    """Return what the latest updates, newest first, say of episodes that are not trained."""
     found: dict[TrainingWarning, TrainingProblem] = {}
     spent, dropped = 0, Counter[str]()
-    for _, metrics in latest:
+    for metrics in (one.metrics for one in latest):
         spent += metrics.get("episodes", 0)
         dropped.update(metrics.get("dropped", {}))
+        # Calls that carry no loss, as if each episode had its share of them.
+        masked_share = metrics.get("masked_share") or 0.0
+        dropped[MASKED] += round(masked_share * metrics.get("trained_episodes", 0))
     unexpected = Counter({key: n for key, n in dropped.items() if key not in EXPECTED})
     if unexpected.total() > MOST_UNTRAINED * spent:
         [(reason, count)] = unexpected.most_common(1)
@@ -82,7 +144,7 @@ def _of_updates(
             f" `{reason}`",
             remedy,
         )
-    ends = [metrics for is_expiry, metrics in latest if not is_expiry][:WITHOUT_SIGNAL]
+    ends = [one.metrics for one in latest if one.state != "expired"][:WITHOUT_SIGNAL]
     if len(ends) == WITHOUT_SIGNAL and all(map(_had_no_signal, ends)):
         found["no_signal"] = TrainingProblem(
             f"the last {WITHOUT_SIGNAL} updates had no signal", REMEDIES["no_signal"]

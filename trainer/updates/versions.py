@@ -88,6 +88,11 @@ class Versions:
         """Return whether a version waits for those of the policies that go live with it."""
         return any(v.state == "loaded" for v in await self._live())
 
+    async def is_held(self) -> bool:
+        """Return whether nothing is trained for now, as rewards fell."""
+        async with self._engine.connect() as connection:
+            return await version_queries.why_held(connection, self._policy) is not None
+
     async def numbered(self, number: int) -> PolicyVersion:
         """Return the recorded version with this number."""
         async with self._engine.connect() as connection:

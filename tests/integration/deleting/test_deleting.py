@@ -30,7 +30,7 @@ from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 CANARY = "canary-7f3a9c"
-RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1e9)
 
 
 def digest(kind: int, name: str) -> bytes:

@@ -36,7 +36,7 @@ NOON = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
 BEFORE = NOON.date() - timedelta(days=2)
 CUTS = Cuts(others=BEFORE)
 TWO = Periods(others=2)
-RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1e9)
 PARTITIONS = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'transitions'::regclass"
 
 

@@ -22,7 +22,7 @@ from store.values.rewards import REWARD_ALONE
 from store.version_states import ensure_base
 from tests.integration.conftest import proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
-from trainer.credit.air import air_reward
+from trainer.credit.air import NO_USUAL_SCORES, air_reward, scored_events
 from trainer.credit.returns import account_of
 from trainer.recipes.recipe import load_recipe
 
@@ -199,7 +199,8 @@ async def an_episode(
 def air(episode: Episode) -> float:
     rule = load_recipe(str(find_scenario("sql").folder / "recipe.toml")).credit
     calls = account_of(episode, REWARD_ALONE).calls
-    return air_reward([event for call in calls for event in call.events], rule)
+    events = scored_events((event for call in calls for event in call.events), rule)
+    return air_reward(events, NO_USUAL_SCORES, rule.air_lambda)
 
 
 @pytest.mark.parametrize(

@@ -201,10 +201,6 @@ async def equal_rewards(stack: Stack) -> None:
     await stack.work(*((task, 1.0) for task, _ in GOOD))
 
 
-async def tasks_that_come_once(stack: Stack) -> None:
-    await stack.work(*((f"t{n}", float(n % 2)) for n in range(8)))
-
-
 async def paused_training(stack: Stack) -> None:
     await stack.work(*GOOD)
     show_pause("m", "out_of_memory")
@@ -263,7 +259,6 @@ REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
     doubtful_episodes: ("m: 4 of the newest 4 episodes are quarantined", "x-pawl-episode"),
     no_rewards: ("m: no rewards", "/feedback"),
     equal_rewards: ("m: all rewards are 1", "tasks that succeed sometimes"),
-    tasks_that_come_once: ("m: episodes are alone", "`single`"),
     paused_training: ("m: training is paused (out_of_memory)", "`pawl plan`"),
     stale_episodes: ("m: 8 of the last 8 episodes were spent untrained", "claim.max_staleness"),
     frozen_policy: ("m is frozen", "`pawl policies freeze m --off`"),

@@ -6,12 +6,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.episodes import export as export_command
 from pawl.export import Selection, export, export_curve
+from store import claims
+from store.read.episodes import episode_ids
 from store.records import SpoolRecord, ToolCall
 from store.values.intervals import wilson
+from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tool_event
 
@@ -57,7 +61,7 @@ async def test_each_episode_has_a_line_oldest_first(filled: AsyncEngine) -> None
 
 async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
     line = (await exported(filled))[0]
-    assert set(line) == {"episode", "task", "split", "state", "feedback", "calls"}
+    assert set(line) == {"episode", "task", "split", "state", "fates", "feedback", "calls"}
     assert line["feedback"][0]["metric"] == "reward"
     assert set(line["calls"][0]) == CALL_KEYS
     first, second = line["calls"]
@@ -72,6 +76,36 @@ async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
     stray = [line.get("stray_tool_events") for line in await exported(filled)]
     told = [{"id": "nobody asked", "name": "tool", "status": "ok"}]
     assert stray == [None, None, None, None, told]
+
+
+async def test_line_says_what_became_of_the_episode(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        tasks = {"solved": 1.0, "unsolved": 0.0, "waits": 1.0}
+        for key, value in tasks.items():
+            await ingest(connection, [call(key, task=key[-6:]), reward(value, episode=key)])
+        await ingest(connection, [call("unpaid"), call("work", policy=None, policy_version=None)])
+        solved, unsolved, *_ = await episode_ids(connection)
+        update = await claims.begin_update(connection, "m", 0, {})
+        await connection.execute(
+            text("UPDATE episode_policies SET claimed_by = :update WHERE episode_id = ANY(:ids)"),
+            {"update": update, "ids": [solved, unsolved]},
+        )
+        outcomes = (
+            claims.Outcome(episode_id=solved, trained=True),
+            claims.Outcome(episode_id=unsolved, trained=False, reason="too_long"),
+        )
+        made = {"version": 1, "adapter_path": "/gone"}
+        await claims.consume(connection, update, outcomes, {}, policy="m", **made)
+    fates = {line["episode"]: line.get("fates") for line in await exported(engine)}
+    spent = {"policy": "m", "update": str(update)}
+    assert fates == {
+        "solved": [spent | {"state": "trained"}],
+        "unsolved": [spent | {"state": "untrained", "reason": "too_long"}],
+        "waits": [{"policy": "m", "state": "scored"}],
+        "unpaid": [{"policy": "m", "state": "open"}],
+        "work": None,
+    }
 
 
 async def test_episodes_are_chosen_by_agent_policy_and_time(filled: AsyncEngine) -> None:
@@ -93,7 +127,7 @@ async def test_curve_has_a_line_for_each_evaluated_version(filled: AsyncEngine) 
         for version, values in ((1, (0.0, 0.0, 1.0)), (2, (1.0, 1.0, 1.0))):
             for number, value in enumerate(values):
                 key = f"eval-{version}-{number}"
-                asked = call(key, split="eval", policy="writer", policy_version=version)
+                asked = call(key, split="eval", policy="writer", policy_version=version, task=key)
                 await ingest(connection, [asked, reward(value, episode=key)])
         open_one = call("eval-open", split="eval", policy="checker", policy_version=4)
         await ingest(connection, [open_one])

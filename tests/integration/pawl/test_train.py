@@ -61,8 +61,8 @@ def test_export_is_trained_update_by_update(exported: Path, tiny_model: str) -> 
     first, second = [json.loads(line) for line in done.stdout.splitlines()]
     assert (first["version"], second["version"]) == (1, 2)
     # The group whose rewards are equal is taken along with the two that differ.
-    assert (first["groups"], first["signal_groups"], second["groups"]) == (3, 2.0, 1)
-    assert second["step_share"] == 0.5
+    assert (first["groups"], first["signal_episodes"], second["groups"]) == (3, 4.0, 1)
+    assert second["step_share"] == pytest.approx(0.5**0.5)
     assert "episodes in no update: 2 evaluation" in done.stderr
     manifest = read_manifest(Path(second["folder"]))
     assert manifest is not None

@@ -9,7 +9,13 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.read.gates import ArmEpisode, arm_episodes, episodes_per_hour
+from store.ids import lowest_id_at
+from store.read.gates import (
+    ArmEpisode,
+    arm_episodes,
+    begun_episodes,
+    episodes_per_hour,
+)
 from store.records import CallRecord, SpoolRecord
 from store.tenants import scoped
 from store.versions import policy_name
@@ -30,26 +36,20 @@ def given_call(key: str, version: int, ago_s: float, number: int = 0, **changes:
 
 
 async def evidence(
-    engine: AsyncEngine, records: list[SpoolRecord], most: int = 1000
+    engine: AsyncEngine, records: list[SpoolRecord], most: int = 1000, *, soon: bool = False
 ) -> list[ArmEpisode]:
-    """Those that there are, in parts of this length."""
+    """Those begun in time that count by now, which are found in parts of this length."""
     await Ingester().store(engine, records)
     now = datetime.now(UTC)
-    found: list[ArmEpisode] = []
-    since: datetime | UUID | None = now - timedelta(seconds=SINCE_S)
+    found: list[Any] = []
+    first, until = lowest_id_at(now - timedelta(seconds=SINCE_S)), now - timedelta(seconds=UNTIL_S)
     async with engine.connect() as connection:
-        while since is not None:
-            part, since = await arm_episodes(
-                connection,
-                "m",
-                {"control": (0,), "serving": (1,), "canary": (2,)},
-                since=since,
-                until=now - timedelta(seconds=UNTIL_S),
-                counts=timedelta(seconds=COUNTS_S),
-                most=most,
-            )
+        while part := await begun_episodes(connection, "m", first, until, most):
             found += part
-    return found
+            first = UUID(int=part[-1].first_call_id.int + 1)
+        within = timedelta(seconds=COUNTS_S)
+        counted = await arm_episodes(connection, "m", found, until=now, within=within, soon=soon)
+    return [one for one in counted if one.arm is not None]
 
 
 async def keys(engine: AsyncEngine, found: list[ArmEpisode]) -> list[str]:
@@ -88,10 +88,6 @@ async def test_what_was_given_to_no_arm_by_chance_is_left_out(engine: AsyncEngin
         given_call("named-first", 2, 500, 3, arm=None),
         given_call("named-first", 1, 400, 3),
         given_call("doubtful", 1, 500, 4, confidence="doubtful"),
-        # A proxy that did not know yet gave it to the version before.
-        given_call("other-version", 3, 500, 5, arm="canary"),
-        # What is compared as another arm.
-        given_call("of-another-time", 1, 500, 7, arm="canary"),
         given_call("other-policy", 1, 500, 6, policy="n"),
     ]
     assert await keys(engine, await evidence(engine, records)) == ["counts"]
@@ -157,6 +153,29 @@ async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: As
     assert said["ended-late"].seconds == pytest.approx(COUNTS_S, abs=0.01)
     assert said["under-way"].seconds == pytest.approx((1.0 + COUNTS_S - 100.0) / 2, abs=0.01)
     assert said["of-two"].seconds == pytest.approx(COUNTS_S - 200.0, abs=0.01)
+
+
+async def test_episode_counts_once_its_reward_is_there_in_the_order_of_rewards(
+    engine: AsyncEngine,
+) -> None:
+    def given(value: float, episode: str, ago_s: float) -> SpoolRecord:
+        at = datetime.now(UTC) - timedelta(seconds=ago_s)
+        return msgspec.structs.replace(reward(value, episode=episode), at=at)
+
+    records: list[SpoolRecord] = [
+        given_call("slow", 1, 160),
+        given(1.0, "slow", 110),
+        given_call("quick", 0, 150),
+        given(0.5, "quick", 140),
+        # It counts as it was then.
+        given(1.0, "quick", 120),
+        given_call("waits", 2, 140),
+        given_call("unscored", 2, 900),
+    ]
+    found = await evidence(engine, records, soon=True)
+    names = await keys(engine, found)
+    assert names == ["unscored", "quick", "slow"]
+    assert [one.reward for one in found] == [None, 0.5, 1.0]
 
 
 async def test_an_episode_is_of_the_arm_that_it_began_in_whatever_it_went_on_with(

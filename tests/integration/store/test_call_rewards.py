@@ -117,7 +117,7 @@ async def test_a_late_one_is_compared_with_those_that_were_trained_before(
     await trained(engine, by)
     late = made("late", task="t")
     await store(engine, late, given(0.25, late))
-    rule = msgspec.structs.replace(claim_rule(by, "m"), max_age_s=1e-6)
+    rule = msgspec.structs.replace(claim_rule(by, "m"), max_age_s=1e-6, fewest=1)
     claim = await claimed(engine, rule)
     assert keys(claim) == ["late"]
     assert claim is not None

@@ -189,7 +189,7 @@ async def test_an_update_that_has_ended_sets_nothing_aside(bench: Threads) -> No
         async with bench.engine.begin() as connection:
             await set_aside(connection, claim.update_id, {one: "why"})
     assert await quarantined(bench.engine) == {}
-    await bench.assert_spent_once(2)
+    await bench.assert_spent_once(4)
 
 
 async def consumed_threads(engine: AsyncEngine, names: Sequence[str]) -> UUID:

@@ -21,8 +21,8 @@ from trainer.updates.plan import Plan, plan_update
 
 # Rewards in these tests were stated long ago; what must not have waited says so.
 PATIENT = 1e9
-SINGLE = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=PATIENT)
-SHORT = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
+SINGLE = ClaimRule(policy="m", group_size=1, groups=3, max_age_s=PATIENT)
+SHORT = ClaimRule(policy="m", group_size=4, groups=1, max_age_s=1e-6, fewest=1)
 
 
 async def episode(
@@ -58,12 +58,10 @@ async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: Asyn
     assert [group.task for group in claim.groups] == ["", "a"]
 
 
-async def test_fewer_than_an_update_wants_are_left_until_one_has_waited(
-    engine: AsyncEngine,
-) -> None:
+async def test_fewer_than_an_update_needs_are_left_at_any_age(engine: AsyncEngine) -> None:
     await episode(engine, "e", 1.0)
-    assert await claimed(engine, SINGLE) is None
-    assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6)))) == ["e"]
+    assert await claimed(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6))) is None
+    assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, fewest=1)))) == ["e"]
 
 
 def fields(rule: ClaimRule, **changes: Any) -> dict[str, Any]:
@@ -129,10 +127,11 @@ async def test_a_late_member_waits_for_more_until_it_has_waited_enough(
     assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
 
 
-async def test_a_lone_member_of_a_new_task_is_left(engine: AsyncEngine) -> None:
+async def test_member_without_siblings_is_taken_once_it_has_waited(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "lone", 1.0, task="other")
-    assert await claimed(engine, SHORT) is None
+    assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
+    assert keys(await claimed(engine, SHORT)) == ["lone"]
 
 
 async def test_a_late_members_advantage_is_over_all_that_are_known(engine: AsyncEngine) -> None:
@@ -240,10 +239,11 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
     assert keys(await claimed(engine, FAILED)) == ["a0"]
 
 
-async def test_without_a_reward_for_failures_none_is_taken(engine: AsyncEngine) -> None:
+async def test_failed_episode_is_not_taken_where_it_is_unscored(engine: AsyncEngine) -> None:
     part = ClaimOptions(group_size=1, groups=1)
-    none = Recipe(claim=part, credit=CreditOptions(baseline="none"))
-    some = Recipe(claim=part, credit=CreditOptions(baseline="none", failed_reward=0.0))
+    unscored = CreditOptions(baseline="none", failed_reward="unscored")
+    none = Recipe(claim=part, credit=unscored)
+    some = Recipe(claim=part, credit=CreditOptions(baseline="none"))
     assert claim_rule(none, "m").failed_after_s is None
     assert claim_rule(some, "m").failed_after_s == FAILED_AFTER_S
 
@@ -274,19 +274,20 @@ async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine)
 async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) -> None:
     recipe = Recipe(
         claim=ClaimOptions(group_size=1, groups=3),
-        credit=CreditOptions(baseline="moving", normalisation="none", air_lambda=0.0),
+        credit=CreditOptions(normalisation="none", air_lambda=0.0),
     )
     advantages = []
     for number, values in enumerate([(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)]):
         for member, value in enumerate(values):
-            await episode(engine, f"e{number}{member}", value)
+            await episode(engine, f"e{number}{member}", value, task=f"t/{number}{member}")
         claim = await claimed(engine, claim_rule(recipe, "m"))
         assert claim is not None
         plan = plan_update(claim, recipe)
         advantages.append([credit.advantage for credit in plan.credited])
         await consume_all(engine, claim, baselines=plan.baselines)
     assert sorted(map(float, filter(None, advantages[0]))) == [-0.5, 0.5]
-    assert advantages[1] == [0.5, 0.5, 0.5]
+    # As many returns again: the mean of all six is ¾.
+    assert advantages[1] == [0.25, 0.25, 0.25]
 
 
 # What can never be trained any more

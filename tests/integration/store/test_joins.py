@@ -29,7 +29,7 @@ from tests.support.ledger.any_order import same_in_any_order
 from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, statement, tokens, tool_event
 
-RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1e9)
 
 
 def digest(kind: int, name: str) -> bytes:

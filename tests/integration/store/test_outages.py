@@ -86,7 +86,7 @@ async def test_an_outage_that_is_told_again_grows_and_never_shrinks(engine: Asyn
 
 
 async def test_no_update_claims_what_was_set_aside(engine: AsyncEngine) -> None:
-    rule = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1.0)
+    rule = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1.0)
     await store(engine, at(0, "e"), reward(1.0, episode="e"))
     async with engine.begin() as connection:
         await ensure_base(connection, "m")

@@ -25,7 +25,7 @@ from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
-RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=2, groups=2, max_age_s=1e9)
 RECIPE = {"claim": {"max_staleness": 64}}
 
 
@@ -129,7 +129,7 @@ async def test_what_is_left_out_is_never_claimed_or_compared_with(engine: AsyncE
     )
     # Two of the task's four members are left, and no earlier member joins them.
     await store(engine, call("new", task="t20", policy_version=1), reward(0, episode="new"))
-    alone = ClaimRule(policy="m", group_size=3, groups=1, smallest_group=1, max_age_s=0)
+    alone = ClaimRule(policy="m", group_size=3, groups=1, max_age_s=0, fewest=1)
     claim = await claimed(engine, alone, 1, RECIPE)
     assert claim is not None
     [group] = [group for group in claim.groups if group.task == "t20"]
@@ -276,11 +276,11 @@ async def test_what_serves_is_watched_against_a_version_that_did_not_end(
     for number in range(1, 6):
         await wave(engine, number, number - 1)
         await consume_all(engine, await claim_from(engine, number - 1), version=number)
-        # The last with proof, and what serves when the line starts again.
-        evidence = {"verdict": "better"} if number in (was, 5) else None
         async with engine.begin() as connection:
-            rule = {"control_share": 0.05}
-            await promote(connection, "m", number, rule=rule, evidence=evidence)
+            await promote(connection, "m", number, rule={"control_share": 0.05})
+    async with engine.begin() as connection:
+        why: Any = {"reason": "for the test", "actor": "controller"}
+        await version_states.move_control(connection, "m", was, 0.05, **why)
     for _ in range(2):
         await again(engine, start)
         watched = await rows(engine, "SELECT version, share FROM policies WHERE share IS NOT NULL")

@@ -10,13 +10,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
+from store.adapter_slots import kept_versions
 from store.claim_query import ClaimRule
 from store.claims import NON_FINITE, Claim, expire, set_aside
 from store.database import driver_of
 from store.link.joins import TOO_LATE
 from store.questions import pinned_episodes, pinned_version
 from store.records import CallRecord, SpoolRecord
-from store.version_queries import idle_versions
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.episodes import keys
@@ -31,7 +31,7 @@ POLICIES: Final = ("writes", "checks")
 
 
 def rule(policy: str, **changes: Any) -> ClaimRule:
-    fields = {"group_size": 2, "groups": 1, "smallest_group": 2, "max_age_s": 1e9}
+    fields = {"group_size": 2, "groups": 1, "max_age_s": 1e9}
     return ClaimRule(policy=policy, **fields | changes)
 
 
@@ -144,7 +144,7 @@ async def test_what_one_policy_cannot_use_another_may_unless_nobody_can_read_it(
     async with engine.begin() as connection:
         assert await set_aside(connection, claim.update_id, {bad.id: "why"}, reason) == 1
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [(bad.key, "writes", reason)]
-    left = keys(await take(engine, "checks", group_size=1, max_age_s=1e-6))
+    left = keys(await take(engine, "checks", group_size=1, max_age_s=1e-6, fewest=1))
     assert left == (["e1"] if reason == "damaged" else ["e0"])
 
 
@@ -163,10 +163,10 @@ async def test_late_members_are_compared_with_those_that_their_policy_consumed(
     await consume_all(engine, await must_take(engine, "writes"))
     late = [*calls_of("late", ["checker", "writer"]), reward(0.5, episode="late")]
     await store(engine, *late)
-    claim = await must_take(engine, "writes", max_age_s=1e-6, group_size=3)
+    claim = await must_take(engine, "writes", max_age_s=1e-6, fewest=1, group_size=3)
     assert keys(claim) == ["late"]
     assert [e.key for e in claim.groups[0].earlier] == ["e0", "e1"]
-    claim = await must_take(engine, "checks", max_age_s=1e-6, group_size=3)
+    claim = await must_take(engine, "checks", max_age_s=1e-6, fewest=1, group_size=3)
     assert keys(claim) == ["e0", "e1", "late"]
     assert claim.groups[0].earlier == ()
 
@@ -202,7 +202,7 @@ async def test_a_whole_is_claimed_by_the_policies_of_its_parts(
         ("first", "writes", 1, None),
     ]
     for policy in POLICIES:
-        claim = await must_take(engine, policy, group_size=1, max_age_s=1e-6)
+        claim = await must_take(engine, policy, group_size=1, max_age_s=1e-6, fewest=1)
         assert [len(e.calls) for e in claim.groups[0].episodes] == [3]
         await consume_all(engine, claim)
     assert len(await rows(engine, "c.trained", "c.trained")) == 2
@@ -264,5 +264,5 @@ async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine
     async with engine.begin() as connection:
         for version in (2, 3):
             await add_in_state(connection, "checks", version, "retired", ago_s=3600.0)
-        idle = await idle_versions(connection, "checks", 60)
-    assert [version.version for version in idle] == [2]
+        kept = await kept_versions(connection, "checks")
+    assert {one.version: one.is_under_way for one in kept} == {2: False, 3: True}

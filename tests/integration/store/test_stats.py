@@ -24,7 +24,7 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
     await Ingester().store(engine, records)
     async with engine.begin() as connection:
         await ensure_base(connection, "writer")
-    rule = ClaimRule(policy="writer", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+    rule = ClaimRule(policy="writer", group_size=1, groups=1, max_age_s=1e9)
     claim = await claimed(engine, rule)
     assert claim is not None
     await consume_all(engine, claim, version=1)

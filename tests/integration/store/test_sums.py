@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.claimable import lacking, reward_rule, set_reward_rule
 from store.read.episodes import episode_ids, read_episodes
-from store.read.evaluations import rewards_of_work
+from store.read.evaluations import evaluations
 from store.records import Episode, SpoolRecord
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm, reward_of
 from tests.integration.store.test_groups import LONG_AGO
@@ -92,7 +92,7 @@ async def scores(engine: AsyncEngine) -> list[Any]:
 async def seen(engine: AsyncEngine) -> dict[str, Any]:
     async with engine.connect() as connection:
         episodes = await read_episodes(connection, await episode_ids(connection))
-        worked = await rewards_of_work(connection)
+        worked = await evaluations(connection, split="train")
     rows = await scores(engine)
     of = {episode.key: episode for episode in episodes}
     for key, policy, scored_at, call_scored_at, reward, lacks in rows:

@@ -30,7 +30,7 @@ from tests.support.records import START
 
 TENANTS = (DEFAULT, "a", "b")
 FORGED = 9.0
-GROUPS = ClaimRule(policy="m", group_size=2, groups=1, smallest_group=2, max_age_s=1e-6)
+GROUPS = ClaimRule(policy="m", group_size=2, groups=1, max_age_s=1e-6, fewest=1)
 
 
 def as_of(tenant: str, record: SpoolRecord) -> SpoolRecord:

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.version_states import hold_training, let_train
 from tests.support.faults.killing import Killed
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.policies import Policies
@@ -16,6 +17,7 @@ from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
+from trainer.updates.training_warnings import training_warnings
 
 
 @pytest.fixture
@@ -65,6 +67,26 @@ async def test_next_update_is_planned_while_the_version_is_published(
     assert await states(bench) == [("done", 0), ("done", 1)]
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     await bench.assert_spent_once(8)
+
+
+async def test_nothing_is_trained_while_that_is_held_and_what_was_planned_is_freed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published_once_claimed(bench, monkeypatch)
+    async with bench.working() as loop:
+        assert await loop.update_once(looks_ahead=True)
+        monkeypatch.undo()
+        async with bench.engine.begin() as connection:
+            serving = await bench.version(1)
+            why: Any = {"reason": "rewards fell", "actor": "controller"}
+            await hold_training(connection, serving, 0.5, **why)
+        assert not await loop.update_once()
+        assert await held(bench.engine) == 0
+        async with bench.engine.begin() as connection:
+            assert "rewards fell" in str(await training_warnings(connection, "m"))
+            await let_train(connection, "m", **why)
+        assert await loop.update_once()
+    assert (await bench.states())[2] == "serving"
 
 
 async def test_update_planned_on_a_version_that_is_rejected_is_begun_again_on_another(
@@ -145,7 +167,7 @@ async def test_killed_trainer_spends_what_it_had_planned_ahead_once(
 async def test_moving_baselines_go_on_in_an_update_that_was_planned_ahead(bare: Bench) -> None:
     bare.recipe = Recipe(
         claim=ClaimOptions(group_size=1, groups=4, max_age_s=1e9),
-        credit=CreditOptions(baseline="moving", normalisation="batch", air_lambda=0.0),
+        credit=CreditOptions(normalisation="batch", air_lambda=0.0),
     )
     await bare.fill("t/a")
     await bare.fill("t/b")
@@ -156,7 +178,7 @@ async def test_moving_baselines_go_on_in_an_update_that_was_planned_ahead(bare: 
         query = text("SELECT baselines FROM updates ORDER BY claimed_at")
         left = list((await connection.execute(query)).scalars())
     families = [next(iter(baselines["families"].values())) for baselines in left]
-    assert [agents["default"]["count"] for agents in families] == [4, 8]
+    assert [agents[""]["count"] for agents in families] == [4, 8]
 
 
 @pytest.mark.parametrize(("names", "ahead"), [(["writer"], 8), (["writer", "checker"], 0)])

@@ -9,12 +9,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.trainer.bench import STEPS, Bench
+from trainer.credit.moving import EVERY
 from trainer.errors import LearnerError
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 
 RECIPE = Recipe(
     claim=ClaimOptions(group_size=1, groups=4, max_age_s=1e9),
-    credit=CreditOptions(baseline="moving", normalisation="batch", air_lambda=0.0),
+    credit=CreditOptions(normalisation="batch", air_lambda=0.0),
 )
 
 
@@ -26,9 +27,9 @@ async def left(engine: AsyncEngine) -> list[Any]:
 
 
 def seen(baselines: Any) -> Any:
-    """Mean and count of the only family and agent."""
-    [agents] = baselines["families"].values()
-    return agents["default"]["mean"], agents["default"]["count"]
+    """Mean and count of all families together."""
+    every = baselines["families"][EVERY][""]
+    return every["mean"], every["count"]
 
 
 @pytest.fixture

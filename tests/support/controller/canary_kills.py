@@ -56,10 +56,7 @@ BROKEN: Final = (aiohttp.ClientError, OSError, TimeoutError)
 REWARDS: Final = {"base": 0.5, "good": 0.9, "bad": 0.1}
 NOISE, CYCLE, BAD, TURNS, TURNS_AFTER = 0.1, 5, 2, 3, 250
 RECIPE: Final = (
-    recipe_toml()
-    .replace("max_age_s = 1e9", "smallest_group = 2\nmax_age_s = 5.0")
-    # Versions come and go.
-    .replace("retire_after_s = 1e9", "retire_after_s = 5.0")
+    recipe_toml().replace("max_age_s = 1e9", "max_age_s = 5.0")
     # The last table is [publish].
     + """
 mode = "canary"

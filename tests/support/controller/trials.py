@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 from zlib import crc32
 
+import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -126,6 +127,7 @@ async def live(
     *,
     to_s: float = TO_S,
     are_late: bool = False,
+    task: str | None = None,
 ) -> Sequence[SpoolRecord]:
     """Make episodes of arms and their versions, in turn, with these rewards over and over.
 
@@ -140,9 +142,12 @@ async def live(
             served = policy_name("m", version, "m")
             # Of two runs, episodes may begin in the same millisecond.
             began = ago(from_s - step * number, place + 8 * crc32(run.encode()))
-            made = call(key, policy_version=version, arm=arm, served_model=served, **began)
+            made = call(
+                key, policy_version=version, arm=arm, served_model=served, task=task, **began
+            )
             records.append(made)
-            late.append(reward(values[number % len(values)], episode=key))
+            said = reward(values[number % len(values)], episode=key)
+            late.append(msgspec.structs.replace(said, at=made.started_at))
     await Ingester().store(engine, records if are_late else records + late)
     return late
 

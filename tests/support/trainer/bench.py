@@ -32,14 +32,11 @@ from trainer.publishing import adapters
 from trainer.publishing.adapters import write_base
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
+from trainer.recipes.recipe import ClaimOptions, Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.circuit_breaker import PauseReason
 
-RECIPE: Final = Recipe(
-    claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
-    publish=PublishOptions(retire_after_s=1e9),
-)
+RECIPE: Final = Recipe(claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9))
 # The log-probability of any token of any row by the scripted learner, and by a server that fits.
 OWN: Final = -0.5
 

@@ -44,7 +44,6 @@ rank = 4
 alpha = 8
 [publish]
 tolerance = 1e-3
-retire_after_s = 1e9
 """
 WEIGHTS = "adapter_model.safetensors"
 

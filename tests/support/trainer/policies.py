@@ -54,9 +54,7 @@ class Policies:
     def _worker(self, servers: Replicas, name: str) -> PolicyWorker:
         recipe = Recipe(
             claim=ClaimOptions(group_size=2, groups=GROUPS[name], max_age_s=1e9),
-            publish=PublishOptions(
-                control_share=0.0, retire_after_s=1e9, wait_for_others_s=self.wait_s
-            ),
+            publish=PublishOptions(control_share=0.0, wait_for_others_s=self.wait_s),
         )
         settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
 

@@ -104,7 +104,6 @@ rank = 4
 alpha = 8
 [publish]
 tolerance = 1e-3
-retire_after_s = 1e9
 """
 
 

@@ -31,7 +31,8 @@ def good() -> list[dict[str, Any]]:
     won = calls(2)
     won[1] |= {"agent": "checker", "trainable": False, "reason": "greedy", "policy": "m@3"}
     won[0]["tool_events"] = [event("ok", arguments="{}", ms=3)]
-    return [episode("won", 1.0, calls=won, aliases=[]), episode("lost", 0.0)]
+    lost = [call("1", tool_events=[event("malformed")])]
+    return [episode("won", 1.0, calls=won, aliases=[]), episode("lost", 0.0, calls=lost)]
 
 
 def test_each_transition_has_a_line(tmp_path: Path) -> None:
@@ -41,8 +42,8 @@ def test_each_transition_has_a_line(tmp_path: Path) -> None:
     assert (found.exit_code, found.stderr) == (0, "")
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert [list(line) for line in lines] == [KEYS] * 3
-    # 0.5 of the final rewards and half of 0.1 of AIR, by the spread √½ of the final rewards.
-    won = pytest.approx(0.55 * 2**0.5, abs=1e-12)
+    # Half (one of two succeeds) of 0.5 of the final rewards and 0.2 of AIR, by the spread √½.
+    won = pytest.approx(0.35 * 2**0.5, abs=1e-12)
     assert lines[0] == {
         "episode": "won", "call": "1", "agent": "default", "r_final": 1.0, "r_air": 0.2,
         "r_total": 1.1, "advantage": won, "weight": 0.5, "reason": None,
@@ -106,7 +107,7 @@ def test_line_that_is_no_episode_is_named(line: str) -> None:
         (["a.jsonl", "--update", "3"], "one of them"),
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file"),
         (["-", "--recipe", "nope"], "there is no recipe 'nope'"),
-        (["--update", "3", "--recipe", "demo"], "leave out --recipe"),
+        (["--update", "3", "--recipe", "default"], "leave out --recipe"),
         (["--update", "three"], "a version's number or an update's id"),
     ],
 )

@@ -11,7 +11,7 @@ from pawl.doctor.checks import PAUSES, REASONS
 from pawl.doctor.examine import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Server
 from proxy.trainable import Reason
-from store.adapter_slots import Live
+from store.adapter_slots import Kept, Live
 from store.link.outages import LOST_CALL
 from store.read.gates import Gated, Standing
 from store.read.health import CallKind, EpisodeCounts, Tended
@@ -19,6 +19,7 @@ from store.versions import PolicyVersion
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import PauseReason
 from trainer.updates.claiming import claim_rule
+from trainer.updates.training_warnings import TrainingProblem
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 HOUR = NOW - timedelta(hours=1)
@@ -85,10 +86,13 @@ def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
         ready=40,
         updates=1.0,
         standing=Gated(
-            now=NOW, frozen=False, serving=Standing(version=version(1), gate=None, since=HOUR)
+            now=NOW,
+            frozen=False,
+            is_held=False,
+            serving=Standing(version=version(1), gate=None, since=HOUR),
         ),
         servable=(version(1),),
-        live=Live(serving=1, kept=0, unloading=0, coming=0),
+        live=Live(serving=1, kept=0, coming=0),
     )
     return replace(made, **changes)
 
@@ -128,11 +132,28 @@ def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
 AWAY = "Cannot connect"
 IS_STUCK = Ready(drain=Drain(state="stuck", for_s=60.0, reason="disk full", held=7))
 MISSERVED = Ready(misserved={"http://gpu:8000/v1": {"m@1": "it is 0.4 nats off"}})
-LONG_FULL = Live(serving=4, held=4, kept=1, unloading=0, coming=0)
-KEPT_FULL = Live(serving=1, held=1, kept=6, unloading=0, coming=0)
+LONG_FULL = Live(serving=4, held=4, kept=1, coming=0)
+KEPT_FULL = Live(serving=1, held=1, kept=6, coming=0)
+
+
+def kept(number: int, *, is_under_way: bool = True) -> tuple[Kept, ...]:
+    """So many versions, one of which is kept for another 400 seconds at most, and so on."""
+    return tuple(
+        Kept(
+            name="m",
+            version=version,
+            served_name=f"m@{version}",
+            is_under_way=is_under_way,
+            at_most_s=400.0 + version,
+        )
+        for version in range(number)
+    )
+
+
 TRIED = Gated(
     now=NOW,
     frozen=False,
+    is_held=False,
     serving=Standing(version=version(1), gate=None, since=HOUR),
     canary=Standing(version=version(2, state="canary", share=0.1), gate=None, since=HOUR),
 )
@@ -274,8 +295,18 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             "PAWL_DEFAULT_SAMPLING",
             True,
         ),
-        (facts(policy(live=LONG_FULL)), "m: no update begins, as all 8", "--max-loras", True),
-        (facts(policy(live=KEPT_FULL)), "m: no update begins, as all 8", "--max-loras", False),
+        (
+            facts(policy(live=LONG_FULL, kept=kept(1))),
+            "m: no update begins, as all 8",
+            "PAWL_ADAPTER_SLOTS=16",
+            True,
+        ),
+        (
+            facts(policy(live=KEPT_FULL, kept=kept(6))),
+            "m: no update begins, as all 8",
+            "wait for at most 400 s",
+            False,
+        ),
         (
             facts(trainer=trainer(DRIFT)),
             "m: model server and trainer disagree",
@@ -300,6 +331,24 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             "`pawl controller`",
             True,
         ),
+        (
+            facts(policy(problems={"collapsed": TrainingProblem("worse than 1", "roll back")})),
+            "m: worse than 1",
+            "roll back",
+            True,
+        ),
+        (
+            facts(counted(least=-1.0)),
+            "m: rewards of -1 to 1 are outside the range of 0 to 1",
+            "publish.reward_range",
+            True,
+        ),
+        (
+            facts(counted(first_at=ago(days=4), alike=20)),
+            "m: about 5 episodes a day can be trained, and an update takes 16",
+            "3.2 days",
+            False,
+        ),
         (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
         (facts(proxy=Process(address="", asks_key=True)), "PAWL_API_KEY is not", "read", False),
         (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
@@ -318,6 +367,26 @@ def test_system_that_works_has_no_findings() -> None:
     assert findings(facts()) == []
 
 
+def test_versions_that_give_way_are_no_finding_though_they_take_all_slots() -> None:
+    assert findings(facts(policy(live=KEPT_FULL, kept=kept(6, is_under_way=False)))) == []
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        policy(
+            {"publish": {"reward_range": [-1, 1]}, "claim": {"group_size": 4, "groups": 4}},
+            counts=replace(COUNTS, least=-1.0),
+        ),
+        policy(SUM, counts=replace(COUNTS, most=1.5)),
+        counted(first_at=ago(days=2), alike=4),
+    ],
+    ids=["declared range", "range of the sum", "enough a day"],
+)
+def test_rewards_within_their_range_and_enough_of_them_are_no_finding(known: PolicyFacts) -> None:
+    assert findings(facts(known)) == []
+
+
 def test_what_needs_a_person_comes_before_what_passes() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
     found = findings(facts(counted(ended_scored=10), trainer=paused))
@@ -334,7 +403,7 @@ def test_next_update_is_told_by_the_episodes_that_lack_and_todays_rate() -> None
 def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compared() -> None:
     ppo = {
         "learner": "ppo",
-        "claim": {"group_size": 4, "groups": 4, "smallest_group": 1},
+        "claim": {"group_size": 4, "groups": 4},
         "credit": {"baseline": "none", "normalisation": "batch"},
     }
     assert findings(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []

@@ -55,14 +55,6 @@ def test_bad_query_is_refused_with_the_field_and_the_remedy(query: str, message:
         read_query(query)
 
 
-def test_time_without_a_zone_is_refused_where_readers_are_in_several() -> None:
-    with pytest.raises(BadQuery, match="since: '2026-11-20' has no zone: write 2026-11-20T00:00Z"):
-        read_query("since=2026-11-20", zoned=True)
-    assert read_query("since=2026-11-20T01:00+01:00", zoned=True) == Selection(
-        since=datetime(2026, 11, 20, tzinfo=UTC)
-    )
-
-
 @given(st.text())
 def test_any_text_is_a_query_or_is_refused(query: str) -> None:
     try:

@@ -348,7 +348,7 @@ def test_vllm_samples_with_the_defaults_that_the_proxy_records(
         find_scenario("calculator"),
         model="/a/model",
         is_packaged=True,
-        recipe="demo",
+        recipe="default",
         rank=8,
         seed=0,
         var=tmp_path,
@@ -373,6 +373,42 @@ def test_vllm_on_a_cpu_keeps_short_prompts_and_computes_with_all_cores(
         assert given[given.index("--block-size") + 1] == "32"
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == (None if gpu else "0")
     assert environment["OMP_NUM_THREADS"] == ("1" if gpu else "4")
+
+
+ASKED = "import os; print(os.environ.get('OMP_WAIT_POLICY'))"
+# Each begins a process without importing torch.
+OF_THE_COMMAND = f"""
+from pawl import cli
+cli.app = lambda: None
+cli.main()
+{ASKED}
+"""
+OF_VLLM = f"""
+import sys, types
+from pawl.stack import vllm
+entry = types.ModuleType("vllm.entrypoints.launchers.api_server.entry")
+entry.main = lambda: None
+for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.launchers"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["vllm.entrypoints.launchers.api_server"] = types.ModuleType("api_server")
+sys.modules[entry.__name__] = entry
+vllm.main()
+{ASKED}
+"""
+
+
+@pytest.mark.parametrize("code", [OF_THE_COMMAND, OF_VLLM], ids=["pawl", "vllm"])
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_openmp_waits_passively_unless_the_user_says_otherwise(
+    code: str, given: str | None
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == (given or "PASSIVE")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from proxy import metrics, shared_memory
 from proxy.metrics import status_label
 from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, count_in, registry
+from proxy.spool.folders import Lock
 
 # Counts in the folder, does what each line says, and is killed.
 PROCESS = """
@@ -157,6 +158,24 @@ def test_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
     assert not abandoned.exists()
     in_use.remove()
     new.remove()
+
+
+def test_folder_of_a_supervisor_that_starts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, others = shared_memory.hold, list[SharedFolder]()
+    with monkeypatch.context() as patch:
+
+        def hold(path: Path) -> Lock:
+            # Another supervisor starts between the moments at which the file is made and locked.
+            patch.undo()
+            path.touch()
+            others.append(SharedFolder())
+            return real(path)
+
+        patch.setattr(shared_memory, "hold", hold)
+        one = SharedFolder()
+    assert {child.name for child in one.path.iterdir()} == {shared_memory.OWNER}
+    for folder in (one, *others):
+        folder.remove()
 
 
 def test_room_is_set_aside_for_every_kind_of_metric() -> None:

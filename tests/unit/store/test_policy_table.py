@@ -15,7 +15,7 @@ WHOLE = """
 name = "writes"
 base = "qwen"
 agents = ["writer", "planner"]
-recipe = "single"
+recipe = "ppo"
 
 [[policy]]
 name = "checks"
@@ -34,7 +34,7 @@ ONE = '[[policy]]\nname = "a"\nbase = "m"\n'
 
 def test_a_file_is_read_whole() -> None:
     writes, checks, rest = parse_policies(WHOLE, "p.toml").specs
-    assert (writes.base, writes.agents, writes.recipe) == ("qwen", ("writer", "planner"), "single")
+    assert (writes.base, writes.agents, writes.recipe) == ("qwen", ("writer", "planner"), "ppo")
     assert (checks.models, checks.trained, checks.recipe) == (("my-checker",), True, None)
     assert rest.trained is False
 

@@ -65,11 +65,26 @@ def test_each_episode_is_accounted_for_once() -> None:
         (True, None),
         (True, None),
         (False, "unscored"),
-        (False, "failed"),
+        # It is the lowest.
+        (True, None),
         (False, "no_trainable_call"),
     ]
-    assert len(found.rows) == 4
-    assert found.metrics["dropped"] == {"unscored": 1, "failed": 1, "no_trainable_call": 1}
+    assert len(found.rows) == 5
+    assert found.metrics["dropped"] == {"unscored": 1, "no_trainable_call": 1}
+
+
+def test_rewards_are_told_by_family_of_tasks() -> None:
+    claim = claimed(rewarded(1.0, 0.0), rewarded(0.5), rewarded(0.0, None), rewarded(None))
+    tasks = ("shipping/1", "own\x1fshipping/2", "account-3", "billing/4")
+    groups = tuple(
+        msgspec.structs.replace(group, task=task)
+        for group, task in zip(claim.groups, tasks, strict=True)
+    )
+    found = plan_update(msgspec.structs.replace(claim, groups=groups), DEFAULT).metrics
+    assert found["families"] == {
+        "shipping": {"reward": 0.5, "episodes": 3},
+        "account": {"reward": 0.0, "episodes": 1},
+    }
 
 
 def test_means_are_over_episodes() -> None:
@@ -112,45 +127,44 @@ OF_ONE = {"group_size": 1, "groups": 8}
     [
         pytest.param(
             [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.5)],
-            {"claim": {"groups": 8}},
-            2 / 8,
+            {"claim": {"groups": 1}},
+            (4 / 8) ** 0.5,
             id="groups without spread give no signal",
         ),
         pytest.param(
             [rewarded(1.0, 0.0), rewarded(1.0, 0.5), rewarded(0.0, 0.5)],
-            {"claim": {"groups": 2}},
+            {"claim": {"groups": 1, "group_size": 4}},
             1.0,
             id="no more than a whole step",
         ),
         pytest.param(
             # λ 0.2 against a spread of 0.5, and by half of that where the reward is half a success.
-            [(with_tool(0.0, "ok"), with_tool(0.0, "error"))] * 4
-            + [(with_tool(0.5, "ok"), with_tool(0.5, "error"))] * 4,
-            {"claim": {"groups": 8}},
-            0.3,
+            [(with_tool(r, "ok"), with_tool(r, "malformed")) for r in (0.0, 0.5) for _ in range(4)],
+            {"claim": {"groups": 8, "group_size": 2}},
+            0.3**0.5,
             id="groups whose tools alone differ count for what AIR weighs",
         ),
         pytest.param(
             [rewarded(1.0, 0.0, None)],
-            {"claim": OF_ONE, "credit": {"baseline": "moving"}},
-            2 / 8,
-            id="of groups of one each episode counts",
+            {"claim": OF_ONE},
+            (2 / 8) ** 0.5,
+            id="each single episode counts",
         ),
         pytest.param(
             [rewarded(1.0, 0.0), rewarded(0.0), rewarded(1.0)],
             IMITATES | {"claim": {"groups": 8}},
-            2 / 8,
+            (2 / 8) ** 0.5,
             id="of imitation each group with a success counts",
         ),
         pytest.param(
             [rewarded(1.0, 0.0, 1.0)],
             IMITATES | {"claim": OF_ONE},
-            2 / 8,
+            (2 / 8) ** 0.5,
             id="of imitation of groups of one each success counts",
         ),
     ],
 )
-def test_step_is_as_large_as_the_signal(
+def test_step_is_the_root_of_the_share_of_episodes_with_a_signal(
     groups: list[tuple[Episode, ...]], tables: dict[str, Any], share: float
 ) -> None:
     found = plan_update(claimed(*groups), recipe(**tables))
@@ -167,7 +181,6 @@ def test_step_is_as_large_as_the_signal(
         ({}, True),
         ({"baseline": "leave_one_out"}, True),
         ({"baseline": "none"}, False),
-        ({"baseline": "moving"}, False),
         ({"assignment": "call"}, False),
     ],
 )
@@ -405,5 +418,5 @@ def test_dropped_group_gives_no_signal() -> None:
     first, second = rewarded(1.0, 0.0)
     far = LeftOut(off_policy_episodes={first.id: 0.1, second.id: 0.2})
     held = claimed((first, second), rewarded(1.0, 0.0))
-    found = plan_update(held, recipe(claim={"groups": 2}), far)
+    found = plan_update(held, recipe(claim={"groups": 4, "group_size": 2}), far)
     assert (found.step_share, len(found.rows)) == (0.5, 2)

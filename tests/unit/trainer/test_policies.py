@@ -11,7 +11,7 @@ from trainer.policies import Chosen, chosen_policies, importing_policy, load_rec
 from trainer.settings import TrainerSettings
 
 FIXED = '[[policy]]\nname = "rest"\nbase = "qwen"\ntrained = false\n'
-ONE = '[[policy]]\nname = "writes"\nbase = "qwen"\nrecipe = "single"\n'
+ONE = '[[policy]]\nname = "writes"\nbase = "qwen"\nrecipe = "ppo"\n'
 OTHER = '[[policy]]\nname = "plans"\nbase = "llama"\n'
 TWO = ONE + '[[policy]]\nname = "checks"\nbase = "qwen"\n'
 # The trained policies of the second.
@@ -31,7 +31,7 @@ def test_settings_name_the_policy_where_there_is_no_file() -> None:
 
 def test_the_only_trained_policy_of_a_file_need_not_be_named() -> None:
     [chosen] = chosen_policies(settings(), parse_policies(FIXED + ONE, "p.toml"))
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="single", known=("writes",))
+    assert chosen == Chosen(policy="writes", base="qwen", recipe="ppo", known=("writes",))
 
 
 def test_named_policy_is_trained_with_the_recipe_of_the_settings_if_the_file_has_none() -> None:
@@ -41,7 +41,7 @@ def test_named_policy_is_trained_with_the_recipe_of_the_settings_if_the_file_has
 
 def test_all_policies_of_a_file_are_trained_unless_some_are_named() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
-    writes = Chosen(policy="writes", base="qwen", recipe="single", known=BOTH)
+    writes = Chosen(policy="writes", base="qwen", recipe="ppo", known=BOTH)
     checks = Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
     assert chosen_policies(settings(recipe="r"), table) == (writes, checks)
     assert chosen_policies(settings(recipe="r", policy="checks, writes"), table) == (checks, writes)
@@ -90,7 +90,7 @@ def test_ambiguous_or_unknown_policies_are_refused_with_what_to_set(
 def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
     chosen = importing_policy(settings(policy="checks", recipe="r"), table, "writes")
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="single", known=BOTH)
+    assert chosen == Chosen(policy="writes", base="qwen", recipe="ppo", known=BOTH)
     chosen = importing_policy(settings(policies=None, policy="m", recipe="r"), None, "n")
     assert chosen == Chosen(policy="n", base=None, recipe="r")
 

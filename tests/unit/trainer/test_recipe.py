@@ -1,6 +1,7 @@
 """Recipes: every key known, every value in range, and the message names what is not."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,41 +21,42 @@ EVALUATED = "[publish]\nmode = 'evaluated'\n[evaluation]\n"
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
-# By packaged recipe: its learner, and whether it takes the machine's precision.
-PACKAGED = {
-    **dict.fromkeys(("default", "single", "thinking"), ("grpo", True)),
-    **dict.fromkeys(("rollout", "demo", "demo-single"), ("grpo", False)),
-    "ppo": ("ppo", True),
-    "demo-ppo": ("ppo", False),
-    "sft": ("sft", True),
-    "demo-sft": ("sft", False),
-}
+# By packaged recipe: its learner.
+PACKAGED = {"default": "grpo", "rollout": "grpo", "ppo": "ppo", "sft": "sft"}
 
 
 @pytest.mark.parametrize("name", PACKAGED)
 def test_packaged_recipe_serves_each_version_at_once(name: str) -> None:
     recipe = load_recipe(name)
-    learner, is_live = PACKAGED[name]
-    assert recipe.learner == learner
+    assert recipe.learner == PACKAGED[name]
     assert recipe.publish.serves_at_once
     # In a training run over tasks every new episode gets the newest version.
-    assert recipe.publish.control_share == (0.0 if name == "rollout" else 0.05)
-    # On live traffic the precision is the machine's.
-    assert recipe.dtype == "auto" or not is_live
+    assert recipe.publish.control_share == (0.0 if name == "rollout" else 0.15)
+    assert recipe.dtype == "auto"
 
 
 @pytest.mark.parametrize(
     "path", [*ROOT.glob("trainer/recipes/*.toml"), *EXAMPLES], ids=lambda path: path.stem
 )
 def test_a_failed_episode_is_an_outcome_in_every_recipe_that_comes_with_pawl(path: Path) -> None:
-    assert load_recipe(str(path)).credit.failed_reward == 0.0
+    recipe = load_recipe(str(path))
+    assert recipe.credit.failed_reward is None
+    assert recipe.failed_reward == recipe.reward_range[0]
 
 
-def test_recipe_for_thinking_weighs_each_token_the_same() -> None:
-    recipe = load_recipe("thinking")
-    assert recipe.credit.equal_weight == "token"
-    rule = recipe.off_policy
-    assert (rule.sequence_min, rule.sequence_max) == (0.5, 2.0)
+@pytest.mark.parametrize(
+    ("section", "low"),
+    [
+        ({"publish": {"reward_range": [-2.0, 1.0]}}, -2.0),
+        ({"reward": {"cost": {"weight": -1.0, "range": [0, 3]}}}, -3.0),
+        ({"credit": {"failed_reward": -1.0}}, -1.0),
+        ({"credit": {"failed_reward": "unscored"}}, None),
+    ],
+)
+def test_failed_episode_is_claimed_as_the_lowest_unless_the_recipe_says_otherwise(
+    section: dict[str, Any], low: float | None
+) -> None:
+    assert Recipe.model_validate(section).failed_reward == low
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         ("[optimizer]\nlearning_rate = 0", "optimizer.learning_rate"),
         ("[optimizer]\nlearning_rate = 'fast'", "optimizer.learning_rate"),
         ("[claim]\ngroup_size = 0", "claim.group_size"),
-        ("[claim]\ngroup_size = 2\nsmallest_group = 4", "smallest_group"),
+        ("[claim]\nsmallest_group = 4", "unknown key 'claim.smallest_group'"),
         ("[credit]\nair_lambda = 0.3", "credit.air_lambda"),
         ("[credit.air_scores]\nok = 1", "air_scores"),
         (
@@ -89,12 +91,7 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
             "malformed must score below",
         ),
         ("learner = 'magic'", "learner"),
-        ("[claim]\ngroup_size = 1", "claim.group_size = 1 .* credit.baseline = 'group'"),
-        (
-            "[claim]\ngroup_size = 1\n[credit]\nbaseline = 'leave_one_out'",
-            "credit.baseline = 'leave_one_out'",
-        ),
-        ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
+        ("[credit]\nbaseline = 'moving'", "'moving' is not known: use one of group, leave_one_out"),
         ("learner = 'ppo'", 'set credit.baseline = "none" and credit.normalisation = "batch"'),
         ("learner = 'ppo'\n[credit]\nbaseline = 'none'", 'credit.normalisation = "batch"'),
         ("[ppo]\nclip = 1.0", "ppo.clip"),
@@ -157,16 +154,10 @@ def test_wrong_key_or_value_is_named(text: str, named: str) -> None:
         parse_recipe(text, "r.toml")
 
 
-@pytest.mark.parametrize("baseline", ["moving", "none"])
-def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> None:
-    found = parse_recipe(f"[claim]\ngroup_size = 1\n[credit]\nbaseline = '{baseline}'", "r.toml")
-    assert (found.claim.group_size, found.claim.smallest_group) == (1, 1)
-
-
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match="default, demo, demo-ppo, demo-sft, demo-single, ppo, rollout, sft, single, thinking",
+        match="default, ppo, rollout, sft",
     ):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):

@@ -55,10 +55,12 @@ AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     """Feed TRL's GRPO trainer with recorded rows: nothing is generated, nothing tokenised.
 
-    `off_policy` is the recipe's rule.
+    `off_policy` is the recipe's rule, and `drift` what server and trainer differ by in the update
+    under way (`trainer.learners.off_policy.mean_drift`).
     """
 
     off_policy: OffPolicyOptions
+    drift: float
     _compared: list[RowComparison]
 
     needs_hidden = False
@@ -96,7 +98,8 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         rule = self.off_policy
         versions = [None if row.recomputed else row.version for row in self._rows]
         bounds = torch.tensor([rule.sequence_bounds(len(row.sampled_ids)) for row in self._rows])
-        keeps = keeps_loss(log_ratios, mask, *bounds.to(mask.device).split(1, dim=1))
+        least, most = bounds.to(mask.device).split(1, dim=1)
+        keeps = keeps_loss(log_ratios, mask, least, most, self.drift)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
@@ -194,6 +197,6 @@ def build_trainer(
         train_dataset=Dataset.from_dict({"prompt": [""] * 4}),
         processing_class=tokenizer,
     )
-    trainer.off_policy, trainer._compared = recipe.off_policy, []
+    trainer.off_policy, trainer.drift, trainer._compared = recipe.off_policy, 0.0, []
     ready(trainer, recipe, way=way)
     return trainer

@@ -89,7 +89,8 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         self._explained = explained_variance(values, returns, weights)
         credit = self.recipe.credit
         if NORMALISATIONS[credit.normalisation].spread_over == "update":
-            advantages = normalised(advantages, weights, SMALLEST_SPREAD)
+            low, high = self.recipe.reward_range
+            advantages = normalised(advantages, weights, (high - low) * SMALLEST_SPREAD)
         self._targets = Targets(
             old=view.policy,
             returns={row.key: own for row, own in zip(rows, returns, strict=True)},

@@ -135,6 +135,7 @@ def arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def ready(trainer: Any, recipe: Recipe, *, way: Way) -> None:
     """Give a new trainer its recipe and its optimiser."""
-    trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl)
+    ratio_cap = recipe.off_policy.ratio_cap if recipe.kept is None else None
+    trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl, ratio_cap)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()

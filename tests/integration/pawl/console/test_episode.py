@@ -1,4 +1,4 @@
-"""The screens Episode and Group show a recorded episode: what was said, and what it is worth."""
+"""The screen Episode shows a recorded episode: what was said, and what it is worth."""
 
 import asyncio
 import json
@@ -362,25 +362,20 @@ async def test_tokens_have_the_texts_that_a_model_server_tells(
     assert "No model server says" not in page
 
 
-async def test_group_shows_attempts_side_by_side_and_where_they_part(
+async def test_attempts_at_a_task_are_compared_in_the_list_and_by_their_credit(
     engine: AsyncEngine, console: Pages
 ) -> None:
     await fill(engine)
-    twins = (attempt(name, "sql/0", 3, 1.0, 9, age) for name, age in (("one", 90), ("two", 80)))
-    await store(engine, *(record for records in twins for record in records))
-    open_ones = (await console.get("/groups?policy=m&task=sql/0")).body.decode()
-    assert ">1: " in open_ones
-    assert "They do not part within" in open_ones
-    [update] = set(re.findall(r"update=([0-9a-f-]{36})", open_ones))
-    page = (await console.get(f"/groups?policy=m&task=sql/0&update={update}")).body.decode()
-    assert "The first 3 messages are the same" in page
-    assert re.findall(r"<b>(0[^<]*)</b>", page) == ["0", "0.250", "0.500", "0.750"]
-    assert all(f"{rows} rows" in page for rows in range(4))
-    assert page.count("trained</span>") == 4
-    nothing = await console.get("/groups?policy=m&task=nothing-like-it")
-    assert "No attempt waits" in nothing.body.decode()
-    for query in ("", "?policy=m", "?policy=m&task=%00"):
-        assert (await console.get(f"/groups{query}")).status == 404
+    listed = (await console.get("/episodes?policy=m&task=sql/0")).body.decode()
+    assert listed.count("How many customers of sql/0 ordered in May?</bdi>") == 4
+    assert re.findall(r"There are (\d+)\.</bdi>", listed) == ["43", "42", "41", "40"]
+    async with engine.connect() as connection:
+        update = await connection.scalar(sqlalchemy.text("SELECT id FROM updates"))
+    page = (await console.get(f"/updates/{update}")).body.decode()
+    [credit] = {link for link in re.findall(r'href="([^"]*credit[^"]*)"', page) if "%2F0" in link}
+    shown = (await console.get(credit)).body.decode()
+    assert set(re.findall(r">(run-\d)</bdi>", shown)) == {"run-0", "run-1", "run-2", "run-3"}
+    assert "of 0, 0.250, 0.500, 0.750<" in shown
 
 
 async def test_raw_bytes_are_a_file_as_they_were_recorded(
@@ -433,7 +428,7 @@ async def test_hostile_text_is_shown_as_text_on_a_page_of_bounded_size(
     [episode] = await episodes(engine)
     for path in (
         f"/episodes/{episode.id}",
-        f"/groups?policy=m&task={quote(name)}",
+        f"/episodes?task={quote(name)}",
         f"/calls/{episode.calls[0].id}/tokens",
     ):
         page = await console.get(path)
@@ -470,7 +465,6 @@ async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
     for more in (
         "what follows is not shown",
         "600 earlier statements",
-        "more marks of tools and feedback",
         "5 more",
     ):
         assert more in body
@@ -488,7 +482,7 @@ async def test_requests_are_taken_apart_beside_the_event_loop(
         return parse_object(body)
 
     monkeypatch.setattr(conversation, "parse_object", parsed)
-    for path in ("/groups?policy=m&task=t", f"/episodes/{(await ids(engine))['a']}"):
+    for path in ("/episodes?task=t", f"/episodes/{(await ids(engine))['a']}"):
         before = len(threads)
         assert (await console.get(path)).status == 200
         assert len(threads) > before
@@ -505,7 +499,6 @@ async def test_only_its_own_tenant_sees_an_episode(
         f"/episodes/{episode.id}",
         f"/calls/{made.id}/tokens",
         f"/calls/{made.id}/request",
-        "/groups?policy=m&task=" + quote(scoped("own", "t")),
     )
     await train(
         engine,
@@ -518,7 +511,7 @@ async def test_only_its_own_tenant_sees_an_episode(
     for tenant, expected in (("own", 200), ("other", 404), ("default", 404)):
         key = bearer(await key_of(engine, tenant, "read"))
         async with open_console() as console:
-            assert [(await console.get(path, key)).status for path in paths] == [expected] * 4
+            assert [(await console.get(path, key)).status for path in paths] == [expected] * 3
             for query in (f"task={quote(scoped('own', 't'))}", f"episode={episode.id}"):
                 page = await console.get(f"/updates/{update}/credit?{query}", key)
                 why = "gave no credit here" if tenant == "default" else f"is no update {update}"

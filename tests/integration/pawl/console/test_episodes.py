@@ -1,15 +1,22 @@
 """The screens Overview and Episodes: what they show, and how a list is gone through."""
 
+import html
+import json
 import re
+from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.console.pages import figure
 from store.keys import create_key
+from store.records import SpoolRecord
 from store.tenants import scoped
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.pawl.console.conftest import Pages
+from tests.support.ledger.episodes import ingest, store
+from tests.support.ledger.lineage import promote, trained
 from tests.support.records import ago, call, reward
 
 HOSTILE = "<script>alert(1)</script>\u202e"
@@ -81,14 +88,89 @@ async def test_overview_shows_rewards_of_a_version_live_and_held_out_with_interv
 ) -> None:
     held_out = [call("e", task="eval/1", split="eval"), reward(0.25, episode="e")]
     scores = [("a", 1.0), ("b", 0.0), ("c", 1.0)]
-    live = [(call(key), reward(value, episode=key)) for key, value in scores]
-    await Ingester().store(engine, [*(one for pair in live for one in pair), *held_out, call("d")])
+    live = [(call(key, task=key), reward(value, episode=key)) for key, value in scores]
+    await Ingester().store(
+        engine, [*(one for pair in live for one in pair), *held_out, call("d", task="d")]
+    )
     page = await shown(console, "/overview/figures")
     # Wilson's interval of two in three, and one value that has none.
     for text in ('0.667</b> <span class="dim">0.208 to 0.939<', "3 of 4 episodes"):
         assert text in page
     assert re.search(r"0\.250</b>\s*<br><span class=\"dim\">1 of 1 episodes", page)
     assert "5 episodes, 0 % trained" in page
+
+
+@pytest.mark.parametrize(
+    ("attempts", "right", "verdict"),
+    [(1, 18, "Better"), (1, 2, "Unclear"), (8, 18, "Unclear"), (1, 0, "Worse")],
+    ids=["by independent episodes", "alike", "by eight attempts at a few tasks", "worse"],
+)
+async def test_overview_says_whether_a_policy_is_better_than_version_0(
+    console: Pages, engine: AsyncEngine, attempts: int, right: int, verdict: str
+) -> None:
+    """Of version 0 a fifth of 20 episodes succeeds, or all but two, of version 1 `right` of 20."""
+    before = 18 if right == 0 else 4
+    records: list[SpoolRecord] = []
+    for version, succeeded in ((0, before), (1, right)):
+        for number in range(20):
+            key, task = f"{version}-{number}", f"{version}-{number // attempts}"
+            records.append(call(key, policy_version=version, task=task))
+            records.append(reward(float(number < succeeded), episode=key))
+    async with engine.begin() as connection:
+        await trained(connection, 0)
+        await promote(connection, "m", 1)
+        await ingest(connection, records)
+    page = re.sub("<[^>]+>", "", await shown(console, "/overview/figures"))
+    means = f"reward {figure(before / 20)} → {figure(right / 20)}"
+    assert f"{verdict} since version 0: {means}, a difference of" in page
+
+
+QUESTION = "How many customers ordered in May?"
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ({"content": "There are 42."}, "There are 42."),
+        ({"content": "Let me think. " * 60 + "It is 42."}, "It is 42."),
+        ({"tool_calls": [{"function": {"name": "count", "arguments": '{"a": 1}'}}]}, "count {"),
+        (None, ""),
+    ],
+    ids=["short", "long", "tool call", "failed"],
+)
+async def test_list_shows_the_question_and_the_last_answer_in_place_of_names(
+    console: Pages, engine: AsyncEngine, reply: dict[str, Any] | None, answer: str
+) -> None:
+    said = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "An example."},
+        {"role": "assistant", "content": "Its answer."},
+        {"role": "user", "content": "Here are documents. " * 90 + QUESTION},
+    ]
+    first = json.dumps({"messages": said}).encode()
+    later = {"role": "assistant", "content": "I look."}, {"role": "user", "content": "Go on."}
+    message = {"choices": [{"message": {"role": "assistant"} | reply}]} if reply else {"error": "x"}
+    name = "0192f7a0-0000-7000-8000-000000000001"
+    await store(
+        engine,
+        call(name, request=first, **ago(20)),
+        call(
+            name,
+            request=json.dumps({"messages": [*said, *later]}).encode(),
+            reply=json.dumps(message).encode(),
+            **ago(10),
+        ),
+    )
+    page = await shown(console, "/episodes")
+    [(title, question)] = re.findall(
+        r'<td data-th="Question"><a href="[^"]+" title="([^"]+)">(.*?)</a>', page
+    )
+    assert (title, name in question) == (name, False)
+    assert question.endswith(f"{QUESTION}</bdi>")
+    assert len(question) < 200
+    [listed] = re.findall(r'<td data-th="Answer">(.*?)</td>', page)
+    assert answer in html.unescape(listed)
+    assert len(listed) < 200
 
 
 @pytest.mark.parametrize(

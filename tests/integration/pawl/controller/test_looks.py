@@ -140,7 +140,8 @@ async def test_look_that_is_cut_off_goes_on_with_the_next(
         await serves(engine, 2, 0)
         await live(engine, {("control", 0): GOOD, ("serving", 2): BAD})
     monkeypatch.setattr(evidence, "READ_S", 0.0)
-    monkeypatch.setattr(evidence, "PART", timedelta(minutes=10))
+    monkeypatch.setattr(evidence, "LONGEST", timedelta(minutes=10))
+    monkeypatch.setattr(evidence, "LONGEST_PAST", timedelta(minutes=10))
     monkeypatch.setattr(evidence, "arm_episodes", counted)
     version, looks, most = (1 if compared == "trial" else 2), 0, 0
     while (await states(engine))[version] != wanted:
@@ -230,14 +231,15 @@ async def test_several_controllers_make_each_change_once(engine: AsyncEngine) ->
     assert await changes(engine) == [("m@1", "canary"), ("m@0", "retired"), ("m@1", "serving")]
 
 
-async def test_several_controllers_write_down_what_is_proven_once(engine: AsyncEngine) -> None:
+async def test_several_controllers_let_the_control_move_on_once(engine: AsyncEngine) -> None:
     controllers = [controller(engine) for _ in range(3)]
     await loaded(engine, 0, rule=IMMEDIATE)
     await serves(engine, 2, 1)
-    await live(engine, {("control", 0): BAD, ("serving", 2): GOOD})
+    await serves(engine, 3, 2)
+    await live(engine, {("control", 0): BAD, ("serving", 3): GOOD}, many=160)
     for _ in range(3):
         await asyncio.gather(*(one.look(engine) for one in controllers))
-    assert await changes(engine) == [("m@2", "serving")]
+    assert await changes(engine) == [("m@2", "retired")]
 
 
 async def begins(engine: AsyncEngine, judge: Deciding) -> None:

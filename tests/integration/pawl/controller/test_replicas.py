@@ -30,6 +30,8 @@ from tests.support.controller.replicas import (
     unload,
 )
 from tests.support.faults.unreadable import unreadable
+from tests.support.ledger.episodes import ingest
+from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import PATIENCE_S, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
@@ -56,6 +58,31 @@ async def test_restarted_server_gets_its_adapters_back(
         await assert_has(server, "m@2", "m@3")
         await publish(engine, tmp_path, 4)
         await assert_has(server, "m@2", "m@3", "m@4")
+
+
+async def test_ended_versions_are_not_loaded_again_after_a_restart(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    """The controller's, and then the model server's; until then they stay."""
+    older = text("UPDATE policies SET changed_at = now() - interval '60 s'")
+    await publish(engine, tmp_path, 1, 2, 3, 4)
+    async with engine.begin() as connection:
+        await connection.execute(older)
+        await ingest(connection, [call("goes-on", policy_version=1)])
+    port = free_port()
+    async with controlling(engine, f"http://127.0.0.1:{port}/v1") as controller:
+        async with fake_model_server(port) as server:
+            # A roll-back would be to the version before the one that serves.
+            await assert_has(server, "m@1", "m@3", "m@4")
+            await publish(engine, tmp_path, 5)
+            async with engine.begin() as connection:
+                await connection.execute(older)
+            await assert_has(server, "m@1", "m@3", "m@4", "m@5")
+            assert sorted(server.loads) == ["m@1", "m@3", "m@4", "m@5"]
+        await until(lambda: "m@3" not in {one.served_name for one in controller.servable.versions})
+        async with fake_model_server(port) as server:
+            await assert_has(server, "m@1", "m@4", "m@5")
+            assert sorted(server.loads) == ["m@1", "m@4", "m@5"]
 
 
 async def test_only_policies_of_the_servers_base_model_are_loaded(

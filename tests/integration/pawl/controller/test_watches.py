@@ -1,4 +1,4 @@
-"""What serves is compared with its control, the last version with proof, and rolled back to it.
+"""What serves is compared with its control, an earlier version, and rolled back to it.
 
 No trainer runs in any of these tests, and no model server.
 """
@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
 from pawl.controller.deciding import Deciding
-from store.version_states import set_control_share
+from store.version_queries import why_held
+from store.version_states import freeze, mark_unloaded
 from tests.support.controller.trials import (
     BAD,
     GOOD,
     IMMEDIATE,
     MANY,
     RULE,
-    TO_S,
     changes,
     live,
     look,
@@ -115,41 +116,117 @@ async def test_world_that_gets_worse_for_all_rolls_nothing_back(
     assert is_watched()
 
 
-async def test_proof_is_of_no_version_that_its_own_episodes_do_not_speak_for(
+async def moved(engine: AsyncEngine, judge: Deciding) -> None:
+    """Let four versions serve, of which none has enough episodes to be compared by itself."""
+    for number in (1, 2, 3, 4):
+        await serves(engine, number, number - 1)
+        to_s = 3300.0 - 600.0 * number
+        arms: Any = {("control", 0): FAIR, ("serving", number): GOOD}
+        await live(engine, arms, str(number), to_s + 500.0, 50, to_s=to_s)
+        await judge.look(engine)
+    await judge.look(engine)
+
+
+async def test_control_moves_on_with_the_evidence_of_all_that_served_since(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    await moved(engine, judge)
+    [control] = await shares(engine)
+    assert control in {1, 2, 3}
+    assert (await shares(engine))[control] == RULE["control_share"]
+    assert (f"m@{control}", "retired") in await changes(engine)
+    before = await changes(engine)
+    # Whoever begins now comes to the same.
+    await look(engine)
+    assert await changes(engine) == before
+
+
+async def test_roll_back_returns_to_the_control_that_moved_on(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """Versions that were better than the first control prove nothing for one that is worse."""
+    await moved(engine, judge)
+    [control] = await shares(engine)
+    await serves(engine, 5, 4)
+    await live(engine, {("control", control): GOOD, ("serving", 5): FAIR}, "5", many=300)
+    await judge.look(engine)
+    found = await states(engine)
+    assert found[control] == "serving"
+    assert {found[one] for one in range(control)} == {"retired"}
+    assert {found[one] for one in range(control + 1, 6)} == {"rolled_back"}
+
+
+@pytest.mark.parametrize(("control", "ends"), [(BAD, "serving"), (GOOD, "rolled_back")])
+async def test_fall_below_its_own_past_holds_training_until_the_control_tells_why(
+    engine: AsyncEngine, judge: Deciding, control: list[float], ends: str
+) -> None:
+    """The world got worse for all; or the version alone did."""
+
+    async def is_held() -> bool:
+        async with engine.connect() as connection:
+            return await why_held(connection, "m") is not None
+
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1900.0, many=100)
+    await live(engine, {("serving", 1): FAIR}, "b", from_s=1800.0, to_s=1500.0, many=100)
+    await judge.look(engine)
+    assert await is_held()
+    assert await shares(engine) == {0: 0.5}
+    arms: Any = {("control", 0): control, ("serving", 1): BAD}
+    await live(engine, arms, "c", from_s=1400.0, many=200)
+    await look(engine)
+    assert not await is_held()
+    assert (await states(engine))[1] == ends
+
+
+async def test_training_is_not_held_any_longer_once_no_server_can_load_the_control(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """Nothing new could serve, so nothing would ever tell why rewards fell."""
+    await serves(engine, 1, 0)
+    await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1400.0, many=100)
+    await live(engine, {("serving", 1): FAIR}, "b", from_s=1300.0, many=100)
+    await judge.look(engine)
+    async with engine.begin() as connection:
+        assert await why_held(connection, "m") is not None
+        await mark_unloaded(connection, "m", [0], "its files are gone", "controller", is_lost=True)
+        await connection.execute(text("UPDATE policies SET share = NULL WHERE version = 0"))
+    await judge.look(engine)
+    async with engine.connect() as connection:
+        assert await why_held(connection, "m") is None
+
+
+async def test_training_that_a_person_lets_go_on_is_held_for_no_fall_of_before(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await serves(engine, 1, 0)
-    await live(engine, {("control", 0): BAD, ("serving", 1): GOOD})
-    await serves(engine, 2, 1)
+    await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1400.0, many=100)
+    await live(engine, {("serving", 1): FAIR}, "b", from_s=1300.0, many=100)
     await judge.look(engine)
-    assert await changes(engine) == []
-    await live(engine, {("control", 0): BAD, ("serving", 2): [0.0]}, "b")
+    async with engine.begin() as connection:
+        assert await why_held(connection, "m") is not None
+        await freeze(connection, "m", frozen=False, reason="it is known", actor="operator")
+        assert await why_held(connection, "m") is None
     await judge.look(engine)
-    assert await changes(engine) == []
-    await live(engine, {("control", 0): BAD, ("serving", 2): GOOD}, "c", from_s=TO_S, to_s=650.0)
-    await look(engine)
-    assert await changes(engine) == [("m@2", "serving")]
+    async with engine.connect() as connection:
+        assert await why_held(connection, "m") is None
+    assert await shares(engine) == {0: RULE["control_share"]}
 
 
-async def test_proof_moves_the_control_with_the_next_promotion_only(
-    engine: AsyncEngine, judge: Deciding
+@pytest.mark.parametrize(("undecided", "ends"), [("promote", "serving"), ("keep", "rolled_back")])
+async def test_loss_on_a_family_is_reported_and_rolled_back_where_the_recipe_says_so(
+    engine: AsyncEngine, judge: Deciding, undecided: str, ends: str
 ) -> None:
-    await serves(engine, 1, 0)
-    await serves(engine, 2, 1)
-    assert await shares(engine) == {0: 0.3}
-    await live(engine, {("control", 0): BAD, ("serving", 2): FAIR})
-    for one in (judge, judge):
-        await one.look(engine)
-    await look(engine)
-    # It is said once, and nothing else changes.
-    assert await changes(engine) == [("m@2", "serving")]
-    assert await shares(engine) == {0: 0.3}
-    await serves(engine, 3, 2)
-    assert await shares(engine) == {2: 0.3}
-    await live(engine, {("control", 2): FAIR, ("serving", 3): BAD}, "b")
-    await look(engine)
-    before = dict.fromkeys((0, 1), "retired")
-    assert await states(engine) == {**before, 2: "serving", 3: "rolled_back"}
+    await serves(engine, 1, 0, {**IMMEDIATE, "undecided": undecided})
+    for family, old, new in (("sum", FAIR, GOOD), ("sql", GOOD, BAD)):
+        arms: Any = {("control", 0): old, ("serving", 1): new}
+        many = 600 if family == "sum" else 120
+        await live(engine, arms, family, many=many, task=f"{family}/1")
+    for _ in range(2):
+        await judge.look(engine)
+    assert (await states(engine))[1] == ends
+    reasons = [line.reason for line in await events_of(engine, "m") if line.version == "m@1"]
+    assert len([one for one in reasons if "loses more on the tasks 'sql'" in one]) == 1
 
 
 @pytest.mark.parametrize(("verdict", "serving"), [("undecided", 0), (None, 1)])
@@ -176,28 +253,6 @@ async def test_canary_that_was_promoted_without_proof_may_give_the_traffic_back(
     assert await shares(engine) == ({} if serving == 0 else {0: 0.5})
 
 
-@pytest.mark.parametrize(("first", "second", "serving"), [(0.35, 0.55, 2), (0.75, 0.45, 0)])
-async def test_canary_is_given_back_for_its_own_episodes_alone(
-    engine: AsyncEngine, first: float, second: float, serving: int
-) -> None:
-    """Others without proof served before it, and are compared with the same control."""
-    rule = {**RULE, "margin": 0.05}
-    for number, like, to_s in ((1, first, 1900.0), (2, second, TO_S)):
-        await next_version(engine, number, number - 1, rule)
-        async with engine.begin() as connection:
-            why: Any = {"reason": "it", "actor": "controller"}
-            undecided = {"verdict": "undecided"}
-            share = {"control_share": 0.5}
-            await promote(connection, "m", number, evidence=undecided, **share, **why)
-        if number == 1:
-            await pass_time(engine)
-        arms: Any = {("control", 0): [0.0, 1.0, 0.5], ("serving", number): [0.0, 1.0, like]}
-        many = 330 if number == 1 else 480
-        await live(engine, arms, str(number), to_s + 1100.0, many, to_s=to_s)
-    await look(engine)
-    assert [one for one, state in (await states(engine)).items() if state == "serving"] == [serving]
-
-
 async def test_version_after_a_roll_back_is_watched_again(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
@@ -216,7 +271,7 @@ async def test_version_without_a_control_is_not_watched_and_shown_so_where_one_i
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "control_share": share})
     async with engine.begin() as connection:
-        await set_control_share(connection, "m", 0.0)
+        await connection.execute(text("UPDATE policies SET share = NULL"))
     await live(engine, {("serving", 1): BAD})
     await judge.look(engine)
     assert await states(engine) == {0: "retired", 1: "serving"}
@@ -244,14 +299,12 @@ async def test_what_served_before_says_nothing_of_what_an_operator_promotes(
 async def test_version_that_a_roll_back_brings_back_is_not_shown_as_unwatched(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
-    await serves(engine, 1, 0)
-    await live(engine, {("control", 0): BAD, ("serving", 1): FAIR})
-    await judge.look(engine)
-    await serves(engine, 2, 1)
-    await live(engine, {("control", 1): FAIR, ("serving", 2): BAD}, "b")
+    await moved(engine, judge)
+    [control] = await shares(engine)
+    await live(engine, {("control", control): GOOD, ("serving", 4): BAD}, "b", many=300)
     for _ in range(2):
-        await judge.look(engine)
-    assert await states(engine) == {0: "retired", 1: "serving", 2: "rolled_back"}
+        await look(engine)
+    assert (await states(engine))[control] == "serving"
     assert await shares(engine) == {}
     assert is_watched()
 

@@ -350,13 +350,18 @@ async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: Asy
     assert judge.asked == ["first"]
 
 
-async def test_judge_is_shown_what_export_writes(engine: AsyncEngine, bench: Bench) -> None:
+async def test_judge_is_shown_what_export_writes_without_fates(
+    engine: AsyncEngine, bench: Bench
+) -> None:
     await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
     await judged(engine, bench.judge)
     out = io.BytesIO()
     await export(engine, Selection(), out)
+    exported = json.loads(out.getvalue())
+    # What training made of an episode is no business of a judge's.
+    assert [fate["policy"] for fate in exported.pop("fates")] == ["m"]
     # An episode is over when the judge's quiet time says so.
-    assert bench.lines == [json.loads(out.getvalue()) | {"state": "unscored"}]
+    assert bench.lines == [exported | {"state": "unscored"}]
 
 
 # How often, how many, and for how long

@@ -39,7 +39,7 @@ name = "writer"
 base = "qwen"
 agents = ["writer"]
 models = ["prose", "writer"]
-recipe = "single"
+recipe = "ppo"
 [[policy]]
 name = "fresh"
 base = "qwen"
@@ -54,7 +54,7 @@ EXPLORES = "share = 0.1, temperature = 0.7, drop_strict = true"
 
 def exploring(file: str) -> str:
     """The file, whose first policy explores."""
-    return file.replace('recipe = "single"', f"explore = {{ {EXPLORES} }}")
+    return file.replace('recipe = "ppo"', f"explore = {{ {EXPLORES} }}")
 
 
 def printed(table: Table, width: int = 120) -> list[str]:
@@ -104,7 +104,7 @@ WRITER = {
     "base": "qwen",
     "agents": ["writer"],
     "models": ["writer", "prose"],
-    "recipe": "single",
+    "recipe": "ppo",
     "serving": "writer@1",
     "versions": 1,
     "waiting": 2,
@@ -143,8 +143,8 @@ async def test_list_has_the_policies_of_the_file_and_those_of_the_store(
 async def test_without_a_file_each_model_name_is_a_policy(
     pawl: Pawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAWL_RECIPE", "single")
-    trained = {"kind": "trained", "recipe": "single"}
+    monkeypatch.setenv("PAWL_RECIPE", "ppo")
+    trained = {"kind": "trained", "recipe": "ppo"}
     assert await lines(pawl, "list") == [
         OLD | trained | {"models": ["old"]},
         WRITER | trained | {"agents": [], "models": ["writer"]},
@@ -156,7 +156,7 @@ async def test_terminal_gets_a_table_of_policies(filled: AsyncEngine) -> None:
     head, writer, *_ = printed(policies_table(await policies_of(filled, table, "d")))
     assert head.split() == list(WRITER)
     assert writer.split() == [
-        *("writer", "trained", "qwen", "writer", "writer,", "prose", "single", "writer@1", "1", "2")
+        *("writer", "trained", "qwen", "writer", "writer,", "prose", "ppo", "writer@1", "1", "2")
     ]
     explores = parse_policies(exploring(FILE), "p.toml")
     shown = printed(policies_table(await policies_of(filled, explores, "d")), width=200)
@@ -177,7 +177,8 @@ async def evaluated(engine: AsyncEngine) -> AsyncEngine:
         for number in range(4):
             key = f"e{number}"
             await ingest(
-                connection, [call(key, split="eval"), reward(float(number < 3), episode=key)]
+                connection,
+                [call(key, split="eval", task=key), reward(float(number < 3), episode=key)],
             )
     return engine
 
@@ -209,6 +210,21 @@ async def test_show_has_each_version_with_its_evaluation(
     missing = await pawl("policies", "show", "n")
     assert isinstance(missing.exception, UnknownPolicy)
     assert "no policy 'n' (known: m, other)" in str(missing.exception)
+
+
+@pytest.mark.usefixtures("evaluated")
+async def test_show_has_the_live_reward_of_each_version(pawl: Pawl, engine: AsyncEngine) -> None:
+    await train(engine, "m", {})
+    async with engine.begin() as connection:
+        for number in range(6):
+            key, version = f"w{number}", number // 4
+            work = call(key, policy_version=version)
+            paid = [reward(float(number % 4 == 0), episode=key)] if number < 5 else []
+            await ingest(connection, [work, *paid])
+    shown = [(one["live_reward"], one["live_episodes"]) for one in await lines(pawl, "show", "m")]
+    assert shown == [(0.25, 4), (1.0, 1)]
+    table = printed(versions_table(await versions_of(engine, "m")), width=200)
+    assert "live reward  of episodes" in table[0]
 
 
 async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None:

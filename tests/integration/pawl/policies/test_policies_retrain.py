@@ -18,7 +18,7 @@ from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from trainer.recipes.recipe import Recipe
 
-RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=2, groups=2, max_age_s=1e9)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_versi
     ]
     assert (await several.feedback({"episode": "e", "value": 1.0}))[0] == 200
 
-    rule = {"group_size": 1, "groups": 1, "smallest_group": 1, "max_age_s": 1e-6}
+    rule = {"group_size": 1, "groups": 1, "max_age_s": 1e-6}
 
     async def claimed() -> bool:
         async with several.engine.begin() as connection:

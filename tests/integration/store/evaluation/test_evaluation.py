@@ -12,7 +12,7 @@ from store.claim_query import ClaimRule
 from store.claims import Claim, expire, set_aside
 from store.errors import TurnedEvaluation
 from store.link.joins import TOO_LATE
-from store.read.evaluations import Evaluation, evaluations, rewards_of_work
+from store.read.evaluations import Evaluation, evaluations
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson
@@ -23,8 +23,8 @@ from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
 PATIENT = 1e9
-SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT)
-PAIRS = ClaimRule(policy="m", group_size=2, groups=1, smallest_group=2, max_age_s=PATIENT)
+SINGLE = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=PATIENT)
+PAIRS = ClaimRule(policy="m", group_size=2, groups=1, max_age_s=PATIENT)
 LOST: Any = {"http_status": 400, "trainable": False, "reason": "incomplete"}
 LONG_AGO = datetime.now(UTC) - timedelta(days=3)
 
@@ -104,9 +104,7 @@ async def test_neither_failures_nor_rewards_for_calls_bring_it_in(
         await store(engine, record)
         if not changes:
             await store(engine, reward(1.0, call=str(record.id)))
-    ready = ClaimRule(
-        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, **rule
-    )
+    ready = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=PATIENT, **rule)
     assert keys(await take(engine, ready)) == {"train"}
 
 
@@ -114,17 +112,13 @@ async def test_a_failed_joined_episode_of_evaluation_is_not_claimed(engine: Asyn
     told = said("1")
     await store(engine, own("e", "eval", provides=(told,), started_at=LONG_AGO))
     await store(engine, own("f", "eval", needs=(told,), started_at=LONG_AGO, **LOST))
-    ready = ClaimRule(
-        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, failed_after_s=0
-    )
+    ready = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=PATIENT, failed_after_s=0)
     assert await take(engine, ready) is None
 
 
 async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
     await store(engine, call("eval", split="eval"), call("train", split="train"))
-    rule = ClaimRule(
-        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, max_staleness=0
-    )
+    rule = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=PATIENT, max_staleness=0)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         await add_in_state(connection, "m", 1, "retired")
@@ -137,7 +131,7 @@ async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
 async def test_what_turned_evaluation_after_it_was_spent_is_compared_with_no_more(
     engine: AsyncEngine,
 ) -> None:
-    short = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
+    short = ClaimRule(policy="m", group_size=4, groups=1, max_age_s=1e-6, fewest=1)
     for key in ("a", "b"):
         await store(engine, call(key, task="q"), reward(1.0, episode=key))
     first = await take(engine, short)
@@ -283,7 +277,7 @@ async def test_a_join_that_is_taken_apart_gives_training_back(engine: AsyncEngin
 async def test_rewards_of_0_and_1_have_wilsons_interval(engine: AsyncEngine) -> None:
     for number in range(10):
         key = f"e{number}"
-        await store(engine, call(key, split="eval", policy_version=3))
+        await store(engine, call(key, split="eval", policy_version=3, task=key))
         await store(engine, reward(float(number < 7), episode=key))
     await store(engine, call("unscored", split="eval", policy_version=3), call("t"))
     [point] = await curve(engine)
@@ -294,12 +288,31 @@ async def test_rewards_of_0_and_1_have_wilsons_interval(engine: AsyncEngine) -> 
 
 async def test_other_rewards_have_students_interval(engine: AsyncEngine) -> None:
     for key, value in (("a", 0.5), ("b", 1.0), ("c", -0.5)):
-        await store(engine, call(key, split="eval"), reward(value, episode=key))
+        await store(engine, call(key, split="eval", task=key), reward(value, episode=key))
     [point] = await curve(engine, "m")
     interval = student(1 / 3, 0.763762615825973, 3)
     assert interval is not None
     assert (point.mean, point.low, point.high) == pytest.approx((1 / 3, *interval))
     assert await curve(engine, "other") == []
+
+
+@pytest.mark.parametrize(("right", "alone"), [((8, 0), (1, 0)), ((8, 8), (1, 1))])
+async def test_eight_attempts_at_a_task_that_all_end_alike_are_worth_one(
+    engine: AsyncEngine, right: tuple[int, ...], alone: tuple[int, ...]
+) -> None:
+    async def limits(attempts: int, ends: tuple[int, ...], policy: str) -> tuple[Any, Any]:
+        for task, succeeded in enumerate(ends):
+            for number in range(attempts):
+                key, task_name = f"{policy}{task}.{number}", f"{policy}{task}"
+                value = reward(float(number < succeeded), episode=key)
+                made = call(key, split="eval", task=task_name, policy=policy)
+                await store(engine, made, value)
+        [point] = await curve(engine, policy)
+        return point.low, point.high
+
+    many, few = await limits(8, right, "many"), await limits(1, alone, "few")
+    assert many[0] <= few[0] + 1e-9
+    assert many[1] >= few[1] - 1e-9
 
 
 async def test_a_single_reward_that_is_not_0_or_1_has_no_interval(engine: AsyncEngine) -> None:
@@ -365,7 +378,7 @@ async def test_the_work_of_each_version_has_a_curve_too(engine: AsyncEngine) -> 
     await store(engine, call("asked", split="eval", policy_version=1), reward(1.0, episode="asked"))
     await store(engine, call("asked", policy="other"), call("c", policy="other", policy_version=7))
     async with engine.connect() as connection:
-        worked = await rewards_of_work(connection)
+        worked = await evaluations(connection, split="train")
     assert [(p.policy, p.version, p.episodes, p.scored, p.mean) for p in worked] == [
         ("m", 0, 1, 1, 0.0),
         ("m", 1, 3, 2, 0.75),

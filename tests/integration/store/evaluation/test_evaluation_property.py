@@ -30,9 +30,9 @@ from tests.support.ledger.shared_database import SharedDatabase, shared_database
 from tests.support.records import call, reward
 
 POLICIES = ("m", "n")
-SINGLES = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+SINGLES = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1e9)
 # A member that comes late is claimed where its task has one that was spent before.
-GROUPS = ClaimRule(policy="m", group_size=3, groups=1, smallest_group=2, max_age_s=0.0)
+GROUPS = ClaimRule(policy="m", group_size=3, groups=1, max_age_s=0.0, fewest=1)
 # Whatever may be claimed is stale for an update of version 1.
 IMPATIENT = msgspec.structs.replace(SINGLES, max_staleness=0)
 KEYS = [f"e{number}" for number in range(6)]
@@ -127,7 +127,6 @@ class Ledger:
         self.running[policy] = claimed
         held = await claims.load_claim(connection, claimed)
         for group in held.groups:
-            assert rule.smallest_group <= len(group.episodes) + len(group.earlier)
             assert len(group.episodes) + len(group.earlier) <= rule.group_size
             await self.check_none_is_evaluation(connection, [*group.episodes, *group.earlier])
 

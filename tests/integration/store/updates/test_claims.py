@@ -20,7 +20,7 @@ from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 from tests.support.waiting import eventually
 
-RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RULE = ClaimRule(policy="m", group_size=2, groups=2, max_age_s=1e9)
 
 
 async def fill(engine: AsyncEngine, tasks: int = 2, members: int = 2, scored: bool = True) -> None:
@@ -63,7 +63,7 @@ async def test_unscored_episodes_are_not_claimed(engine: AsyncEngine) -> None:
 async def test_aged_groups_are_taken_as_they_are(engine: AsyncEngine) -> None:
     # The rewards of these tests were stated long ago.
     await fill(engine, tasks=1)
-    rule = ClaimRule(policy="m", group_size=8, groups=9, smallest_group=2, max_age_s=1e-6)
+    rule = ClaimRule(policy="m", group_size=8, groups=9, max_age_s=1e-6, fewest=1)
     claim = await take(engine, rule)
     assert claim is not None
     assert [len(g.episodes) for g in claim.groups] == [2]
@@ -195,7 +195,7 @@ async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None
 # Each is consumed once, and never without a reason
 
 
-SINGLES = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=1e9)
+SINGLES = ClaimRule(policy="m", group_size=1, groups=3, max_age_s=1e9)
 
 
 @pytest.fixture

@@ -100,9 +100,7 @@ class Trainer:
         self._engine = engine
         self._policy = policy
         self._dice = dice
-        self._rule = ClaimRule(
-            policy=policy, group_size=1, groups=3, smallest_group=1, max_age_s=1e-6
-        )
+        self._rule = ClaimRule(policy=policy, group_size=1, groups=3, max_age_s=1e-6, fewest=1)
 
     async def live(self) -> bool:
         """Free what the trainer before held, then update; return whether nothing was left."""

@@ -17,7 +17,7 @@ from tests.support.ledger.lineage import add_in_state
 from tests.support.ledger.updates import claimed
 from tests.support.records import ago, call, reward
 
-RULE = ClaimRule(policy="m", group_size=1, groups=99, smallest_group=1, max_age_s=1e-6)
+RULE = ClaimRule(policy="m", group_size=1, groups=99, max_age_s=1e-6, fewest=1)
 SMALL = msgspec.structs.replace(RULE, groups=1, max_staleness=0)
 
 

@@ -1,4 +1,4 @@
-"""Which versions nobody has used for a while: what the stored calls say, looked up one by one."""
+"""Which versions no episode is under way with: what the stored calls say, looked up one by one."""
 
 from random import Random
 from typing import Any, Final
@@ -7,17 +7,21 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.adapter_slots import UNKNOWN_S, kept_versions
+from store.claim_query import ClaimRule
 from store.database import driver_of
 from store.questions import pinned_episodes, pinned_version
 from store.records import CallRecord
-from store.version_queries import idle_versions, unserved_versions
-from store.version_states import ensure_base
+from store.version_queries import unserved_versions
+from store.version_states import ensure_base, recall
 from store.versions import POLICY_STATES
 from store.write.ingest import Ingester
 from tests.support.ledger.history import let_events_change
 from tests.support.ledger.lineage import State, add_in_state
-from tests.support.records import ago, call
+from tests.support.ledger.updates import claimed, consume_all
+from tests.support.records import ago, call, reward
 
+# Longer than a call and a pause are taken for that nothing is known of.
 IDLE_S = 100.0
 # A policy has one version in each of these states.
 ONE_EACH = ("serving", "canary")
@@ -26,13 +30,17 @@ SAID = (b"1" * 16,)
 STATES: Final[tuple[State, ...]] = (*POLICY_STATES, "unloaded")
 UNSERVED: Final = ("unloaded", "rejected")
 # A version is in use if it served a call lately; or if it is the highest that served a call of an
-# episode which called anybody lately, its parts and all.
+# episode which called anybody lately, its parts and all. With `unrewarded` only the episodes count
+# that have no reward.
 ONE_BY_ONE = text(
     """
     WITH calls AS (
         SELECT t.policy, t.policy_version AS version, COALESCE(e.root, e.id) AS whole,
             t.started_at > now() - make_interval(secs => :idle_s) AS is_late
-        FROM transitions t JOIN episodes e ON e.id = t.episode_id),
+        FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        WHERE NOT (CAST(:unrewarded AS boolean) AND EXISTS (
+            SELECT FROM episodes w WHERE w.id = COALESCE(e.root, e.id) AND w.scored_at IS NOT NULL
+        ))),
     used AS (
         SELECT policy, version FROM calls WHERE is_late
         UNION
@@ -65,7 +73,7 @@ def drawn_calls(draw: Random) -> list[CallRecord]:
 
 
 async def fill(engine: AsyncEngine, draw: Random) -> None:
-    """Versions of two policies in all states, and episodes that one or both of them served."""
+    """Versions of two policies in all states, and episodes of one or both, rewarded or not."""
     async with engine.begin() as connection:
         for name in ("m", "n"):
             await ensure_base(connection, name)
@@ -74,13 +82,18 @@ async def fill(engine: AsyncEngine, draw: Random) -> None:
                 ago_s = draw.choice([0.0, LONG_AGO_S])
                 deleted = state in UNSERVED and draw.random() < 0.3
                 await add_in_state(connection, name, version, state, ago_s=ago_s, deleted=deleted)
-    for one in drawn_calls(draw):
+    calls = drawn_calls(draw)
+    for one in calls:
         await Ingester().store(engine, [one])
+    for key in sorted({one.episode for one in calls}):
+        if draw.random() < 0.3:
+            await Ingester().store(engine, [reward(1.0, episode=key)])
 
 
-async def idle(engine: AsyncEngine) -> list[int]:
+async def idle(engine: AsyncEngine, name: str = "m") -> list[int]:
     async with engine.connect() as connection:
-        return [one.version for one in await idle_versions(connection, "m", IDLE_S)]
+        kept = await kept_versions(connection, name)
+    return sorted(one.version for one in kept if one.name == name and not one.is_under_way)
 
 
 async def unserved(engine: AsyncEngine) -> list[int]:
@@ -93,13 +106,14 @@ async def test_all_at_once_is_one_by_one(engine: AsyncEngine, seed: int) -> None
     await fill(engine, Random(seed))
     async with engine.begin() as connection:
         for name in ("m", "n", "nobody"):
-            alone = (await connection.execute(ONE_BY_ONE, {"name": name, "idle_s": IDLE_S})).all()
-            found = await idle_versions(connection, name, IDLE_S)
-            assert [one.version for one in found] == sorted(
+            values = {"name": name, "idle_s": IDLE_S}
+            alone = (await connection.execute(ONE_BY_ONE, values | {"unrewarded": True})).all()
+            assert await idle(engine, name) == sorted(
                 one.version
                 for one in alone
                 if one.state in ("retired", "rolled_back") and not one.unloaded
             )
+            alone = (await connection.execute(ONE_BY_ONE, values | {"unrewarded": False})).all()
             found = await unserved_versions(connection, name, IDLE_S)
             assert [one.version for one in found] == sorted(
                 one.version for one in alone if one.state == "rejected" or one.unloaded
@@ -190,6 +204,70 @@ async def test_each_version_that_one_episode_asks_for_by_name_is_in_use(
     asked = [made("e", at, version, 1.0) for at, version in enumerate((3, 7, 5))]
     await Ingester().store(engine, asked)
     assert await unserved(engine) == [1, 2, 4, 6, 8, 9]
+
+
+async def test_rewarded_episode_keeps_no_version_unless_it_is_of_evaluation(
+    engine: AsyncEngine,
+) -> None:
+    await serve_ten(engine, v4="retired", v5="retired", v6="retired", v10="serving")
+    await Ingester().store(engine, [made("live", 0, 4, 1.0), made("waits", 1, 6, 1.0)])
+    await Ingester().store(engine, [made("held-out", 2, 5, 1.0, split="eval")])
+    assert await idle(engine) == []
+    for key in ("live", "held-out"):
+        await Ingester().store(engine, [reward(1.0, episode=key)])
+    assert await idle(engine) == [4]
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "call_s", "keeps"), [(8, 1, False), (40, 1, True), (8, 40, True)]
+)
+async def test_usual_pause_and_call_of_the_agent_say_how_long_an_episode_is_waited_for(
+    engine: AsyncEngine, pause_s: float, call_s: float, keeps: bool
+) -> None:
+    await serve_ten(engine, v4="retired", v5="retired", v10="serving")
+    trained = [
+        made(f"t{number}", 10 * number + at, 3, 900.0 - at * pause_s, total_ms=1000.0 * call_s)
+        for number in range(3)
+        for at in range(3)
+    ]
+    await Ingester().store(engine, trained)
+    for number in range(3):
+        await Ingester().store(engine, [reward(1.0, episode=f"t{number}")])
+    rule = ClaimRule(policy="m", group_size=1, groups=3, max_age_s=1e9)
+    claim = await claimed(engine, rule, 3)
+    assert claim is not None
+    await consume_all(engine, claim)
+    await Ingester().store(engine, [made("e", 0, 4, 30.0)])
+    assert await idle(engine) == ([5] if keeps else [4, 5])
+
+
+async def test_call_may_be_open_for_a_while_after_its_version_lost_the_traffic(
+    engine: AsyncEngine,
+) -> None:
+    """The database knows of no call before it has ended."""
+    await serve_ten(engine, v4="retired", v10="serving")
+    await changed(engine, 4, ago_s=UNKNOWN_S - 10)
+    assert await idle(engine) == []
+    await changed(engine, 4, ago_s=UNKNOWN_S + 1)
+    assert await idle(engine) == [4]
+
+
+async def test_recalled_version_waits_to_be_promoted(engine: AsyncEngine) -> None:
+    await serve_ten(engine, v4="retired", v10="serving")
+    async with engine.begin() as connection:
+        await recall(connection, "m", 5, reason="to go back", actor="operator")
+        await let_events_change(connection)
+        earlier = "SET {} = {} - interval '100 s' WHERE name = 'm' AND version = 5"
+        for table, column in (("policies", "changed_at"), ("policy_events", "at")):
+            await connection.execute(text(f"UPDATE {table} " + earlier.format(column, column)))
+    assert await idle(engine) == [4]
+
+
+async def changed(engine: AsyncEngine, version: int, *, ago_s: float) -> None:
+    """Let a version have its state for so long."""
+    query = "UPDATE policies SET changed_at = now() - make_interval(secs => :s) WHERE version = :v"
+    async with engine.begin() as connection:
+        await connection.execute(text(query), {"s": ago_s, "v": version})
 
 
 async def test_an_episode_that_was_rolled_back_keeps_the_version_that_it_calls(

@@ -5,10 +5,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claim_query import ClaimRule, _ready_of, _singles_of, chosen_groups
+from store.claim_query import ClaimRule, chosen_groups
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
@@ -16,7 +15,7 @@ from tests.support.ledger.updates import claimed
 from tests.support.records import call, reward
 
 PATIENT = 1e9
-RULE: dict[str, Any] = {"policy": "m", "smallest_group": 2, "max_age_s": PATIENT}
+RULE: dict[str, Any] = {"policy": "m", "max_age_s": PATIENT}
 
 
 class Episode(NamedTuple):
@@ -32,9 +31,9 @@ class Episode(NamedTuple):
 class Waiting(NamedTuple):
     """A whole group, as `chosen_groups` looks at it."""
 
-    members: Sequence[Episode]
+    episodes: Sequence[Episode]
+    members: int
     has_signal: bool
-    age_s: float = 0.0
 
 
 def latest_first(episodes: Sequence[Episode]) -> tuple[float, int, float, int]:
@@ -49,17 +48,21 @@ def expected_claim(episodes: Sequence[Episode], rule: ClaimRule) -> set[str]:
     by_task: dict[int, list[Episode]] = {}
     for one in episodes:
         by_task.setdefault(one.task, []).append(one)
-    whole = [group for group in by_task.values() if len(group) >= rule.group_size]
     ready = []
-    for group in sorted(whole, key=latest_first):
+    for of_task in by_task.values():
         members = sorted(
-            group, key=lambda one: (-(one.scored // 60), -one.version, one.scored, one.number)
-        )[: rule.group_size]
-        ready.append(Waiting(members, len({one.reward for one in group}) > 1))
+            of_task, key=lambda one: (-(one.scored // 60), -one.version, one.scored, one.number)
+        )
+        size = rule.group_size
+        for start in range(0, len(members) - size + 1, size):
+            group = members[start : start + size]
+            differs = size == 1 or len({one.reward for one in group}) > 1
+            ready.append(Waiting(group, size, differs))
+    ready.sort(key=lambda group: latest_first(group.episodes))
     for has_signal in (True, False):
         for beyond in [one for one in ready if one.has_signal == has_signal][rule.groups :]:
             ready.remove(beyond)
-    return {f"e{one.number}" for group in chosen_groups(ready, rule) for one in group.members}
+    return {f"e{one.number}" for group in chosen_groups(ready, rule) for one in group.episodes}
 
 
 async def store(engine: AsyncEngine, episodes: list[Episode]) -> None:
@@ -101,25 +104,8 @@ async def test_claim_takes_the_latest_groups_first(
         for number in range(90)
     ]
     await store(engine, episodes)
-    rule = ClaimRule(**RULE, group_size=group_size, groups=4, needs_spread=group_size > 1)
+    rule = ClaimRule(**RULE, group_size=group_size, groups=4, needs_spread=True)
     claim = await claimed(engine, rule, parent=5)
     assert claim is not None
     held = {one.key for group in claim.groups for one in group.episodes}
     assert held == expected_claim(episodes, rule)
-
-
-async def test_groups_of_one_are_found_without_sorting_what_waits(engine: AsyncEngine) -> None:
-    await store(engine, [Episode(n, n, float(n), 1.0, 0) for n in range(3)])
-    rule = ClaimRule(**RULE, group_size=1, groups=2)
-    ready, values = _ready_of(rule, "")
-    async with engine.begin() as connection:
-        # Of three rows the planner would rather read the table.
-        for kind in ("seqscan", "bitmapscan"):
-            await connection.execute(text(f"SET LOCAL enable_{kind} = off"))
-        plan = await connection.execute(
-            text(f"EXPLAIN {_singles_of(rule, ready).text}"),
-            values | {"policy": "m", "oldest": 0, "groups": rule.groups},
-        )
-        steps = "\n".join(plan.scalars())
-    assert "ix_episode_policies_latest" in steps
-    assert "Sort" not in steps

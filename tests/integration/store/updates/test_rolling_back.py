@@ -41,17 +41,12 @@ async def fall(connection: AsyncConnection, number: int) -> int | None:
 async def test_all_that_served_since_the_control_falls_with_its_lineage(
     engine: AsyncEngine,
 ) -> None:
-    """2 is proven, so it is the control of 3 and 4; 9 has another root."""
+    """2 is the control of 3 and 4; 9 has another root."""
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2, 3, 2, 3, 4, 1, 0)
-        for number in (1, 2):
+        for number in (1, 2, 3, 4):
             await promote(connection, "m", number, rule=RULE)
-        better: Any = {"verdict": "better"}
-        await version_states.add_event(
-            connection, "m", 2, "serving", before="serving", evidence=better, **BY
-        )
-        for number in (3, 4):
-            await promote(connection, "m", number, rule=RULE)
+        await version_states.move_control(connection, "m", 2, 0.05, **BY)
         await canary(connection, 6)
         await make_loaded(connection, "m", 7, RULE, **BY)
         assert await fall(connection, 4) == 2
@@ -101,8 +96,9 @@ async def test_control_that_was_trained_on_from_what_falls_stays(engine: AsyncEn
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2, 1)
         await promote(connection, "m", 1, rule=RULE)
-        await promote(connection, "m", 2, rule=RULE, evidence={"verdict": "better"})
+        await promote(connection, "m", 2, rule=RULE)
         await promote(connection, "m", 1)
+        await version_states.move_control(connection, "m", 2, 0.05, **BY)
         assert await fall(connection, 1) == 2
         assert (await head_of(connection, "m")).version == 3
     assert await states(engine) == {
@@ -275,7 +271,7 @@ async def test_update_of_a_version_that_fell_meanwhile_makes_none(engine: AsyncE
 # Episodes of a version that was rolled back: never claimed, and consumed untrained
 
 
-ALL: Final = ClaimRule(policy="m", group_size=1, groups=9, smallest_group=1, max_age_s=1e-6)
+ALL: Final = ClaimRule(policy="m", group_size=1, groups=9, max_age_s=1e-6, fewest=1)
 # The versions that each episode had, one after the other; 2 and 4 are rolled back.
 HAD: Final = {
     "one": (1,),
@@ -334,7 +330,7 @@ async def test_no_update_claims_episodes_of_a_rolled_back_version(lost: AsyncEng
     assert set(keys(claim)) == KEPT
     async with lost.begin() as connection:
         await release(connection, claim.update_id, "for the test")
-        assert await waiting_updates(connection, ALL) == len(KEPT) / ALL.groups
+        assert await waiting_updates(connection, ALL) == len(KEPT) / ALL.needed
 
 
 @pytest.mark.parametrize("unloaded", [False, True])
@@ -366,7 +362,6 @@ async def test_they_are_consumed_without_a_reward_too_and_before_others_expire(
             policy="m",
             group_size=1,
             groups=9,
-            smallest_group=1,
             max_age_s=1e9,
             max_staleness=0,
         )
@@ -395,9 +390,7 @@ async def test_what_an_update_held_already_is_not_consumed(engine: AsyncEngine) 
 
 
 async def test_versions_that_were_rolled_back_make_nothing_older(lost: AsyncEngine) -> None:
-    rule = ClaimRule(
-        policy="m", group_size=1, groups=9, smallest_group=1, max_age_s=1e9, max_staleness=1
-    )
+    rule = ClaimRule(policy="m", group_size=1, groups=9, max_age_s=1e9, max_staleness=1)
     async with lost.begin() as connection:
         # Of 1 and 3 none is more than one version old, whatever came to nothing in between.
         assert await expire(connection, rule, 4, {}) == {"rolled_back": len(LOST)}

@@ -23,7 +23,6 @@ def rule(**changes: Any) -> ClaimRule:
         "policy": "m",
         "group_size": 2,
         "groups": 2,
-        "smallest_group": 2,
         "max_age_s": PATIENT,
         "needs_spread": True,
     }
@@ -36,7 +35,7 @@ async def group(engine: AsyncEngine, task: str, *values: float, at: int = 0) -> 
         await store(engine, call(name, task=task), reward(value, episode=name, at=at))
 
 
-@pytest.mark.parametrize(("fresh", "stale", "takes"), [(3, 1, 4), (1, 3, 0), (4, 1, 4)])
+@pytest.mark.parametrize(("fresh", "stale", "takes"), [(3, 1, 4), (1, 3, 4), (1, 2, 0), (4, 1, 4)])
 async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
     engine: AsyncEngine, fresh: int, stale: int, takes: int
 ) -> None:
@@ -73,7 +72,7 @@ async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
 async def test_stale_member_is_compared_with(
     engine: AsyncEngine, fresh: list[int], stale: list[int], earlier: list[int], has_signal: bool
 ) -> None:
-    hasty = rule(group_size=4, groups=1, smallest_group=1, max_age_s=NOW)
+    hasty = rule(group_size=4, groups=1, max_age_s=NOW, fewest=1)
     for kind, values, version in (("e", earlier, 1), ("f", fresh, 1), ("s", stale, 0)):
         for member, value in enumerate(values):
             name = f"{kind}{member}"
@@ -130,15 +129,28 @@ async def test_enough_of_them_are_consumed_while_too_few_differ(engine: AsyncEng
     assert tasks(await claimed(engine, rule())) == ["a", "b"]
 
 
-async def test_once_one_has_waited_what_is_there_is_taken(engine: AsyncEngine) -> None:
-    await group(engine, "same", 1.0, 1.0)
-    assert tasks(await claimed(engine, rule(max_age_s=NOW))) == ["same"]
+async def test_groups_without_spread_wait_for_a_whole_update_at_any_age(
+    engine: AsyncEngine,
+) -> None:
+    await group(engine, "same1", 1.0, 1.0)
+    old = rule(max_age_s=NOW, fewest=1)
+    assert await claimed(engine, old) is None
+    await group(engine, "same2", 1.0, 1.0)
+    assert tasks(await claimed(engine, old)) == ["same1", "same2"]
 
 
-async def test_a_late_update_takes_those_along_that_waited_with_it(engine: AsyncEngine) -> None:
+async def test_no_age_makes_an_update_of_fewer_than_it_needs(engine: AsyncEngine) -> None:
+    await group(engine, "a", 1.0, 0.0)
+    assert await claimed(engine, rule(max_age_s=NOW)) is None
+    assert tasks(await claimed(engine, rule(max_age_s=NOW, fewest=2))) == ["a"]
+
+
+async def test_update_of_the_fewest_takes_groups_without_spread_along(
+    engine: AsyncEngine,
+) -> None:
     await group(engine, "same", 1.0, 1.0)
     await group(engine, "a", 1.0, 0.0)
-    assert tasks(await claimed(engine, rule(max_age_s=NOW))) == ["a", "same"]
+    assert tasks(await claimed(engine, rule(fewest=2))) == ["a", "same"]
 
 
 async def test_of_corrected_rewards_the_newest_are_compared(engine: AsyncEngine) -> None:
@@ -165,15 +177,15 @@ async def test_of_rewards_said_at_once_the_lowest_counts(engine: AsyncEngine) ->
 
 async def test_a_late_member_differs_from_those_that_were_consumed(engine: AsyncEngine) -> None:
     await group(engine, "t", 1.0, 1.0)
-    first = await claimed(engine, rule(max_age_s=NOW))
+    first = await claimed(engine, rule(groups=1))
     assert first is not None
     await consume_all(engine, first)
     for task in ("same1", "same2", "same3"):
         await group(engine, task, 1.0, 1.0)
-    late = rule(group_size=3, smallest_group=2, groups=1, max_age_s=NOW)
+    late = rule(group_size=3, groups=1, max_age_s=NOW, fewest=1)
     await store(engine, call("late", task="t"), reward(0.0, episode="late"))
-    # It counts as one that differs: of the others, one is taken along.
-    assert tasks(await claimed(engine, late)) == ["same1", "t"]
+    # It counts as one that differs: of the others, as many as make an update are taken along.
+    assert tasks(await claimed(engine, late)) == ["same1", "same2", "t"]
 
 
 async def test_a_failure_differs_by_what_the_recipe_gives_it(engine: AsyncEngine) -> None:
@@ -199,6 +211,97 @@ async def test_a_failure_differs_by_what_the_recipe_gives_it(engine: AsyncEngine
     assert len(tasks(await claimed(engine, same))) == 1
 
 
+async def test_failed_episode_is_not_the_best_of_a_group_with_lower_rewards(
+    engine: AsyncEngine,
+) -> None:
+    await store(
+        engine,
+        call("bad", task="t"),
+        reward(-1.0, episode="bad"),
+        call("failed", task="t", http_status=400),
+    )
+    await group(engine, "same", 1.0, 1.0)
+    lowest = rule(groups=1, failed_after_s=0.0, failed_reward=0.0, max_age_s=PATIENT)
+    # Neither differs: one is taken by itself.
+    assert len(tasks(await claimed(engine, lowest))) == 1
+
+
+# Single episodes, and tasks that come several times
+
+
+async def rated(engine: AsyncEngine, *values: float, task: str | None = "{n}", at: int = 0) -> None:
+    for n, value in enumerate(values):
+        name = f"{task}-{at}-{n}"
+        named = None if task is None else task.format(n=n)
+        await store(engine, call(name, task=named), reward(value, episode=name, at=at))
+
+
+@pytest.mark.parametrize("task", [None, "once/{n}"])
+async def test_single_episodes_are_ready_at_once_and_count_one_by_one(
+    engine: AsyncEngine, task: str | None
+) -> None:
+    await rated(engine, 1.0, 1.0, 1.0, task=task)
+    assert await claimed(engine, rule()) is None
+    await rated(engine, 1.0, task=task and task + "x", at=1)
+    assert len(keys(await claimed(engine, rule()))) == 4
+
+
+async def test_groups_and_single_episodes_make_one_update(engine: AsyncEngine) -> None:
+    """Each counts by its number, and none of them waits for its own kind."""
+    await group(engine, "a", 1.0, 0.0)
+    await rated(engine, 1.0, 0.0, task=None)
+    assert await claimed(engine, rule(groups=3)) is None
+    assert len(keys(await claimed(engine, rule(groups=2)))) == 4
+
+
+async def test_single_episode_waits_for_its_siblings_only_where_tasks_repeat(
+    engine: AsyncEngine,
+) -> None:
+    """Of nineteen named tasks, one episode in ten shares its own with another, or fewer do."""
+    await rated(engine, *[1.0] * 19, task="once/{n}")
+    await group(engine, "twice", 1.0, 0.0)
+    of = rule(group_size=2, groups=40, fewest=1)
+    assert len(keys(await claimed(engine, of))) == 21
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE episode_policies SET claimed_by = NULL"))
+        await connection.execute(text("UPDATE updates SET state = 'abandoned'"))
+    await group(engine, "again", 1.0, 0.0)
+    assert tasks(await claimed(engine, of)) == ["again", "twice"]
+
+
+async def test_single_episode_of_repeated_tasks_is_ready_once_it_has_waited(
+    engine: AsyncEngine,
+) -> None:
+    await group(engine, "a", 1.0, 0.0)
+    await group(engine, "b", 1.0)
+    assert tasks(await claimed(engine, rule(fewest=1, max_age_s=NOW))) == ["a", "b"]
+
+
+async def test_repeats_are_seen_among_consumed_episodes_too(engine: AsyncEngine) -> None:
+    for task in ("a", "b"):
+        await group(engine, task, 1.0, 0.0)
+    first = await claimed(engine, rule())
+    assert first is not None
+    await consume_all(engine, first)
+    await group(engine, "c", 1.0)
+    assert await claimed(engine, rule(fewest=1)) is None
+
+
+async def test_task_of_all_episodes_makes_as_many_groups_as_it_has_members_for(
+    engine: AsyncEngine,
+) -> None:
+    """As where agents say what differs in their instructions alone."""
+    await group(engine, "only", *[1.0, 0.0] * 4)
+    claim = await claimed(engine, rule(groups=3))
+    assert len(keys(claim)) == 6
+    assert tasks(claim) == ["only"]
+
+
+async def test_update_takes_no_more_than_a_whole_one(engine: AsyncEngine) -> None:
+    await rated(engine, *[1.0, 0.0] * 9, task=None)
+    assert len(keys(await claimed(engine, rule(group_size=8, groups=2, fewest=4)))) == 16
+
+
 # An update that imitates waits for successes; failures are consumed, and do not pile up
 
 
@@ -206,7 +309,7 @@ def success(**changes: Any) -> ClaimRule:
     return rule(**{"needs_spread": False, "least_reward": 1.0} | changes)
 
 
-SINGLE: dict[str, Any] = {"group_size": 1, "smallest_group": 1}
+SINGLE: dict[str, Any] = {"group_size": 1}
 
 
 async def episodes(engine: AsyncEngine, *values: float | None, at: int = 0) -> None:
@@ -260,8 +363,9 @@ async def test_of_a_task_with_many_episodes_successes_are_taken_first(
     await group(engine, "a", 1.0, 0.0, 0.0, 0.0, 0.0)
     await store(engine, reward(0.0, episode="a4", at=600))
     claim = await claimed(engine, success(groups=1))
+    # With one of them a group counts, and another is taken along.
     assert "a0" in keys(claim)
-    assert len(keys(claim)) == 2
+    assert len(keys(claim)) == 4
 
 
 async def test_a_success_that_was_consumed_is_no_success_that_waits(engine: AsyncEngine) -> None:
@@ -307,17 +411,13 @@ async def test_single_failures_are_consumed_while_successes_wait(engine: AsyncEn
     assert await claimed(engine, of) is None
 
 
-async def test_a_single_success_that_waited_long_is_enough(engine: AsyncEngine) -> None:
-    await episodes(engine, 1.0)
-    assert sorted(keys(await claimed(engine, success(**SINGLE, max_age_s=NOW)))) == ["e0-0"]
-    assert await claimed(engine, success(**SINGLE, max_age_s=NOW)) is None
-
-
 # What counts as waiting
 
 
-@pytest.mark.parametrize(("group_size", "groups", "updates"), [(2, 1, 5), (2, 2, 2.5), (3, 1, 3)])
-async def test_whole_groups_alone_count_as_waiting(
+@pytest.mark.parametrize(
+    ("group_size", "groups", "updates"), [(2, 1, 6.5), (2, 2, 3.25), (3, 1, 13 / 3)]
+)
+async def test_ready_episodes_count_as_waiting(
     engine: AsyncEngine, group_size: int, groups: int, updates: float
 ) -> None:
     """Tasks of 4, 3 and 1 scored episodes, and one of 5 that nobody named; others do not count."""
@@ -327,16 +427,14 @@ async def test_whole_groups_alone_count_as_waiting(
     records += [call(f"open{number}", task="a") for number in range(9)]
     for number in range(9):
         records += [call(f"o{number}", task="a", policy="other"), reward(1.0, episode=f"o{number}")]
-    rule = ClaimRule(
-        policy="m", group_size=group_size, groups=groups, smallest_group=1, max_age_s=1.0
-    )
+    rule = ClaimRule(policy="m", group_size=group_size, groups=groups, max_age_s=1.0)
     async with engine.begin() as connection:
         await ingest(connection, records)
         assert await waiting_updates(connection, rule) == updates
 
 
 async def test_without_groups_every_scored_episode_counts(engine: AsyncEngine) -> None:
-    rule = ClaimRule(policy="m", group_size=1, groups=4, smallest_group=1, max_age_s=1.0)
+    rule = ClaimRule(policy="m", group_size=1, groups=4, max_age_s=1.0)
     async with engine.begin() as connection:
         assert await waiting_updates(connection, rule) == 0
         for number, task in enumerate(["a", "a", None, None, None, "b"]):

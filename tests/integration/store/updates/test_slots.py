@@ -1,15 +1,22 @@
 """Which versions need an adapter slot of a model server that several policies share."""
 
 import asyncio
-from math import inf
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.adapter_slots import _LIVE, Live, live_versions, lock_slots, longest_kept
+from store.adapter_slots import (
+    _LIVE,
+    LONGEST_KEPT_S,
+    RESERVED_S,
+    Live,
+    kept_versions,
+    live_versions,
+    lock_slots,
+    unload_kept,
+)
 from store.claims import begin_update, release
-from store.version_states import ensure_base, mark_unloaded
+from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import State, add_in_state
 from tests.support.records import call
@@ -31,20 +38,20 @@ async def add(
 
 async def live(engine: AsyncEngine, name: str = "m") -> Live:
     async with engine.connect() as connection:
-        return await live_versions(connection, name, unload_s=10.0, longest_s=3600.0)
+        return await live_versions(connection, name)
 
 
-def counts(found: Live) -> tuple[int, int, int, int]:
-    """How many serve, are kept, are being unloaded and are coming."""
-    return found.serving + found.ready, found.held + found.kept, found.unloading, found.coming
+def counts(found: Live) -> tuple[int, int, int]:
+    """How many serve, are kept and are coming."""
+    return found.serving + found.ready, found.held + found.kept, found.coming
 
 
 async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine) -> None:
     await add(engine, "m", ("retired", 9e3), ("rejected", 0.0), ("serving", 5.0), ("written", 5.0))
     await add(engine, "n", ("loaded", 5.0), ("unloaded", 5.0), ("unloaded", 50.0), ("written", 9e3))
     await add(engine, "elsewhere", ("retired", 5.0), ("serving", 5.0), base="another")
-    assert counts(await live(engine)) == counts(await live(engine, "n")) == (2, 1, 1, 1)
-    assert counts(await live(engine, "elsewhere")) == (1, 1, 0, 0)
+    assert counts(await live(engine)) == counts(await live(engine, "n")) == (2, 1, 1)
+    assert counts(await live(engine, "elsewhere")) == (1, 1, 0)
 
 
 async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
@@ -55,7 +62,7 @@ async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
 
     async def needed(*known: str) -> tuple[int, int, int]:
         async with engine.connect() as connection:
-            found = await live_versions(connection, "m", 10.0, 3600.0, known=known)
+            found = await live_versions(connection, "m", known=known)
         return found.serving, found.ready, found.kept + found.held
 
     # One whose trainer is only away is configured, and loses nothing.
@@ -66,7 +73,7 @@ async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
     assert await needed("m") == (2, 1, 2)
     async with engine.begin() as connection:
         await connection.execute(
-            text("UPDATE episodes SET last_call_at = now() - interval '2 hours'")
+            text(f"UPDATE episodes SET last_call_at = now() - {2 * RESERVED_S} * interval '1 s'")
         )
     assert await needed("m") == (1, 0, 2)
 
@@ -89,8 +96,8 @@ async def test_a_look_reads_no_more_however_many_versions_there_were(engine: Asy
         await connection.execution_options(isolation_level="AUTOCOMMIT")
         await connection.execute(text("VACUUM ANALYZE policies, updates"))
         explained = text(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {_LIVE}")
-        values = {"policy": "m", "unload_s": 0.0, "longest_s": 3600.0}
-        plan = await connection.scalar(explained, values | {"together": [], "known": ["m"]})
+        values = {"policy": "m", "together": [], "known": ["m"]}
+        plan = await connection.scalar(explained, values)
     read = plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"]
     # The table alone has more than a hundred.
     assert read < 80
@@ -123,20 +130,36 @@ async def test_what_a_trainer_that_is_gone_left_running_reserves_nothing_for_eve
     assert (await live(engine)).coming == 0
 
 
-async def test_what_lost_the_traffic_first_gives_up_its_slot_first(engine: AsyncEngine) -> None:
+async def test_version_that_lost_the_traffic_first_gives_up_its_slot_first(
+    engine: AsyncEngine,
+) -> None:
     """But not the control, to which a roll-back would give the traffic."""
-    await add(engine, "m", ("retired", 4000.0), ("retired", 3900.0), ("serving", 9e3))
-    await add(engine, "n", ("rolled_back", 5000.0), ("retired", 100.0))
+    await add(engine, "m", ("retired", 400.0), ("retired", 390.0), ("serving", 9e3))
+    await add(engine, "n", ("rolled_back", 500.0), ("retired", 100.0))
     async with engine.begin() as connection:
         control = "UPDATE policies SET share = 0.05 WHERE served_name = 'm@2'"
         await connection.execute(text(control))
-        names: list[str] = []
-        while (longest := await longest_kept(connection, "m", 3600.0)) is not None:
-            names.append(longest.served_name)
-            await mark_unloaded(connection, longest.name, [longest.version], "slot", "trainer")
-    assert names == ["n@1", "m@1"]
+        kept = await kept_versions(connection, "m")
+        assert [one.served_name for one in kept] == ["n@1", "m@1", "n@2"]
+        assert all(one.gives_way for one in kept)
+        await unload_kept(connection, kept, "slot", "trainer")
     found = await live(engine)
-    assert (found.serving, found.held, found.kept, found.unloading) == (1, 1, 1, 2)
+    assert (found.serving, found.held, found.kept) == (1, 1, 0)
+
+
+async def test_version_with_episodes_under_way_gives_way_last_and_after_the_bound(
+    engine: AsyncEngine,
+) -> None:
+    long, short = LONGEST_KEPT_S + 9.0, LONGEST_KEPT_S - 9.0
+    await add(
+        engine, "m", ("retired", long), ("retired", short), ("retired", 60.0), ("serving", 60.0)
+    )
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 0"))
+        await ingest(connection, [call(f"e{v}", policy_version=v) for v in (1, 2)])
+        kept = await kept_versions(connection, "m")
+    assert [(one.version, one.gives_way) for one in kept] == [(3, True), (1, True), (2, False)]
+    assert 0.0 < kept[-1].at_most_s <= 9.0
 
 
 async def is_waited_for(engine: AsyncEngine) -> bool:
@@ -161,33 +184,6 @@ async def test_two_trainers_do_not_take_the_last_slot_at_once(engine: AsyncEngin
         await asyncio.wait_for(waiting, 10.0)
 
 
-async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEngine) -> None:
-    await add(engine, "m")
-    assert (await live(engine)).since_s == inf
-    await add(
-        engine, "n", ("unloaded", 50.0), ("rejected", 0.0), ("unloaded", 20.0), ("serving", 0.0)
-    )
-    spread = text(
-        "UPDATE policies SET created_at = now() - make_interval(secs => 1000 - 100 * version)"
-    )
-    async with engine.begin() as connection:
-        await connection.execute(spread)
-        await connection.execute(text("UPDATE updates SET claimed_at = now() - interval '30 s'"))
-    found = await live(engine)
-    # Kept from when the next version with traffic came: 700 to 50 and 600 to 20 seconds ago.
-    assert found.tail_s == pytest.approx((650 + 580) / 2, abs=5.0)
-    assert found.since_s == pytest.approx(30.0, abs=5.0)
-
-
-async def test_an_outage_makes_no_tail_longer_than_a_version_may_be_kept(
-    engine: AsyncEngine,
-) -> None:
-    await add(engine, "m", ("unloaded", 0.0), ("serving", 0.0))
-    async with engine.begin() as connection:
-        await connection.execute(text("UPDATE policies SET created_at = now() - interval '1 day'"))
-    assert (await live(engine)).tail_s == pytest.approx(3600.0)
-
-
 async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: AsyncEngine) -> None:
     await add(engine, "m")
     await add(engine, "elsewhere", base="another")
@@ -204,7 +200,7 @@ async def test_partners_that_are_ready_are_those_of_the_set_alone(engine: AsyncE
 
         async def partners(name: str) -> int:
             together = ("m", "n")
-            return (await live_versions(connection, name, 10.0, 3600.0, together)).partners_ready
+            return (await live_versions(connection, name, together)).partners_ready
 
         assert [await partners(name) for name in "mn"] == [0, 1]
     found = await live(engine)

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store.claims import begin_update
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.read.gates import gated, served_since
-from store.version_queries import list_events, list_servable, list_versions
+from store.version_queries import list_events, list_servable, list_versions, why_held
 from store.version_states import (
     ALLOWED,
     add_version,
@@ -22,13 +22,14 @@ from store.version_states import (
     change_state,
     ensure_base,
     freeze,
+    hold_training,
     lock_policies,
     make_loaded,
     mark_unloaded,
+    move_control,
     promote_together,
     recall,
     roll_back,
-    set_control_share,
 )
 from store.version_states import set_state as set_one
 from store.versions import POLICY_STATES, PolicyState
@@ -37,7 +38,6 @@ from tests.support.ledger.states import TEST, canary, check_told, states, told, 
 
 BY: Final[Any] = {"reason": TEST, "actor": "operator"}
 RULE: Final = {"mode": "immediate", "control_share": 0.05}
-BETTER: Final = {"verdict": "better"}
 
 
 async def loads(connection: AsyncConnection, number: int) -> None:
@@ -334,7 +334,7 @@ async def promote_now(connection: AsyncConnection, number: int) -> None:
     await promote_one(connection, "m", number, **BY)
 
 
-# The control: the last version with proof, on a share of new episodes
+# The control, on a share of new episodes
 
 
 async def control_of(connection: AsyncConnection) -> tuple[int, float | None] | None:
@@ -344,26 +344,45 @@ async def control_of(connection: AsyncConnection) -> tuple[int, float | None] | 
     return stands.control.version.version, stands.control.version.share
 
 
-async def test_control_is_the_last_version_with_proof(engine: AsyncEngine) -> None:
+async def test_control_stays_until_it_moves_on_or_a_version_was_tried(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        await trained(connection, *range(6))
+        await trained(connection, *range(7))
         assert await control_of(connection) is None
         await promote(connection, "m", 1, rule=RULE)
         assert await control_of(connection) == (0, 0.05)
-        # Nothing was shown of the first, so the base model stays; its share is the newer rule's.
-        await promote(connection, "m", 2, rule={"control_share": 0.2}, evidence=BETTER)
+        # Its share is the newer rule's.
+        await promote(connection, "m", 2, rule={**RULE, "control_share": 0.2})
         assert await control_of(connection) == (0, 0.2)
-        await promote(connection, "m", 3, rule=RULE, control_share=0.3)
-        assert await control_of(connection) == (2, 0.3)
-        await set_control_share(connection, "m", 0.1)
-        assert await control_of(connection) == (2, 0.1)
-        await promote(connection, "m", 4, rule={})
+        await move_control(connection, "m", 1, 0.1, **BY)
+        assert await control_of(connection) == (1, 0.1)
+        # What was tried against 2 is compared with it on; but not what a person promotes.
+        tried: Any = {"rule": {**RULE, "mode": "canary"}, "control_share": 0.3}
+        await promote(connection, "m", 3, **tried)
+        assert await control_of(connection) == (1, 0.3)
+        await promote(connection, "m", 4, actor="controller", **tried)
+        assert await control_of(connection) == (3, 0.3)
+        await promote(connection, "m", 5, rule={})
         assert await control_of(connection) is None
-        # Where there is none, what served becomes it, proven or not.
-        await promote(connection, "m", 5, rule=RULE)
-        assert await control_of(connection) == (4, 0.05)
-        await promote(connection, "m", 4)
+        # Where there is none, what served becomes it.
+        await promote(connection, "m", 6, rule=RULE)
+        assert await control_of(connection) == (5, 0.05)
+        await promote(connection, "m", 5)
         assert await control_of(connection) is None
+    await check_told(engine)
+
+
+async def test_training_is_held_until_another_version_serves(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1)
+        await promote(connection, "m", 1, rule=RULE)
+        assert await why_held(connection, "m") is None
+        await hold_training(connection, await version(connection, 1), 0.5, **BY)
+        assert await why_held(connection, "m") == BY["reason"]
+        assert await control_of(connection) == (0, 0.5)
+        await promote(connection, "m", 2, rule=RULE)
+        assert await why_held(connection, "m") is None
+        await promote(connection, "m", 1)
+        assert await why_held(connection, "m") is None
     await check_told(engine)
 
 

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,11 +16,12 @@ from store.values.packing import unpack_logprobs
 from tests.support.training import recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
+from trainer.learners.kl import metered_rows
 from trainer.learners.learner import Learner
 from trainer.learners.losses.grpo import collate
 from trainer.learners.model import load_base, precision, save_merged
 from trainer.learners.scoring import score_rows
-from trainer.recipes.recipe import LoraOptions
+from trainer.recipes.recipe import LoraOptions, OptimizerOptions, Recipe
 
 
 def learner(model: str, folder: Path, **batch: Any) -> Learner:
@@ -260,3 +263,70 @@ def test_weights_are_not_merged_into_another_model(tiny_model: str, tmp_path: Pa
     other = write_tiny_model(tmp_path / "other", seed=5)
     with pytest.raises(LearnerError, match=r"not the base model .*: set PAWL_MODEL to"):
         save_merged(other, tmp_path / "1", tmp_path / "merged")
+
+
+def within(least: float, rate: float) -> Recipe:
+    """The recipe with a learning rate, and with the least overlap of an update."""
+    made = recipe()
+    rule = made.off_policy.model_copy(update={"min_overlap": least})
+    options = {"optimizer": OptimizerOptions(learning_rate=rate), "off_policy": rule}
+    return made.model_copy(update=options)
+
+
+def common(after: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> float:
+    """What two policies have in common: the mean of min(1, ratio) over replies."""
+    pairs = zip(after, before, strict=True)
+    return fmean(math.exp(min(0.0, sum(own) - sum(was))) for own, was in pairs)
+
+
+def test_update_that_leads_too_far_is_shortened(tiny_model: str, tmp_path: Path) -> None:
+    batch = rows()
+    free = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path).update(batch)
+    assert free["step_kept"] == 1.0
+
+    made = Learner(tiny_model, within(0.98, rate=0.1), seed=0, scratch=tmp_path)
+    before = made.version_logprobs(None, batch)
+    metrics = made.update(batch)
+    after = made._survey(batch)
+    assert free["overlap"] < 0.98 <= metrics["overlap"]
+    assert metrics["step_kept"] < 1.0
+    assert common(after, before) == pytest.approx(metrics["overlap"])
+
+
+def test_long_reply_counts_in_parts(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.learners.learner.REPLY_PART", 2)
+    batch = rows()
+    made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
+    before = made.version_logprobs(None, batch)
+    metrics = made.update(batch)
+    after = made._survey(batch)
+    halves = [
+        [own[at : at + 2] for own in each for at in range(0, len(own), 2)]
+        for each in (after, before)
+    ]
+    assert common(*halves) == pytest.approx(metrics["overlap"], abs=1e-4)
+    assert common(after, before) != pytest.approx(metrics["overlap"], abs=1e-3)
+
+
+def test_short_replies_behind_long_prompts_say_how_far_an_update_moved(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """Two of these rows have as many tokens as the KL to the base is measured on."""
+    batch = [
+        msgspec.structs.replace(row, prompt_ids=row.prompt_ids * 20)
+        for row in rows(groups=8, members=4)
+    ]
+    assert len(metered_rows(batch)) == 2
+    made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
+    before = made.version_logprobs(None, batch)
+    metrics = made.update(batch)
+    assert metrics["overlap"] == pytest.approx(common(made._survey(batch), before), abs=1e-4)
+
+
+def test_small_update_is_kept_whole(tiny_model: str, tmp_path: Path) -> None:
+    made = Learner(tiny_model, within(0.98, rate=1e-4), seed=0, scratch=tmp_path)
+    metrics = made.update(rows())
+    assert metrics["step_kept"] == 1.0
+    assert metrics["overlap"] > 0.99

@@ -242,7 +242,7 @@ def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_kl_in_the_loss_is_k3_by_the_rows_weights(
+def test_kl_in_the_loss_is_k3_by_the_rows_weights_and_the_loss_own_ratios(
     tiny_model: str, tmp_path: Path, name: str
 ) -> None:
     rule = KlOptions(coefficient=0.5)
@@ -256,9 +256,13 @@ def test_kl_in_the_loss_is_k3_by_the_rows_weights(
     term.backward()
     got = gradients(made)
     total = torch.zeros(())
+    cap = made._trainer.off_policy.ratio_cap
     for row in batch:
-        gap = plain_base_logprobs(made._model, row) - plain_logprobs(made._model, row)
-        total = total + row.weight * (gap.exp() - gap - 1).mean()
+        policy = plain_logprobs(made._model, row)
+        gap = plain_base_logprobs(made._model, row) - policy
+        # Others sampled these rows than the policy.
+        ratio = (policy.detach() - torch.tensor(row.sampled_logprobs)).exp().clamp(max=cap)
+        total = total + row.weight * (ratio * (gap.exp() - gap - 1)).mean()
     (0.5 * total).backward()
     wanted = gradients(made)
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())

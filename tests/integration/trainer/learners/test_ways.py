@@ -4,6 +4,7 @@ import copy
 import math
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from tests.support.trainer.merging import (
 )
 from tests.support.training import PLAIN, by_every_way, grown, recipe, rows
 from trainer.batches import WAYS, Way, build_tree, padded
-from trainer.errors import DriftOutOfBounds, LearnerError
+from trainer.errors import DriftOutOfBounds, LearnerError, Unusable
 from trainer.learners import scoring
 from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
@@ -271,9 +272,20 @@ def test_a_sequence_too_far_off_the_policy_carries_no_loss(tiny_model: str, tmp_
     near, *_ = rows()
     own = tuple(made.logprobs([near])[0])
     near = msgspec.structs.replace(near, sampled_logprobs=own, distribution=PLAIN)
-    far = msgspec.structs.replace(near, sampled_logprobs=tuple(value + 3 for value in own))
-    assert made.update([near])["masked_share"] == 0.0
+    far = msgspec.structs.replace(
+        near,
+        episode_id=UUID(int=9),
+        version=-1,
+        sampled_logprobs=tuple(value + 3 for value in own),
+    )
+    alone = made.update([near])
+    assert alone["masked_share"] == 0.0
     made.restore(None)
-    found = made.update([far])
-    assert found["masked_share"] == 1.0
-    assert found["grad_norm"] == 0.0
+    both = made.update([near, far])
+    assert both["masked_share"] == 0.5
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"] / 2)
+    made.restore(None)
+    with pytest.raises(Unusable, match="none of its calls carries loss") as refused:
+        made.update([far])
+    assert refused.value.reason == "off_policy"
+    assert list(refused.value.episodes) == [far.episode_id]

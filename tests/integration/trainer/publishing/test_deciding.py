@@ -202,7 +202,7 @@ async def test_each_version_serves_at_once_and_the_base_model_stays_as_its_contr
 ) -> None:
     await bare.update("t", "u")
     assert await bare.states() == {0: "retired", 1: "retired", 2: "serving"}
-    assert await shares(bare) == {0: (0.05, False), 1: (None, True), 2: (None, True)}
+    assert await shares(bare) == {0: (0.15, False), 1: (None, True), 2: (None, True)}
     # Without a share nothing is compared, from the next version on.
     bare.change("publish", control_share=0.0)
     await bare.update("v")

@@ -114,7 +114,7 @@ class Disk:
 
     async def clean(self, *urls: str) -> None:
         async with Replicas(urls or [self.server.url]) as servers:
-            await Cleaning(self.engine, servers, "m", self.root, 900.0).clean()
+            await Cleaning(self.engine, servers, "m", self.root).clean()
 
     def there(self) -> list[int]:
         return [number for number, _ in adapters.folders(self.root, "m")]

@@ -1,4 +1,4 @@
-"""Updates wait for an adapter slot, and for their time."""
+"""Versions give their adapter slots up to the next one; updates wait while none can."""
 
 from typing import Any
 
@@ -6,12 +6,14 @@ import pytest
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
-from store import version_queries, version_states
+from store import adapter_slots, version_queries, version_states
+from store.adapter_slots import LONGEST_KEPT_S, Kept
 from store.claims import list_updates
 from store.version_states import ensure_base
-from store.versions import PolicyVersion
+from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import State, add_in_state
-from tests.support.trainer.bench import Bench, gauge
+from tests.support.records import call, reward
+from tests.support.trainer.bench import STEPS, Bench, gauge
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.pacing import KNOWN_S, Pacing
 from trainer.recipes.recipe import ClaimOptions, Recipe
@@ -28,10 +30,10 @@ async def add(bench: Bench, name: str, *states: tuple[State, float]) -> None:
             await add_in_state(connection, name, number, state, ago_s=ago_s)
 
 
-async def unloaded(bench: Bench, number: int) -> bool:
-    version = await bench.version(number)
-    assert version.state == "retired"
-    return version.unloaded
+async def unloaded(bench: Bench) -> list[int]:
+    async with bench.engine.connect() as connection:
+        versions = await version_queries.list_versions(connection, "m")
+    return [one.version for one in versions if one.unloaded]
 
 
 async def later(bench: Bench, seconds: float) -> None:
@@ -44,88 +46,142 @@ async def later(bench: Bench, seconds: float) -> None:
         await connection.execute(query, {"s": seconds})
 
 
-async def test_no_more_versions_are_live_than_the_server_has_slots(bench: Bench) -> None:
-    bench.slots = 2
+async def begin_episodes(bench: Bench, *versions: int) -> None:
+    """Let each of these versions have an episode under way."""
+    async with bench.engine.begin() as connection:
+        await ingest(connection, [call(f"e{v}", policy_version=v) for v in versions])
+
+
+async def test_rewarded_episodes_hold_no_slot_however_fast_versions_come(bench: Bench) -> None:
+    bench.slots = 8
+    async with bench.working() as loop:
+        for number in range(12):
+            await bench.fill(f"t{number}")
+            assert await loop.update_once()
+            await later(bench, 20.0)
+            await loop.sync_adapters()
+            assert len(bench.fake.loaded) <= 8
+        assert await unloaded(bench) == [1, 2, 3, 4]
+    await bench.assert_spent_once(48)
+
+
+async def test_versions_with_episodes_under_way_keep_their_slots_and_training_says_so(
+    bench: Bench,
+) -> None:
+    bench.slots = 3
     async with bench.working() as loop:
         for name in "uv":
-            assert await loop.update_once()
             await bench.fill(name)
-        assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
-        assert not await loop.update_once()
-        assert (gauge("pawl_live_versions"), gauge("pawl_adapter_slots")) == (2.0, 2.0)
+            assert await loop.update_once()
+            await later(bench, 100.0)
+        await begin_episodes(bench, 1)
+        await bench.fill("w")
+        assert await loop.update_once()
+        await begin_episodes(bench, 2)
+        await later(bench, 100.0)
+        assert await unloaded(bench) == []
+        await bench.fill("x")
+        with capture_logs() as logs:
+            assert not await loop.update_once()
+            assert not await loop.update_once()
+        [waits] = [one for one in logs if one["event"] == "trainer_waits_for_a_slot"]
+        assert waits["episodes_under_way"] == ["m@1", "m@2"]
+        assert 0 < waits["at_most_s"] <= LONGEST_KEPT_S - 200
+        assert (gauge("pawl_live_versions"), gauge("pawl_adapter_slots")) == (3.0, 3.0)
         # Nothing is claimed, and nothing spent, while it waits.
-        await bench.assert_spent_once(8)
+        await bench.assert_spent_once(12)
+        # The reward of the second comes first: the older version goes on.
+        async with bench.engine.begin() as connection:
+            await ingest(connection, [reward(1.0, episode="e2")])
+        assert await loop.update_once()
+        assert await unloaded(bench) == [2]
 
 
-async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) -> None:
+async def test_oldest_version_gives_way_after_a_bound_though_its_episodes_go_on(
+    bench: Bench,
+) -> None:
     bench.slots = 2
-    bench.change("publish", retire_after_s=900.0)
     async with bench.working() as loop:
         for name in "uv":
-            assert await loop.update_once()
             await bench.fill(name)
-        await later(bench, 1000.0)
-        await loop.sync_adapters()
-        assert await unloaded(bench, 1)
+            assert await loop.update_once()
+        await later(bench, LONGEST_KEPT_S - 10.0)
+        await begin_episodes(bench, 1)
+        await bench.fill("w")
         assert not await loop.update_once()
         await later(bench, 11.0)
         assert await loop.update_once()
-    assert (await bench.states())[3] == "serving"
+        assert await unloaded(bench) == [1]
 
 
-async def test_an_idle_version_that_is_given_the_traffic_at_that_moment_keeps_it(
+async def test_version_that_is_given_the_traffic_at_that_moment_keeps_its_slot(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.slots = 2
-    bench.change("publish", retire_after_s=900.0)
     async with bench.working() as loop:
         for name in "uv":
-            assert await loop.update_once()
             await bench.fill(name)
-        await later(bench, 1000.0)
-        idle_versions = version_queries.idle_versions
+            assert await loop.update_once()
+            await later(bench, 100.0)
+        await bench.fill("w")
+        kept_versions = adapter_slots.kept_versions
 
-        async def then_promoted(*given: Any) -> list[PolicyVersion]:
-            """Read which are idle; an operator promotes one before any is unloaded."""
-            found = await idle_versions(*given)
-            if any(one.version == 1 for one in found):
-                async with bench.engine.begin() as connection:
-                    await version_states.promote(
-                        connection, "m", 1, reason="by hand", actor="operator"
-                    )
+        async def then_promoted(*given: Any) -> list[Kept]:
+            """Read which give way; an operator promotes one before any is unloaded."""
+            found = await kept_versions(*given)
+            assert [one.version for one in found] == [1]
+            async with bench.engine.begin() as connection:
+                await version_states.promote(connection, "m", 1, reason="by hand", actor="operator")
             return found
 
-        monkeypatch.setattr(version_queries, "idle_versions", then_promoted)
-        await loop.sync_adapters()
-        assert await bench.states() == {0: "retired", 1: "serving", 2: "retired"}
+        monkeypatch.setattr(adapter_slots, "kept_versions", then_promoted)
+        assert await loop.update_once()
+        assert await unloaded(bench) == []
 
 
-async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:
+async def test_as_many_versions_give_way_as_a_server_with_fewer_slots_lacks(bench: Bench) -> None:
+    for slots, name in ((8, "t"), (8, "u"), (8, "v"), (8, "w"), (2, "x")):
+        bench.slots = slots
+        await bench.update(name)
+        await later(bench, 100.0)
+    assert await unloaded(bench) == [1, 2, 3]
+
+
+async def test_version_keeps_its_slot_until_it_is_wanted(bench: Bench) -> None:
     bench.slots = 2
     async with bench.working() as loop:
-        for name in "uv":
-            assert await loop.update_once()
-            await bench.fill(name)
-        assert not await loop.update_once()
-        assert not await unloaded(bench, 1)
-        await later(bench, 3700.0)
-        assert not await loop.update_once()
-        assert await unloaded(bench, 1)
-        await later(bench, 11.0)
         assert await loop.update_once()
-    assert (await bench.states())[3] == "serving"
-
-
-async def test_with_one_slot_the_next_version_waits_for_all_but_the_one_that_serves(
-    bench: Bench,
-) -> None:
-    bench.slots = 1
-    async with bench.working() as loop:
-        for name in "uv":
-            assert await loop.update_once()
-            await bench.fill(name)
-        assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
+        await bench.fill("u")
+        assert await loop.update_once()
+        await later(bench, 3700.0)
+        # Nothing is ready to be claimed.
         assert not await loop.update_once()
+        await loop.sync_adapters()
+        assert await unloaded(bench) == []
+        await bench.fill("w")
+        assert await loop.update_once()
+        assert await unloaded(bench) == [1]
+
+
+async def test_trainer_that_was_killed_at_full_slots_goes_on_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.slots = 3
+    for name in "uvw":
+        await bench.update(name)
+        await later(bench, 100.0)
+    await bench.fill("x")
+    await bench.run_killed(monkeypatch, STEPS["before publishing"])
+    monkeypatch.undo()
+    await begin_episodes(bench, 2)
+    async with Replicas([bench.fake.url], bench.slots) as servers:
+        loop = bench.loop(servers)
+        await loop.finish_killed()
+        await loop.check_server()
+        assert not loop._breaker.is_open
+        await loop.recover()
+        await bench.fill("y")
+        assert (await bench.version(4)).state == "serving"
 
 
 async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
@@ -141,37 +197,22 @@ async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
     assert gauge("pawl_adapter_slots") == 8.0
 
 
-async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: Bench) -> None:
-    for name in "uvw":
+async def test_update_that_had_to_wait_takes_what_has_waited_with_it(bench: Bench) -> None:
+    for name in "uv":
         await bench.fill(name)
     bench.slots = 2
-    bench.change("publish", retire_after_s=900.0)
     async with bench.working() as loop:
         assert await loop.update_once()
         assert await loop.update_once()
+        await begin_episodes(bench, 1)
+        await later(bench, 100.0)
+        await bench.fill("x")
         assert not await loop.update_once()
-        await later(bench, 1000.0)
-        await loop.sync_adapters()
-        await later(bench, 11.0)
+        await later(bench, LONGEST_KEPT_S)
         assert await loop.update_once()
     async with bench.engine.connect() as connection:
         sizes = [one.metrics["episodes"] for one in await list_updates(connection, "m")]
     assert sizes == [4, 4, 8]
-
-
-async def test_a_version_in_use_stays_until_its_slot_is_wanted(bench: Bench) -> None:
-    bench.slots = 2
-    async with bench.working() as loop:
-        assert await loop.update_once()
-        await bench.fill("u")
-        assert await loop.update_once()
-        await later(bench, 3700.0)
-        # Nothing is ready to be claimed.
-        assert not await loop.update_once()
-        assert not await unloaded(bench, 1)
-        await bench.fill("v")
-        assert not await loop.update_once()
-        assert await unloaded(bench, 1)
 
 
 # The rule by itself
@@ -229,22 +270,6 @@ async def change(bench: Bench, query: str) -> None:
         await connection.execute(text(query))
 
 
-async def test_a_wait_for_its_time_is_logged(bench: Bench) -> None:
-    await add(bench, "m", ("unloaded", 60.0), ("retired", 5.0), ("serving", 5.0))
-    await change(bench, "UPDATE policies SET created_at = now() - interval '1 day'")
-    await change(bench, "UPDATE policies SET changed_at = now() - interval '60 s'")
-    async with Replicas([bench.fake.url], 4) as servers:
-        pacing = Pacing(servers, "m", Recipe())
-        assert await allowed(bench, pacing)
-        await add_loaded(bench, "m", 4)
-        with capture_logs() as logs:
-            assert not await allowed(bench, pacing)
-            assert not await allowed(bench, pacing)
-    [waits] = logs
-    assert waits["event"] == "trainer_waits_for_its_time"
-    assert 0.0 < waits["due_in_s"] <= 3600.0 / 3
-
-
 async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
     bench: Bench,
 ) -> None:
@@ -275,35 +300,17 @@ async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy
     assert "claim.max_staleness to 16" in warning["remedy"]
 
 
-async def test_a_trial_s_adapter_waits_for_a_slot_as_well(bench: Bench) -> None:
-    await add(bench, "other", ("retired", 60.0), ("serving", 60.0))
+async def test_self_test_waits_while_all_slots_have_episodes_under_way(bench: Bench) -> None:
+    await add(bench, "m", ("retired", 60.0), ("serving", 60.0))
+    await change(bench, "UPDATE policies SET share = 0.05 WHERE version = 0")
+    await begin_episodes(bench, 1)
     bench.slots = 2
     async with bench.working() as loop:
         await loop.check_server()
         await loop.try_again()
         assert bench.learner.trials == 0
-        assert not await loop.update_once()
-        await change(
-            bench,
-            "UPDATE policies SET unloaded_at = now() - interval '11 s'"
-            " WHERE name = 'other' AND version = 1",
-        )
+        async with bench.engine.begin() as connection:
+            await ingest(connection, [reward(1.0, episode="e1")])
         await loop.try_again()
         assert bench.learner.trials == 1
-        assert await loop.update_once()
-
-
-async def test_for_a_trial_the_version_that_lost_the_traffic_long_ago_makes_room(
-    bench: Bench,
-) -> None:
-    await add(bench, "other", ("retired", 9e3), ("serving", 9e3))
-    bench.slots = 2
-    async with bench.working() as loop:
-        await loop.check_server()
-        assert bench.learner.trials == 0
-        query = "SELECT unloaded_at FROM policies WHERE name = 'other' AND version = 1"
-        async with bench.engine.connect() as connection:
-            assert await connection.scalar(text(query)) is not None
-        await later(bench, 11.0)
-        await loop.try_again()
-        assert bench.learner.trials == 1
+    assert await unloaded(bench) == [1]

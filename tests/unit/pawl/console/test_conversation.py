@@ -29,19 +29,18 @@ def words(messages: tuple[Message, ...] | None) -> Words:
     ]
 
 
-def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> Turn:
+def asking(fields: Any, before: Any = None, reply: Any = None) -> Turn:
     def encoded(body: Any) -> bytes | None:
         return None if body is None else json.dumps(body).encode()
 
     base = CallTexts(encoded(before), encoded(reply))
-    return turn_of(dialect, CallTexts(encoded(fields), None), base)
+    return turn_of(CallTexts(encoded(fields), None), base)
 
 
 @pytest.mark.parametrize(
-    ("dialect", "fields", "expected"),
+    ("fields", "expected"),
     [
         (
-            "chat",
             {
                 "messages": [
                     SYSTEM,
@@ -74,10 +73,9 @@ def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> 
                 ("tool", [("result", "", "2")]),
             ],
         ),
-        ("completions", {"prompt": "Once"}, [("user", [("text", "", "Once")])]),
-        ("completions", {"prompt": [1, 2]}, [("user", [("other", "", "[1,2]")])]),
+        ({"prompt": "Once"}, [("user", [("text", "", "Once")])]),
+        ({"prompt": [1, 2]}, [("user", [("other", "", "[1,2]")])]),
         (
-            "responses",
             {
                 "instructions": "Be brief.",
                 "input": [
@@ -97,9 +95,8 @@ def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> 
                 ("assistant", [("other", "screen", '{"type":"screen","x":1}')]),
             ],
         ),
-        ("responses", {"input": "q"}, [("user", [("text", "", "q")])]),
+        ({"input": "q"}, [("user", [("text", "", "q")])]),
         (
-            "messages",
             {
                 "system": [{"type": "text", "text": "Be brief."}],
                 "messages": [
@@ -131,17 +128,16 @@ def asking(dialect: str, fields: Any, before: Any = None, reply: Any = None) -> 
                 ("user", [("result", "error", "2")]),
             ],
         ),
-        ("chat", {"messages": "?", "tools": 7}, [("user", [("text", "", "?")])]),
+        ({"messages": "?", "tools": 7}, [("user", [("text", "", "?")])]),
         (
-            "chat",
             {"messages": [None, 3, {"role": 4}]},
             [("user", []), ("user", [("other", "", "3")]), ("user", [("other", "", '{"role":4}')])],
         ),
-        ("unknown", {"messages": [USER]}, []),
+        ({"questions": [USER]}, []),
     ],
 )
-def test_request_is_shown_message_by_message(dialect: str, fields: Any, expected: Words) -> None:
-    assert words(asking(dialect, fields).messages) == expected
+def test_request_is_shown_message_by_message(fields: Any, expected: Words) -> None:
+    assert words(asking(fields).messages) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,7 +179,7 @@ def test_reply_is_shown_in_every_format(reply: Any, expected: Words) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff<script>", b"[1", b"[" * 500 + b"]" * 500])
 def test_reply_that_is_no_json_is_shown_as_text(body: bytes) -> None:
-    turn = turn_of("chat", CallTexts(body, body))
+    turn = turn_of(CallTexts(body, body))
     assert turn.reply[0].parts[0].text == body.decode(errors="replace")
     assert turn.messages is None
 
@@ -193,28 +189,26 @@ def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
     before = {"messages": [SYSTEM, USER]}
     whole = {"choices": [{"message": reply}]}
     more = asking(
-        "chat", {"messages": [SYSTEM, USER, reply, {"role": "user", "content": "r"}]}, before, whole
+        {"messages": [SYSTEM, USER, reply, {"role": "user", "content": "r"}]}, before, whole
     )
     assert (more.same, more.left_out, more.repeats_reply) == (2, 0, True)
     assert words(more.messages) == [("user", [("text", "", "r")])]
     # The agent changed the reply, and then shortened its history.
-    edited = asking("chat", {"messages": [SYSTEM, USER, {**reply, "content": "b"}]}, before, whole)
+    edited = asking({"messages": [SYSTEM, USER, {**reply, "content": "b"}]}, before, whole)
     assert (edited.same, edited.repeats_reply, len(edited.messages)) == (2, False, 1)
-    summary = asking(
-        "chat", {"messages": [SYSTEM, {"role": "user", "content": "so far: …"}]}, before
-    )
+    summary = asking({"messages": [SYSTEM, {"role": "user", "content": "so far: …"}]}, before)
     assert (summary.same, summary.left_out) == (1, 1)
 
 
 def test_of_many_messages_the_first_and_the_last_are_shown() -> None:
     many = [{"role": "user", "content": str(number)} for number in range(1000)]
-    shown = asking("chat", {"messages": many})
+    shown = asking({"messages": many})
     assert (len(shown.messages), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
     assert [shown.messages[0].parts[0].text, shown.messages[-1].parts[0].text] == ["0", "999"]
 
 
 def test_page_has_room_for_so_many_characters() -> None:
-    said = asking("completions", {"prompt": "x" * 10_000}).messages
+    said = asking({"prompt": "x" * 10_000}).messages
     space = Space(5000, 3000)
     fitted = [list(space.fit(said[0].parts)) for _ in range(3)]
     assert [shown for [(_, shown)] in fitted] == [3000, 2000, 0]
@@ -228,7 +222,7 @@ def test_page_has_room_for_so_many_characters() -> None:
     ],
 )
 def test_of_many_parts_of_a_message_the_first_are_shown(message: Any) -> None:
-    [said] = asking("chat", {"messages": [message]}).messages
+    [said] = asking({"messages": [message]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "what follows is not shown")
 
@@ -242,13 +236,13 @@ def test_of_many_messages_of_a_reply_the_first_are_shown(reply: Any) -> None:
 
 def test_nested_parts_are_as_many_as_those_of_one_list() -> None:
     nested: list[Any] = [{"content": [{"content": [{}] * 100}] * 100}] * 10
-    [said] = asking("chat", {"messages": [{"role": "user", "content": nested}]}).messages
+    [said] = asking({"messages": [{"role": "user", "content": nested}]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert said.parts[-1].title == "what follows is not shown"
 
 
 def test_page_has_room_for_so_many_parts() -> None:
-    said = asking("chat", {"messages": [{"role": "user", "content": [{}] * 10}]}).messages
+    said = asking({"messages": [{"role": "user", "content": [{}] * 10}]}).messages
     space = Space(5000, 3000, parts=15)
     fitted = [list(space.fit(said[0].parts)) for _ in range(3)]
     assert [len(parts) for parts in fitted] == [10, 6, 1]

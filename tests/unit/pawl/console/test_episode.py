@@ -7,20 +7,10 @@ from uuid import UUID
 
 import pytest
 
-from pawl.console.conversation import Message, Part
-from pawl.console.episode import (
-    MOST_LANES,
-    MOST_MARKS,
-    lanes_of,
-    numbers_of,
-    ranges_of,
-    waits_for,
-)
-from pawl.console.group import Spoken, parting_of
-from store.read.assembly import Told
-from store.read.detail import EpisodeDetail, whole_requests
+from pawl.console.episode import MOST_LANES, lanes_of, numbers_of, ranges_of, waits_for
+from store.read.assembly import Told, rebuilt, whole_request
+from store.read.detail import EpisodeDetail
 from store.values.packing import delta
-from tests.support.records import tool_event
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
 
@@ -40,9 +30,9 @@ def head(number: int, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**facts | changes)
 
 
-def recorded(calls: list[Any], statements: list[Any] = [], **changes: Any) -> EpisodeDetail:  # noqa: B006
+def recorded(calls: list[Any], **changes: Any) -> EpisodeDetail:
     facts: dict[str, Any] = dict.fromkeys(EpisodeDetail.__struct_fields__)
-    facts |= {"calls": calls, "statements": statements, "tools": Told({}, {}, {})}
+    facts |= {"calls": calls, "statements": (), "tools": Told({}, {}, {})}
     return EpisodeDetail(**facts | {"earlier_calls": 0, "split": "train", "task": "t"} | changes)
 
 
@@ -53,12 +43,11 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
         head(2, status="client_gone"),
         head(3),
     ]
-    said = SimpleNamespace(metric="reward", value=1.0, label=None, at=NOW + timedelta(days=1))
     tools = Told({}, {}, {UUID(int=3): UUID(int=9)})
-    lanes, seconds, _ = lanes_of(recorded(calls, [said], tools=tools, earlier_calls=10))
+    lanes, seconds = lanes_of(recorded(calls, tools=tools, earlier_calls=10))
     assert {
         name: [(mark.x, mark.width, mark.look, mark.title.split(",")[0]) for mark in marks]
-        for name, marks in lanes
+        for name, marks in lanes.items()
     } == {
         "a": [
             (0.0, 25.0, "good", "call 11"),
@@ -66,21 +55,10 @@ def test_agents_have_lanes_on_one_time_axis() -> None:
             (75.0, 25.0, "again", "call 14"),
         ],
         "b": [(25.0, 25.0, "plain", "call 12")],
-        "feedback": [(100.0, 0.0, "said", "reward = 1.0")],
     }
     assert seconds == 4.0
-    many, *_ = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
-    assert [len(many), many[-1][0]] == [MOST_LANES + 1, "(others)"]
-
-
-def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
-    said = SimpleNamespace(metric="m" * 999, value=None, label="v" * 999, at=NOW)
-    events = {UUID(int=0): tuple(tool_event("ok", str(n)) for n in range(99))}
-    lanes, _, more = lanes_of(recorded([head(0)] * 10, [said] * 1000, tools=Told({}, events, {})))
-    marks = [mark for _, own in lanes for mark in own]
-    assert len(marks) == 10 + 2 * MOST_MARKS
-    assert more == 990 + 1000 - 2 * MOST_MARKS
-    assert max(len(mark.title) for mark in marks) <= 160
+    many, _ = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
+    assert [len(many), list(many)[-1]] == [MOST_LANES + 1, "(others)"]
 
 
 @pytest.mark.parametrize(
@@ -95,40 +73,15 @@ def test_time_axis_has_so_many_marks_of_tools_and_of_feedback() -> None:
         ({"scored": False}, {}, "nobody has scored it"),
         ({"rolled_back": True}, {}, "was rolled back"),
         ({"set_aside": True}, {}, "at fault"),
-        ({"group_size": 8}, {"task": None}, "has no task; updates took groups of 8"),
-        ({"ready": 3, "group_size": 8}, {}, "3 scored attempts at its task wait of the 8"),
+        ({}, {}, "waits for the next update"),
     ],
 )
 def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any], why: str) -> None:
-    facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside", "group_size", "ready")
+    facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside")
     known: dict[str, Any] = dict.fromkeys(facts) | {"scored": True} | fate
     said: Any = waits_for(SimpleNamespace(**known), recorded([], **episode))
     assert why in said
     assert bool(said) is bool(why)
-
-
-def said(*texts: str) -> list[Spoken]:
-    return [
-        Spoken(1, False, Message(role="user", parts=(Part(kind="text", text=text),)))
-        for text in texts
-    ]
-
-
-@pytest.mark.parametrize(
-    ("attempts", "same", "characters"),
-    [
-        ((("q", "SELECT 1"), ("q", "SELECT 2")), 1, 7),
-        ((("a",), ("b",), ("a",)), 0, 0),
-        ((("q", "a"), ("q",)), 1, 0),
-    ],
-)
-def test_attempts_part_at_the_first_message_that_differs(
-    attempts: tuple[tuple[str, ...], ...], same: int, characters: int
-) -> None:
-    parting = parting_of({UUID(int=n): said(*one) for n, one in enumerate(attempts)})
-    assert parting is not None
-    assert (parting.same, parting.characters) == (same, characters)
-    assert parting_of({UUID(int=n): said("q", "a") for n in range(3)}) is None
 
 
 def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() -> None:
@@ -140,16 +93,19 @@ def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() 
         own, parent = bodies[UUID(int=n)], parents.get(n)
         added = delta(bodies[UUID(int=parent)], own) if parent else None
         rows[UUID(int=n)] = SimpleNamespace(
+            id=UUID(int=n),
             parent_id=parent and UUID(int=parent),
             request=added.middle if added else own,
             request_prefix=added and added.prefix,
             request_suffix=added and added.suffix,
         )
     rows[UUID(int=5)] = SimpleNamespace(
-        parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
+        id=UUID(int=5), parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
     )
     wanted = [UUID(int=4), UUID(int=5), UUID(int=2)]
-    assert whole_requests(rows, wanted) == {one: bodies[one] for one in (wanted[0], wanted[2])}
+    made, lost = rebuilt(rows.values(), wanted, whole_request)
+    assert made == {one: bodies[one] for one in (wanted[0], wanted[2])}
+    assert list(lost) == [wanted[1]]
 
 
 def test_numbers_that_follow_each_other_are_a_range() -> None:

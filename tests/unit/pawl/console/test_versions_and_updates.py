@@ -6,30 +6,10 @@ from typing import Any
 
 import pytest
 
-from pawl.console.updates import plots_of, stages_of
-from pawl.console.versions import Change, arcs_of, words_of
-from store.ids import new_id
-from store.retraining import Retrained
-from store.versions import PolicyEvent, PolicyState
+from pawl.console.updates import plots_of
+from pawl.console.versions import Change, words_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-
-@pytest.mark.parametrize(
-    ("line", "arcs"),
-    [
-        ([], []),
-        ([(1, 0), (0, None)], ["M9 22Q9 44 9 66"]),
-        # 3 failed, and 4 was trained from 2 again.
-        ([(4, 2), (3, 2), (2, None)], ["M9 22Q21 66 9 110", "M9 66Q9 88 9 110"]),
-        # The parents are on a later page, however far.
-        ([(9, 4), (8, 7)], ["M9 22Q21 55 9 88", "M9 66Q9 77 9 88"]),
-    ],
-)
-def test_version_is_joined_to_its_parent_past_those_between(
-    line: list[tuple[int, int | None]], arcs: list[str]
-) -> None:
-    assert arcs_of(line) == arcs
 
 
 @pytest.mark.parametrize(
@@ -41,31 +21,26 @@ def test_version_is_joined_to_its_parent_past_those_between(
         ({"state": "retired", "unloaded_at": NOON}, ["retired", "unloaded"]),
         ({"state": "retired", "ended_at": NOON}, ["retired", "ended"]),
         ({"state": "serving", "frozen_at": NOON}, ["serving", "policy frozen"]),
+        ({"version": 3, "state": "serving", "frozen_at": NOON}, ["serving", "training held"]),
     ],
 )
 def test_version_stands_as_its_words_say(version: dict[str, object], words: list[str]) -> None:
     names = ("share", "unloaded_at", "ended_at", "files_deleted_at", "frozen_at")
-    row: Any = SimpleNamespace(**{**dict.fromkeys(names), **version})
+    row: Any = SimpleNamespace(**{"version": 0, **dict.fromkeys(names), **version})
     assert words_of(row) == words
 
 
-def test_confirmation_is_of_the_effects_and_not_of_figures_that_move_on() -> None:
-    def seen(
-        freed: int = 4, left_out: int = 2, serves: tuple[str, ...] = ("serving",), **of: Any
-    ) -> str:
-        done = Retrained(
-            serves="m@1", served="m@2", freed={"trained": freed}, left_out=left_out, learned=0
-        )
-        moved = ((1, ["retired"], list(serves)),)
-        retraining = {"action": "retrain", "policy": "m", "number": 1, "retrained": done}
-        return Change(**retraining, moved=moved, **of).digest
+def test_confirmation_is_of_the_effects_of_a_change_to_a_version() -> None:
+    def seen(now: str = "serving", **of: Any) -> str:
+        changed = {"action": "promote", "policy": "m", "number": 1} | of
+        return Change(**changed, moved=((1, ["retired"], [now]),)).digest
 
-    assert seen(freed=5) == seen()
-    others = [seen(left_out=3), seen(serves=("serving", "ended")), seen(without=("task=b",))]
-    assert len({seen(), *others}) == 4
+    assert seen(reason="another") == seen()
+    others = [seen("retired"), seen(number=2), seen(action="rollback"), seen(policy="n")]
+    assert len({seen(), *others}) == 5
 
 
-def update(at: int = 0, state: str = "done", took: float | None = 30, **metrics: float) -> Any:
+def update(at: int = 0, state: str = "done", took: float | None = 30, **metrics: Any) -> Any:
     begun = NOON + timedelta(seconds=at)
     return SimpleNamespace(
         state=state,
@@ -76,32 +51,22 @@ def update(at: int = 0, state: str = "done", took: float | None = 30, **metrics:
 
 
 def test_plots_have_the_figures_that_any_update_has_oldest_first() -> None:
-    plots = plots_of([update(60, loss=0.2), update(30, state="abandoned"), update(0, loss=0.4)])
-    assert list(plots) == ["Loss", "Seconds"]
+    newest = update(60, loss=0.2, entropy=0.3)
+    plots = plots_of([newest, update(30, state="abandoned"), update(0, loss=0.4, entropy=2.1)])
+    assert list(plots) == ["Entropy, nats a token", "Loss", "Seconds"]
+    assert plots["Entropy, nats a token"]["series"][0]["values"] == [2.1, 0.3]
     assert plots["Loss"]["x"] == [NOON.timestamp(), NOON.timestamp() + 60]
     assert plots["Loss"]["series"] == [{"name": "loss", "values": [0.4, 0.2]}]
 
 
-def test_time_is_told_by_stage_as_far_as_it_is_known() -> None:
-    def event(state: PolicyState, at: int) -> PolicyEvent:
-        return PolicyEvent(
-            id=new_id(),
-            name="m",
-            version=1,
-            from_state=None,
-            to_state=state,
-            reason="",
-            actor="trainer",
-            evidence=None,
-            at=NOON + timedelta(seconds=at),
-        )
+def test_reward_by_family_of_tasks_is_plotted_where_there_are_several() -> None:
+    def of(**families: float) -> dict[str, Any]:
+        return {name: {"reward": value, "episodes": 20} for name, value in families.items()}
 
-    events = [event("serving", 44), event("loaded", 34), event("written", 30)]
-    assert stages_of(update(train_seconds=20.0), events) == {
-        "read, planned and written": 10,
-        "trained": 20,
-        "loaded and probed": 4,
-        "waited for traffic": 10,
-    }
-    assert stages_of(update(), events[2:]) == {"read, planned and written": 30, "trained": 0}
-    assert stages_of(update(took=None), []) == {}
+    title = "Reward by family of tasks"
+    several = plots_of([update(60, families=of(b=0.5)), update(0, families=of(a=0.2, b=0.1))])
+    assert several[title]["series"] == [
+        {"name": "a", "values": [0.2, None]},
+        {"name": "b", "values": [0.1, 0.5]},
+    ]
+    assert title not in plots_of([update(0, families=of(b=0.5))])

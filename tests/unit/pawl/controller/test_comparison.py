@@ -1,9 +1,10 @@
 """One comparison: verdicts with bounded error, guards, pairs of tasks, and a canary's share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import nan
 from random import Random
+from typing import Literal
 
 import msgspec
 import pytest
@@ -80,9 +81,11 @@ def compared(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("watches", [False, True])
 def test_live_episodes_come_to_a_verdict_with_its_reason(case: Case, watches: bool) -> None:
+    """A watch calls nothing better: its control moves on."""
     verdict = compared(case.new, watches=watches).verdict
-    assert (verdict and verdict.kind) == case.kind
-    assert case.reason in (verdict.reason if verdict else "")
+    kind, reason = (None, "") if watches and case.kind == "better" else (case.kind, case.reason)
+    assert (verdict and verdict.kind) == kind
+    assert reason in (verdict.reason if verdict else "")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -108,17 +111,85 @@ def test_wrong_verdicts_are_rarer_than_the_rule_allows_though_each_episode_is_lo
     assert mistakes <= RULE.mistakes * runs
 
 
-def test_watch_finds_a_version_that_turns_bad_after_it_was_proven() -> None:
-    random, comparison = Random(1), Comparison(RULE, watches=True)
-    for episode in range(4_000):
-        is_new = random.random() < 0.8
-        mean = 0.8 if episode < 2_000 else 0.2
-        comparison.add(is_new, scored(mean if is_new else 0.5)(random))
-        if episode == 1_999:
-            assert comparison.verdict is not None
-            assert comparison.verdict.kind == "better"
-    assert comparison.verdict is not None
-    assert comparison.verdict.kind == "worse"
+def followed(*phases: tuple[int, int, float, float], share: float = 0.9) -> Comparison:
+    """Watch phases of so many episodes of a version, with its mean reward and its control's."""
+    random, comparison = (
+        Random(1),
+        Comparison(RULE, new_share=share, old_share=1 - share, watches=True),
+    )
+    for _ in range(200):
+        comparison.add_past(scored(0.8)(random))
+    for count, version, mean, control in phases:
+        for _ in range(count):
+            is_new = random.random() < share
+            one = scored(mean if is_new else control, version=version * is_new)(random)
+            comparison.add(is_new, one)
+    return comparison
+
+
+def test_watch_finds_a_version_that_is_worse_than_those_before_it() -> None:
+    """They were better than the control, which proves nothing for what follows them."""
+    assert followed((2_000, 1, 0.9, 0.5)).verdict is None
+    verdict = followed((2_000, 1, 0.9, 0.5), (2_000, 2, 0.2, 0.5)).verdict
+    assert verdict is not None
+    assert verdict.kind == "worse"
+
+
+@pytest.mark.parametrize(
+    ("second", "moves_to"), [(0.8, 1), (0.5, None)], ids=["in line", "falls behind"]
+)
+def test_control_moves_on_to_a_version_that_half_of_what_is_known_came_after(
+    second: float, moves_to: int | None
+) -> None:
+    """Evidence of several versions together decides; none of these has enough of its own."""
+    assert followed((400, 1, 0.8, 0.7)).next_control is None
+    comparison = followed((500, 1, 0.8, 0.7), (200, 2, second, 0.7), (100, 3, second, 0.7))
+    assert comparison.verdict is None
+    assert comparison.next_control == moves_to
+
+
+def test_fall_below_the_own_past_is_seen_soon_and_before_that_behind_the_control() -> None:
+    assert followed((1_000, 1, 0.8, 0.8)).fall is None
+    comparison = followed((1_000, 1, 0.8, 0.8), (150, 2, 0.5, 0.8))
+    assert comparison.fall == pytest.approx(0.3, abs=0.12)
+    assert comparison.verdict is None
+    assert not comparison.is_in_line
+
+
+def test_outage_is_no_fall() -> None:
+    comparison, failed = followed((1_000, 1, 0.8, 0.8)), Episode("one", None, failed=True)
+    for _ in range(500):
+        comparison.add(True, failed)
+    assert comparison.fall is None
+
+
+@pytest.mark.parametrize(
+    ("undecided", "means", "trade", "verdict"),
+    [
+        ("promote", {"a": 0.8, "b": 0.2}, "tasks 'b'", None),
+        ("keep", {"a": 0.8, "b": 0.2}, "tasks 'b'", "worse"),
+        ("keep", {"a": 0.95, "b": 0.3}, None, None),
+    ],
+)
+@pytest.mark.parametrize("watches", [False, True])
+def test_loss_on_a_family_that_is_more_than_the_gain_on_others_is_found(
+    undecided: Literal["promote", "keep"],
+    means: Mapping[str, float],
+    trade: str | None,
+    verdict: str | None,
+    watches: bool,
+) -> None:
+    """Of every eight tasks seven are of the family that gains, so that the mean rises."""
+    random = Random(3)
+    comparison = Comparison(PublishOptions(undecided=undecided), watches=watches)
+    for episode in range(6_000):
+        family, is_new = "b" if episode % 8 == 0 else "a", random.random() < 0.5
+        mean = means[family] if is_new else {"a": 0.5, "b": 0.6}[family]
+        comparison.add(is_new, Episode(family, float(random.random() < mean)))
+    assert (trade or "None") in str(comparison.trade)
+    found = comparison.verdict and comparison.verdict.kind
+    assert found == verdict or (not watches and found == "better")
+    assert {one.name for one in comparison.figures().families} == {"a", "b"}
 
 
 def test_fall_of_the_whole_world_is_no_fault_of_what_serves() -> None:

@@ -1,12 +1,14 @@
 """Confidence intervals against published figures, and what must hold for any observations."""
 
+from math import sqrt
 from statistics import mean, stdev
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.values.intervals import NORMAL, mean_interval, student, t_quantile, wilson
+from store.read.evaluations import Rewards
+from store.values.intervals import NORMAL, Interval, mean_interval, student, t_quantile, wilson
 
 
 # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2: critical values of Student's t.
@@ -59,7 +61,46 @@ def test_one_observation_has_no_interval() -> None:
     assert student(0.5, 0.0, 1) is None
 
 
-def test_interval_of_a_mean_is_wilsons_for_0_and_1_and_students_else() -> None:
-    assert mean_interval(0.5, 0.5, 8, zero_or_one=True) == wilson(0.5, 8)
-    assert mean_interval(0.5, 0.5, 8, zero_or_one=False) == student(0.5, 0.5, 8)
-    assert mean_interval(0.5, None, 1, zero_or_one=False) == (0.5, 0.5)
+def of_groups(*groups: list[float]) -> Interval | None:
+    """The interval of the mean of all values, each list being those of one task."""
+    values = [value for group in groups for value in group]
+    centre = mean(values)
+    residuals = [sum(group) - len(group) * centre for group in groups]
+    error = sqrt(sum(one * one for one in residuals)) / len(values)
+    only = {0.0, 1.0}.issuperset(values)
+    return mean_interval(centre, len(values), len(groups), error, zero_or_one=only)
+
+
+def test_interval_of_independent_values_is_wilsons_for_0_and_1_and_students_else() -> None:
+    assert of_groups([0], [1], [1], [0], [1]) == pytest.approx(wilson(0.6, 5))
+    values = [0.2, 0.5, 0.9]
+    expected = student(mean(values), stdev(values), 3)
+    assert expected is not None
+    assert of_groups([0.2], [0.5], [0.9]) == pytest.approx(expected)
+    assert of_groups([0.5]) is None
+
+
+def test_interval_knows_that_attempts_at_one_task_are_not_independent() -> None:
+    alike = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [0.0] * 8, [1.0] * 8]
+    # Each task decides all of its eight attempts: they are worth little more than five values.
+    assert of_groups(*alike) == pytest.approx(wilson(0.6, 5), abs=0.13)
+    graded = [[0.2] * 8, [0.5] * 8, [0.9] * 8]
+    assert of_groups(*graded) == pytest.approx(of_groups([0.2], [0.5], [0.9]))
+    # Attempts that differ within each task as much as between tasks are worth as many values.
+    mixed = [[1.0, 0.0] * 4 for _ in range(20)]
+    assert of_groups(*mixed) == pytest.approx(wilson(0.5, 160))
+    assert of_groups([1.0] * 8) == wilson(1.0, 1)
+
+
+def test_lift_is_beyond_doubt_only_with_enough_rewards() -> None:
+    def of(mean: float, count: int) -> Rewards:
+        low, high = wilson(mean, count)
+        return Rewards(episodes=count, scored=count, mean=mean, low=low, high=high)
+
+    # Newcombe 1998, method 10, by hand.
+    assert of(0.7, 80).lift_over(of(0.3, 80)) == pytest.approx((0.2474, 0.5263), abs=1e-3)
+    few = of(0.7, 5).lift_over(of(0.3, 5))
+    assert few is not None
+    assert few.low < 0 < few.high
+    without = Rewards(episodes=1, scored=0)
+    assert of(0.7, 80).lift_over(without) is None

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from store.read.facts import MatchedEvent
 from store.records import TOOL_STATUSES
-from trainer.credit.air import air_reward, air_weight, canonical
+from trainer.credit.air import (
+    NO_USUAL_SCORES,
+    UsualScores,
+    air_reward,
+    air_weight,
+    canonical,
+    scored_events,
+    usual_scores,
+)
 from trainer.recipes.recipe import CreditOptions
 
 RULE = CreditOptions()
@@ -21,8 +29,13 @@ def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> Matc
     )
 
 
-def air(*calls: list[MatchedEvent]) -> float:
-    return air_reward(itertools.chain(*calls), RULE)
+def air(*calls: list[MatchedEvent], usual: UsualScores = NO_USUAL_SCORES) -> float:
+    """r_air by the scores alone, or by what they are above the usual ones."""
+    return air_reward(scored_events(itertools.chain(*calls), RULE), usual, 0.2)
+
+
+def usual(*events: MatchedEvent) -> UsualScores:
+    return usual_scores(scored_events(events, RULE))
 
 
 def test_the_mean_of_the_scores_times_lambda() -> None:
@@ -44,7 +57,37 @@ def test_error_of_a_tool_that_ran_is_left_out_of_the_mean() -> None:
     [([0.0, 0.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.75), ([1.0] * 3, 0.0), ([-3.0, 7.0], 0.5)],
 )
 def test_weight_falls_to_nothing_as_episodes_succeed(finals: list[float], weight: float) -> None:
-    assert air_weight(finals) == weight
+    assert air_weight(finals, (0.0, 1.0)) == weight
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 0.05), (-1.0, 0.0), (0.0, 100.0)])
+def test_weight_is_of_the_places_in_the_range(low: float, high: float) -> None:
+    worst, best = [low] * 4, [high] * 4
+    assert air_weight(worst, (low, high)) == 1.0
+    assert air_weight(best, (low, high)) == 0.0
+    assert air_weight([*worst, *best], (low, high)) == pytest.approx(0.5)
+
+
+def test_tool_that_always_works_is_worth_nothing_however_often_it_is_called() -> None:
+    heap = [ended("ok", str(number), "note") for number in range(1000)]
+    assert air(heap, usual=usual(*heap)) == 0.0
+    assert air(heap[:1], usual=usual(*heap)) == 0.0
+
+
+def test_event_counts_by_how_it_differs_from_what_its_tool_usually_gives() -> None:
+    # calc: 1, 1, -1 and -0.5, usually 0.125.
+    claim = [ended("ok", "1"), ended("ok", "2"), ended("malformed", "3"), ended("timeout", "4")]
+    assert air([ended("ok")], usual=usual(*claim)) == pytest.approx(0.2 * 0.875)
+    assert air([ended("timeout")], usual=usual(*claim)) == pytest.approx(0.2 * -0.625)
+    mixed = [ended("ok", tool="note"), ended("ok", "1"), ended("timeout", "4")]
+    notes = ended("ok", tool="note")
+    assert air(mixed, usual=usual(notes, *claim)) == pytest.approx(0.2 * (0.875 - 0.625) / 3)
+
+
+def test_tool_that_never_ran_is_compared_with_all_tools() -> None:
+    claim = [ended("malformed", "1", "no_tool"), ended("ok", "2")]
+    assert air(claim[:1], usual=usual(*claim)) == -0.2
+    assert air(claim[1:], usual=usual(*claim)) == 0.0
 
 
 def test_no_heap_of_easy_calls_is_worth_more_than_one() -> None:

@@ -18,6 +18,7 @@ from tests.support.stored import transition
 from trainer.credit import baselines
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.baselines import BASELINES, NORMALISATIONS
+from trainer.credit.lines import CreditLine
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import CreditOptions, load_recipe, parse_recipe
 
@@ -45,29 +46,47 @@ def table() -> list[dict[str, Any]]:
     ]
 
 
-# r_final, r_air, r_total, advantage of each call, and its weight. The mean of the final rewards 1,
-# 0.5 and 0 is 0.5, their sample standard deviation 0.5; the mean of AIR is -0.05, its weight 0.5.
+# r_final, r_air, r_total, advantage of each call, and its weight.
+#
+# The tool scores 1, -0.5 and -1, usually -1/6: r_air of three is 0.2 · mean(7/6, -1/3) = 1/12, and
+# of twenty 0.2 · -5/6 = -1/6. To fail is the lowest, 0: the mean of the final rewards 1, 0.5, 0 and
+# 0 is 0.375, and that of AIR -1/48; AIR's weight is 1 - 0.375, and it is divided by 0.5.
+S = sqrt((0.625**2 + 0.125**2 + 2 * 0.375**2) / 3)
 BY_HAND = {
-    "one": (1.0, 0.0, 1.0, 1.05, 1 / 3, None),
-    "three": (0.5, 0.05, 0.525, 0.1, 1 / 9, None),
-    "twenty": (0.0, -0.2, -0.1, -1.15, 1 / 60, None),
+    "one": (1.0, 0.0, 1.0, 0.625 / S + 0.625 * 1 / 48 / 0.5, 1 / 4, None),
+    "three": (0.5, 1 / 12, 0.5 + 0.625 / 12, 0.125 / S + 0.625 * 5 / 48 / 0.5, 1 / 12, None),
+    "twenty": (0.0, -1 / 6, -0.625 / 6, -0.375 / S - 0.625 * 7 / 48 / 0.5, 1 / 80, None),
+    "failed": (0.0, 0.0, 0.0, -0.375 / S + 0.625 * 1 / 48 / 0.5, 1 / 8, None),
+    "unscored": (None, 0.0, None, None, 0.0, "unscored"),
+}
+# The same where failed episodes are unscored: the final rewards have the mean and the sample
+# standard deviation 0.5, AIR the mean -1/36 and the weight 0.5.
+UNSCORED = {
+    "one": (1.0, 0.0, 1.0, 1 + 0.5 * 1 / 36 / 0.5, 1 / 3, None),
+    "three": (0.5, 1 / 12, 0.5 + 0.5 / 12, 0.5 * 4 / 36 / 0.5, 1 / 9, None),
+    "twenty": (0.0, -1 / 6, -0.5 / 6, -1 - 0.5 * 5 / 36 / 0.5, 1 / 60, None),
     "failed": (None, 0.0, None, None, 0.0, "failed"),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
-# The same where the recipe gives a failed episode -1: the means are 0.125 and -0.0375, the standard
-# deviation of the final rewards is sqrt((0.875² + 0.375² + 0.125² + 1.125²) / 3), and AIR's weight
-# is 1 - (1 + 0.5) / 4.
+# The same where the recipe gives a failed episode -1: the mean of the final rewards is 0.125, their
+# standard deviation is above 0.5, and AIR's weight is 1 - (1 + 0.5) / 4.
+T = sqrt((0.875**2 + 0.375**2 + 0.125**2 + 1.125**2) / 3)
 WITH_FAILED = {
-    "one": (1.0, 0.0, 1.0, 1.05214226614763733399, 1 / 4, None),
-    "three": (0.5, 0.05, 0.53125, 0.503198475114087420605, 1 / 12, None),
-    "twenty": (0.0, -0.2, -0.125, -0.265322832332882458137, 1 / 80, None),
-    "failed": (-1.0, 0.0, -1.0, -1.29001790892884229646, 1 / 8, None),
+    "one": (1.0, 0.0, 1.0, (0.875 + 0.4375 * 1 / 48) / T, 1 / 4, None),
+    "three": (0.5, 1 / 12, 0.5 + 0.4375 / 12, (0.375 + 0.4375 * 5 / 48) / T, 1 / 12, None),
+    "twenty": (0.0, -1 / 6, -0.4375 / 6, (-0.125 - 0.4375 * 7 / 48) / T, 1 / 80, None),
+    "failed": (-1.0, 0.0, -1.0, (-1.125 + 0.4375 * 1 / 48) / T, 1 / 8, None),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [({}, BY_HAND), ({"failed_reward": -1}, WITH_FAILED)]
+    ("rule", "expected"),
+    [
+        ({}, BY_HAND),
+        ({"failed_reward": "unscored"}, UNSCORED),
+        ({"failed_reward": -1}, WITH_FAILED),
+    ],
 )
 def test_every_order_of_arrival_gives_the_table(
     rule: dict[str, Any], expected: dict[str, Any]
@@ -92,10 +111,10 @@ def with_tools(*statuses: str) -> list[dict[str, Any]]:
 
 
 def test_eight_failures_whose_tools_differ_are_no_four_successes() -> None:
-    """The AIR of ok is 0.2 and of error 0, their mean 0.1: ±0.1 / 0.5."""
-    found = credited(with_tools(*["ok"] * 4, *["error"] * 4))
+    """The tool scores 1 and -1, usually 0; AIR is ±0.2, and its mean 0: ±0.2 / 0.5."""
+    found = credited(with_tools(*["ok"] * 4, *["malformed"] * 4))
     assert [line.advantage for line in found.values()] == pytest.approx(
-        [0.2] * 4 + [-0.2] * 4, abs=1e-12
+        [0.4] * 4 + [-0.4] * 4, abs=1e-12
     )
     assert {line.reason for line in found.values()} == {None}
 
@@ -125,11 +144,18 @@ def test_air_alone_never_weighs_more_than_its_bound(
 
 
 def test_beside_a_success_air_is_divided_by_the_spread_of_the_final_rewards() -> None:
-    lines = [*with_tools("ok", "error", "error"), episode("won", 4.0)]
-    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. AIR: 0.2 and three times 0, mean 0.05; one
-    # of four episodes succeeds, so its weight is 0.75.
+    lines = [*with_tools("ok", "malformed", "malformed"), episode("won", 4.0)]
+    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. The tool scores -1/3 usually: AIR is 0.2
+    # (clipped), twice 0.2 · -2/3, and 0 without a tool; its mean is -1/60. One of four episodes
+    # succeeds, so its weight is 0.75.
     assert [line.advantage for line in credited(lines).values()] == pytest.approx(
-        [-0.5 + 0.05625, -0.5 - 0.01875, -0.5 - 0.01875, 1.5 - 0.01875], abs=1e-12
+        [
+            -0.5 + 0.75 * (0.2 + 1 / 60) / 2,
+            -0.5 + 0.75 * (-0.4 / 3 + 1 / 60) / 2,
+            -0.5 + 0.75 * (-0.4 / 3 + 1 / 60) / 2,
+            1.5 + 0.75 * (1 / 60) / 2,
+        ],
+        abs=1e-12,
     )
 
 
@@ -181,7 +207,7 @@ def test_blind_edit_is_never_preferred_to_a_tested_one(others: list[tuple[float,
 def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
     assert {line.reason for line in credited(with_tools("ok", "ok")).values()} == {"no_spread"}
     # 0.2 for a tool or as a reward: the sums are equal, the parts are not.
-    lines = [*with_tools("ok"), episode("other", 0.2)]
+    lines = [*with_tools("ok", "malformed"), episode("other", 0.2)]
     assert {line.reason for line in credited(lines).values()} == {None}
 
 
@@ -221,20 +247,37 @@ def test_groups_that_tell_nothing_are_not_trained() -> None:
         [
             episode("same1", 0.1, task="same", calls=calls(3)),
             episode("same2", 0.1, task="same"),
-            episode("alone", 1.0, task="alone"),
-            episode("none1", 1.0, task=None),
-            episode("none2", 0.0, task=None),
             episode("good", 1.0),
             episode("bad", 0.0),
         ]
     )
     reasons = {name: line.reason for (name, _), line in found.items()}
-    assert reasons == {
-        "same1": "no_spread", "same2": "no_spread", "alone": "alone",
-        "none1": "alone", "none2": "alone", "good": None, "bad": None,
-    }  # fmt: skip
+    assert reasons == {"same1": "no_spread", "same2": "no_spread", "good": None, "bad": None}
     assert {line.advantage for line in found.values() if line.reason is not None} == {0.0}
     assert found["good", "1"].weight == 0.5
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_single_episodes_are_compared_with_their_family_and_weigh_as_members_do(
+    baseline: str,
+) -> None:
+    lines = [episode(f"s{n}", value, task=f"t/{n}") for n, value in enumerate((1.0, 0.0, 0.0))]
+    lines += [episode("a", 1.0, task="t/all"), episode("b", 0.0, task="t/all")]
+    found = credited(lines, baseline=baseline, normalisation="none")
+    # The family's five rewards have the mean 0.4.
+    singles = advantages(found, ("s0", "1"), ("s1", "1"), ("s2", "1"))
+    assert singles == near(0.6, -0.4, -0.4)
+    own = 0.5 if baseline == "group" else 1.0
+    assert advantages(found, ("a", "1"), ("b", "1")) == near(own, -own)
+    assert [line.weight for line in found.values()] == near(*[0.2] * 5)
+
+
+def test_single_episode_of_a_family_that_comes_once_is_compared_with_all() -> None:
+    lines = [episode("a", 1.0, task="x/1"), episode("b", 0.0, task="y/1")]
+    found = credited(lines, normalisation="none")
+    assert advantages(found, ("a", "1"), ("b", "1")) == near(0.5, -0.5)
+    [only] = credited([episode("a", 1.0)]).values()
+    assert (only.reason, only.advantage) == ("alone", 0.0)
 
 
 def test_advantages_are_computed_before_any_drop() -> None:
@@ -273,10 +316,10 @@ RULES = st.fixed_dictionaries(
         "assignment": st.sampled_from(["identical", "per_agent", "call"]),
         "baseline": st.sampled_from(sorted(BASELINES)),
         "normalisation": st.sampled_from(sorted(NORMALISATIONS)),
-        "equal_weight": st.sampled_from(["episode", "call", "token"]),
-        "failed_reward": st.sampled_from([None, -1.0]),
+        "equal_weight": st.sampled_from(["auto", "episode", "call", "token"]),
+        "failed_reward": st.sampled_from([None, "unscored", -1.0]),
     }
-)
+).filter(lambda rule: (rule["baseline"], rule["normalisation"]) != ("none", "focal"))
 
 
 def lines_of(drawn: Any) -> list[dict[str, Any]]:
@@ -381,7 +424,12 @@ def two_agents() -> list[dict[str, Any]]:
             "b",
             1.0,
             calls=[
-                call("w", agent="writer", feedback=[reward(0.4), reward(-0.2, 5)]),
+                call(
+                    "w",
+                    agent="writer",
+                    feedback=[reward(0.4), reward(-0.2, 5)],
+                    tool_events=[event("malformed")],
+                ),
                 call("c", agent="checker"),
             ],
         ),
@@ -396,11 +444,11 @@ def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
 
 def test_per_agent() -> None:
     found = credited(two_agents(), assignment="per_agent")
-    # writer: 1 + 0.2 against -0.2, means 0.4 and 0.1, AIR's weight ½, s = 1.2·√½; checker: 0
+    # writer: 1 + 0.2 against -0.2 - 0.2, means 0.4 and 0, AIR's weight ½, s = 1.2·√½; checker: 0
     # against 1.
     assert [found[key].r_final for key in (("a", "w"), ("b", "w"))] == [1.0, -0.2]
     assert [found[key].r_air for key in (("a", "w"), ("a", "c"))] == [0.2, 0.0]
-    assert advantages(found, ("a", "w"), ("b", "w")) == near(6.5 / 6 * HALF, -6.5 / 6 * HALF)
+    assert advantages(found, ("a", "w"), ("b", "w")) == near(7 / 6 * HALF, -7 / 6 * HALF)
     assert advantages(found, ("a", "c"), ("b", "c")) == near(-HALF, HALF)
     assert {line.weight for line in found.values()} == {0.25}
 
@@ -457,6 +505,11 @@ def paid_and_tooled() -> list[dict[str, Any]]:
             *("group", "group", (2 / sqrt(3), -1 / sqrt(3))),
             (2 / sqrt(3) + 0.4 / sqrt(3), -1 / sqrt(3) - 0.2 / sqrt(3)),
         ),
+        # F-GRPO: one of three succeeds, so what GRPO gives counts ⅔.
+        (
+            *("group", "focal", (4 / 3 / sqrt(3), -2 / 3 / sqrt(3))),
+            (4 / 3 / sqrt(3) + 0.4 / sqrt(3), -2 / 3 / sqrt(3) - 0.2 / sqrt(3)),
+        ),
         # Dr. GRPO leaves the division out.
         ("group", "none", (2 / 3, -1 / 3), (2 / 3 + 0.4 / 3, -1 / 3 - 0.2 / 3)),
         # RLOO: against 0, ½ and ½; AIR against -0.1, 0.05 and 0.05.
@@ -487,6 +540,14 @@ def test_baselines_and_normalisations(
         assert {line.reason for line in found.values()} == {None}
 
 
+def test_focal_weighs_by_the_failure_rate_in_a_range_that_the_rewards_widen() -> None:
+    lines = [episode(name, reward) for name, reward in (("a", 4.0), ("b", 4.0), ("c", 1.0))]
+    plain, focal = credited(lines), credited(lines, normalisation="focal")
+    # Of 0 to 4, the widest of the range and the rewards, they earn three quarters.
+    for key in KEYS:
+        assert focal[key].advantage == pytest.approx(plain[key].advantage / 4)
+
+
 def test_episodes_alone_or_alike_are_trained_without_a_baseline() -> None:
     lines = [episode("a", 1.0, task="t"), episode("b", 1.0, task="t"), episode("c", 0.5, task=None)]
     found = credited(lines, baseline="none")
@@ -497,14 +558,13 @@ def test_episodes_alone_or_alike_are_trained_without_a_baseline() -> None:
 
 def test_batch_divides_by_the_updates_spread() -> None:
     lines = [*three(), episode("d", 0.5, task="u"), episode("e", 0.5, task="u")]
-    lines += [episode("f", 0.0, task="v"), episode("g", 4.0, task="v"), episode("h", 9.0, task="w")]
+    lines += [episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
     found = credited(lines, normalisation="batch")
-    # Differences from the groups' means: ⅔, -⅓, -⅓, 0, 0, -2, 2; h has nobody.
+    # Differences from the groups' means: ⅔, -⅓, -⅓, 0, 0, -2, 2.
     s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 6)
     assert advantages(found, *KEYS) == near(2 / 3 / s, -1 / 3 / s, -1 / 3 / s)
     assert advantages(found, ("f", "1"), ("g", "1")) == near(-2 / s, 2 / s)
-    reasons = [found[name, "1"].reason for name in "deh"]
-    assert reasons == ["no_spread", "no_spread", "alone"]
+    assert [found[name, "1"].reason for name in "de"] == ["no_spread", "no_spread"]
 
 
 def test_equal_returns_are_a_signal_without_a_baseline() -> None:
@@ -524,6 +584,24 @@ def test_small_spread_is_not_blown_up() -> None:
 # Weights
 
 
+def test_families_of_tasks_have_equal_shares_of_the_loss_within_limits() -> None:
+    lines = [
+        episode(f"{family}{number}", float(number % 2), task=f"{family}:{number // 4}")
+        for family, count in (("many", 60), ("some", 12), ("few", 4))
+        for number in range(count)
+    ]
+    found = credited(lines)
+    shares = {
+        family: sum(line.weight for (name, _), line in found.items() if name.startswith(family))
+        for family in ("many", "some", "few")
+    }
+    # 76 ÷ 3 episodes each would be equal: few has 16, which is four times its size.
+    whole = 2 * 76 / 3 + 16
+    assert list(shares.values()) == near(76 / 3 / whole, 76 / 3 / whole, 16 / whole)
+    by_size = credited(lines, equal_weight="episode")
+    assert {line.weight for line in by_size.values()} == {1 / 76}
+
+
 def test_equal_weight_of_calls_and_of_tokens() -> None:
     own = [call("1", sampled_ids=[1] * 6), call("2", sampled_ids=[1] * 2)]
     lines = [episode("a", 1.0, calls=own), episode("b", 0.0, calls=[call(sampled_ids=[1] * 4)])]
@@ -531,9 +609,21 @@ def test_equal_weight_of_calls_and_of_tokens() -> None:
     def shares(equal: str) -> list[float]:
         return [line.weight for line in credited(lines, equal_weight=equal).values()]
 
-    assert shares("episode") == near(1 / 4, 1 / 4, 1 / 2)
+    assert shares("episode") == shares("auto") == near(1 / 4, 1 / 4, 1 / 2)
     assert shares("call") == near(1 / 3, 1 / 3, 1 / 3)
     assert shares("token") == near(6 / 12, 2 / 12, 4 / 12)
+
+
+def test_tokens_of_a_policy_that_thinks_weigh_the_same_in_any_recipe() -> None:
+    def weights(*lengths: int) -> list[float]:
+        lines = [
+            episode(f"e{n}", float(n % 2), calls=[call(sampled_ids=[1] * length)])
+            for n, length in enumerate(lengths)
+        ]
+        return [line.weight for line in credited(lines).values()]
+
+    assert weights(200, 800) == near(1 / 2, 1 / 2)
+    assert weights(400, 1600) == near(1 / 5, 4 / 5)
 
 
 # AIR
@@ -543,8 +633,10 @@ def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
     lines = [*paid_and_tooled(), episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
     found = credited(lines, normalisation="batch")
     s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 4)
+    # The reward of 4 widens the range to 0 to 4, of which the three earn a twelfth.
+    f = 11 / 12
     assert advantages(found, *KEYS) == near(
-        (2 / 3 + 0.4 / 3) / s, (-1 / 3 - 0.2 / 3) / s, (-1 / 3 - 0.2 / 3) / s
+        (2 / 3 + f * 0.2) / s, (-1 / 3 - f * 0.1) / s, (-1 / 3 - f * 0.1) / s
     )
 
 
@@ -552,7 +644,53 @@ def test_air_scores_by_status() -> None:
     line = episode("a", 0.0, calls=[call(tool_events=[event("ok"), event("error", "search")])])
     scores = {"ok": 0.8, "error": -0.1, "timeout": 0.0, "denied": 0.0, "malformed": -1.0}
     found = credited([line], air_lambda=0.1, air_scores=scores)
-    assert found["a", "1"].r_air == pytest.approx(0.1 * (0.8 - 0.1) / 2, abs=1e-12)
+    # Each tool gave what it usually does.
+    assert found["a", "1"].r_air == 0.0
+    other = episode("b", 0.0, calls=[call(tool_events=[event("malformed")])])
+    found = credited([line, other], air_lambda=0.1, air_scores=scores)
+    # calc scores -0.1 usually, search what it did.
+    assert found["a", "1"].r_air == pytest.approx(0.1 * (0.9 + 0.0) / 2, abs=1e-12)
+    assert found["b", "1"].r_air == pytest.approx(0.1 * -0.9, abs=1e-12)
+
+
+def in_range(low: float, high: float) -> dict[tuple[str, str], CreditLine]:
+    """The same episodes with their rewards in another range: one failed, and tools differ."""
+    places = [("a", 1.0, "ok"), ("b", 0.5, "malformed"), ("c", 0.0, "timeout"), ("d", 0.0, "ok")]
+    lines = [
+        episode(name, low + (high - low) * place, calls=[call(tool_events=[event(status)])])
+        for name, place, status in places
+    ]
+    lines.append(episode("failed", state="failed"))
+    return credited(lines, reward_range=(low, high))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 0.05), (-1.0, 0.0), (0.0, 100.0)])
+def test_declared_range_changes_no_advantage(low: float, high: float) -> None:
+    found = in_range(low, high).values()
+    assert [line.advantage for line in found] == pytest.approx(
+        [line.advantage for line in in_range(0.0, 1.0).values()], rel=1e-9
+    )
+
+
+def test_perfect_episodes_learn_nothing_from_tools_in_any_range() -> None:
+    lines = [
+        episode(f"e{number}", 0.0, calls=[call(tool_events=[event(status)])])
+        for number, status in enumerate(["ok", "malformed", "timeout"])
+    ]
+    found = credited(lines, reward_range=(-1.0, 0.0))
+    assert {line.reason for line in found.values()} == {"no_spread"}
+
+
+def test_failed_episode_is_not_better_than_any_other() -> None:
+    """The range was not declared, and all others were given -1."""
+    lines = [episode(name, -1.0) for name in "abc"] + [episode("failed", state="failed")]
+    found = credited(lines)
+    assert found["failed", "1"].r_final == -1.0
+    assert {line.advantage for line in found.values()} == {0.0}
+    above = credited([episode("a", 0.5), episode("failed", state="failed")])
+    assert above["failed", "1"].r_final == 0.0
+    declared = credited([episode("a", 0.5), episode("f", state="failed")], reward_range=(-2.0, 1.0))
+    assert declared["f", "1"].r_final == -2.0
 
 
 # Groups of the store
@@ -580,9 +718,11 @@ def test_late_members_are_compared_with_what_was_spent_before() -> None:
     assert (found.weight, found.reason) == (1.0, None)
 
 
-def test_episodes_without_a_task_are_compared_with_nobody() -> None:
-    found = in_group(stored.episode(1.0), stored.episode(0.0), task="")
-    assert {c.reason for c in found} == {"alone"}
+def test_episodes_without_a_task_are_no_group() -> None:
+    episodes = [stored.episode(value, task=None) for value in (1.0, 0.0, 0.0, 0.0)]
+    found = in_group(*episodes, task="")
+    # The family of those without a task: mean ¼, and a variance of 3/16, of all of them.
+    assert found[0].advantage == pytest.approx(0.75 / (3 / 16) ** 0.5, abs=1e-12)
 
 
 # A baseline of one's own: a class, and its name in a table
@@ -616,8 +756,6 @@ def test_a_recipe_names_the_toy_and_credit_is_computed_with_it() -> None:
 
 @pytest.mark.usefixtures("_toy")
 def test_traits_of_a_new_baseline_are_checked() -> None:
-    with pytest.raises(RecipeError, match=r"credit\.baseline = 'best'.* or \"none\""):
-        parse_recipe(f"[claim]\ngroup_size = 1\n{RECIPE}", "r.toml")
     with pytest.raises(RecipeError, match='learner "ppo" has its critic as the baseline'):
         parse_recipe(f'learner = "ppo"\n{RECIPE}', "r.toml")
 

@@ -22,10 +22,8 @@ from trainer.credit.moving import (
 )
 from trainer.recipes.recipe import CreditOptions
 
-RULE = CreditOptions(baseline="moving")
-KNOWN = MovingBaselines(
-    families={"t": {"default": MovingAverage(mean=0.5, variance=0.25, count=100)}}
-)
+RULE = CreditOptions()
+KNOWN = MovingBaselines(families={"t": {"": MovingAverage(mean=0.5, variance=0.25, count=100)}})
 
 
 def credit(
@@ -54,7 +52,7 @@ def test_families(task: str | None, family: str) -> None:
     assert task_family(task) == family
 
 
-def test_a_group_of_one_is_compared_with_what_came_before() -> None:
+def test_single_episode_is_compared_with_its_familys_moving_average() -> None:
     found = credit(episode(1.0, task="t/1"), episode(0.5, task="t/2"), before=KNOWN)
     # Both have the share 1 − 0.95² = 0.0975, and 0.75 for a mean.
     share = 0.0975
@@ -63,29 +61,34 @@ def test_a_group_of_one_is_compared_with_what_came_before() -> None:
         0.25**2 + (0.25 * (1 - share)) ** 2
     )
     assert [c.advantage for c in found.transitions] == pytest.approx(
-        [0.5 / sqrt(variance), 0.0], abs=1e-12
+        [(1.0 - mean) / sqrt(variance), (0.5 - mean) / sqrt(variance)], abs=1e-12
     )
     assert [c.weight for c in found.transitions] == [0.5, 0.5]
-    assert found.baselines.mean("t", "default") == pytest.approx(mean, abs=1e-12)
-    assert found.baselines.spread("t", "default") == pytest.approx(sqrt(variance), abs=1e-12)
+    after = found.baselines.of_finals("t", "")
+    assert (after.mean, sqrt(after.variance)) == pytest.approx((mean, sqrt(variance)), abs=1e-12)
 
 
-def test_a_family_first_seen_is_compared_with_its_own_mean() -> None:
-    found = credit(episode(1.0), episode(0.0), episode(0.0, task="alone/1"))
-    assert [c.advantage for c in found.transitions] == pytest.approx([1.0, -1.0, 0.0], abs=1e-12)
-    assert [c.reason for c in found.transitions] == [None, None, "alone"]
-    assert found.baselines.mean("t", "default") == 0.5
-    assert found.baselines.mean("alone", "default") == 0.0
+def test_new_family_is_compared_with_its_own_mean() -> None:
+    found = credit(episode(1.0, task="t/1"), episode(0.0, task="t/2"))
+    assert [c.advantage for c in found.transitions] == pytest.approx([1.0, -1.0], abs=1e-12)
+    assert found.baselines.of_finals("t", "").mean == 0.5
+
+
+def test_members_of_groups_move_the_averages_too() -> None:
+    group = Group(task="t/1", episodes=(episode(1.0), episode(0.0)))
+    found = assign_credit([group], RULE, policy="m", oldest_version=0)
+    after = found.baselines.of_finals("t", "")
+    assert (after.mean, after.count) == (0.5, 2)
 
 
 def test_return_equal_to_its_baseline_is_no_signal() -> None:
-    assert {c.reason for c in credit(episode(0.1), episode(0.1)).transitions} == {"no_spread"}
-    flat = MovingBaselines(
-        families={"t": {"default": MovingAverage(mean=0.1, variance=0.0, count=3)}}
-    )
+    assert {
+        c.reason for c in credit(episode(0.1, task="t/1"), episode(0.1, task="t/2")).transitions
+    } == {"no_spread"}
+    flat = MovingBaselines(families={"t": {"": MovingAverage(mean=0.1, variance=0.0, count=3)}})
     after = credit(episode(0.1), before=flat)
     assert after.transitions[0].reason == "no_spread"
-    assert after.baselines.mean("t", "default") == 0.1
+    assert after.baselines.of_finals("t", "").mean == 0.1
 
 
 def test_each_agent_has_its_own() -> None:
@@ -99,16 +102,20 @@ def test_each_agent_has_its_own() -> None:
     )
     calls = (transition(agent="writer"), transition(agent="checker"), transition(agent="writer"))
     made = msgspec.structs.replace(episode(1.0), calls=calls)
-    rule = RULE.model_copy(update={"normalisation": "none"})
+    rule = CreditOptions(assignment="per_agent", normalisation="none")
     found = credit(made, before=both, rule=rule)
-    assert [c.advantage for c in found.transitions] == [0.75, 0.25, 0.75]
-    assert found.baselines.mean("t", "writer") == pytest.approx(0.25 + 0.05 * 0.75, abs=1e-12)
+    assert [c.advantage for c in found.transitions] == pytest.approx(
+        [0.95 * 0.75, 0.95 * 0.25, 0.95 * 0.75], abs=1e-12
+    )
+    mean = found.baselines.of_finals("t", "writer").mean
+    assert mean == pytest.approx(0.25 + 0.05 * 0.75, abs=1e-12)
 
 
-def test_unscored_episodes_move_nothing_and_other_baselines_none() -> None:
+def test_unscored_episodes_move_nothing_and_learners_without_groups_none() -> None:
     assert credit(episode(None)).baselines == NO_MOVING_BASELINES
-    assert credit(episode(1.0), rule=CreditOptions()).baselines == NO_MOVING_BASELINES
-    assert credit(episode(1.0), before=KNOWN, rule=CreditOptions()).baselines == KNOWN
+    assert (
+        credit(episode(1.0), before=KNOWN, rule=CreditOptions(baseline="none")).baselines == KNOWN
+    )
 
 
 def tooled(reward: float, status: str, task: str) -> Episode:
@@ -121,30 +128,31 @@ def tooled(reward: float, status: str, task: str) -> Episode:
 
 def test_air_has_an_average_of_its_own() -> None:
     before = msgspec.structs.replace(
-        KNOWN, airs={"t": {"default": MovingAverage(mean=0.1, variance=0.01, count=100)}}
+        KNOWN, airs={"t": {"": MovingAverage(mean=0.1, variance=0.01, count=100)}}
     )
     found = credit(tooled(0.5, "ok", "t/1"), tooled(0.5, "malformed", "t/2"), before=before)
-    # The final rewards are what was expected; AIR is 0.1 more and 0.3 less, and has the weight ½.
-    # The spread of the final rewards is below AIR_SPREAD: 0.9025 · 0.25 of what was, nothing new.
-    assert [c.advantage for c in found.transitions] == pytest.approx([0.1, -0.3], abs=1e-12)
-    assert found.baselines.of_airs().mean("t", "default") == pytest.approx(
-        0.1 + 0.0975 * (0.0 - 0.1), abs=1e-12
+    # The final rewards are what was expected; AIR is 0.2 and -0.2, and has the weight ½. The spread
+    # of the final rewards is below AIR_SPREAD: 0.9025 · 0.25 of what was, nothing new.
+    mean = 0.1 + 0.0975 * (0.0 - 0.1)
+    assert [c.advantage for c in found.transitions] == pytest.approx(
+        [0.2 - mean, -0.2 - mean], abs=1e-12
     )
+    assert found.baselines.of_airs("t", "").mean == pytest.approx(mean, abs=1e-12)
 
 
 def test_earlier_members_are_not_counted_again() -> None:
     group = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
     found = assign_credit([group], RULE, policy="m", oldest_version=0, baselines=KNOWN)
     assert len(found.transitions) == 1
-    assert found.baselines.families["t"]["default"].count == 101
+    assert found.baselines.of_finals("t", "").count == 101
 
 
 def test_average_of_few_returns_is_their_plain_mean() -> None:
     at = NO_MOVING_BASELINES
     for value in (1.0, 0.0, 0.0, 1.0, 0.5):
         at = at.updated({("t", "a"): [value]}, {})
-    assert at.mean("t", "a") == pytest.approx(0.5, abs=1e-12)
-    assert at.spread("t", "a") == pytest.approx(sqrt(1 / 5), abs=1e-12)
+    found = at.of_finals("t", "a")
+    assert (found.mean, found.variance) == pytest.approx((0.5, 1 / 5), abs=1e-12)
 
 
 def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
@@ -155,8 +163,8 @@ def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
         for value in order:
             mean += RATE * (value - mean)
         one_by_one.append(mean)
-    found = KNOWN.updated({("t", "default"): values}, {})
-    assert found.mean("t", "default") == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
+    found = KNOWN.updated({("t", ""): values}, {})
+    assert found.of_finals("t", "").mean == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=9), st.randoms(use_true_random=False))
@@ -164,16 +172,18 @@ def test_no_order_within_an_update_changes_a_bit(values: list[float], random: ob
     shuffled = list(values)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for before in (NO_MOVING_BASELINES, KNOWN):
-        first = before.updated({("t", "default"): values}, {("u", "b"): values})
-        again = before.updated({("t", "default"): shuffled}, {("u", "b"): shuffled})
+        first = before.updated({("t", ""): values}, {("u", "b"): values})
+        again = before.updated({("t", ""): shuffled}, {("u", "b"): shuffled})
         assert msgspec.json.encode(first.pruned()) == msgspec.json.encode(again.pruned())
 
 
 def test_names_that_never_come_again_are_forgotten_first() -> None:
-    """And the update in which they are still has what its episodes are compared with."""
+    """They are compared with all of the policy's episodes."""
     often = credit(episode(1.0, task="often/1"), episode(0.0, task="often/2")).baselines
     once = [episode(1.0, task=f"once{number}x") for number in range(MAX_FAMILIES)]
     found = credit(*once, before=often)
     assert len(found.baselines.families) == MAX_FAMILIES
-    assert found.baselines.mean("often", "default") == 0.5
-    assert {one.reason for one in found.transitions} == {"alone"}
+    assert found.baselines.of_finals("often", "").mean == 0.5
+    every = found.baselines.of_finals("never", "")
+    assert every.count == MAX_FAMILIES + 2
+    assert {c.comparison.baseline for c in found.transitions if c.comparison} == {every.mean}

@@ -10,7 +10,13 @@ from store.values.rewards import Reward
 from tests.support.lines import credited, episode
 from trainer.credit.advantages import EpisodeReturns
 from trainer.credit.assign import LOW_REWARD, NOT_BEST, with_best_kept
-from trainer.credit.returns import CallAccount, EpisodeAccount, call_returns, mean_return
+from trainer.credit.returns import (
+    CallAccount,
+    ClaimScale,
+    EpisodeAccount,
+    call_returns,
+    mean_return,
+)
 from trainer.recipes.recipe import CreditOptions, SftOptions
 
 RULE = CreditOptions(baseline="none", normalisation="none")
@@ -29,7 +35,9 @@ def account(reward: float | None, **changes: Any) -> EpisodeAccount:
 
 def of_groups(*groups: list[EpisodeAccount]) -> list[EpisodeReturns]:
     return [
-        EpisodeReturns(group=number, account=one, returns=tuple(call_returns(one, RULE)))
+        EpisodeReturns(
+            group=number, account=one, returns=tuple(call_returns(one, RULE, ClaimScale()))
+        )
         for number, group in enumerate(groups)
         for one in group
     ]

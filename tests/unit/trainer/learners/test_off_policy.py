@@ -1,16 +1,21 @@
 """Off-policy figures against plain arithmetic, token by token."""
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.training import rows as training_rows
+from trainer.batches import Row
 from trainer.learners.off_policy import (
     RowComparison,
     compare,
     keeps_loss,
+    mean_drift,
     off_policy_metrics,
 )
 from trainer.recipes.recipe import OffPolicyOptions
@@ -66,6 +71,47 @@ def kept_within(least: float, most: float, d: torch.Tensor, mask: torch.Tensor) 
     kept = keeps_loss(d, mask, *torch.tensor(bounds, dtype=torch.float64).split(1, dim=1))
     values: list[float] = kept[:, 0].tolist()
     return values
+
+
+def drifting(versions: list[int], tokens: int, difference: float) -> tuple[list[Row], list[Any]]:
+    """Rows of these versions, and what the policy says of them: all differ by the same."""
+    made = [
+        msgspec.structs.replace(
+            training_rows()[0],
+            version=version,
+            sampled_ids=(5,) * tokens,
+            sampled_logprobs=(-1.0,) * tokens,
+        )
+        for version in versions
+    ]
+    return made, [[-1.0 + difference] * tokens for _ in made]
+
+
+@pytest.mark.parametrize("tokens", [20, 961, 4000, 30_000])
+def test_long_reply_is_not_masked_for_a_drift_that_is_permitted(tokens: int) -> None:
+    bound = OffPolicyOptions().max_drift
+    made, policy = drifting([3], tokens, -0.9 * bound)
+    drift = mean_drift(made, policy, 3, bound)
+    assert drift == pytest.approx(-0.9 * bound)
+    d, mask = padded([[-0.9 * bound] * tokens])
+    least, most = OffPolicyOptions().sequence_bounds(tokens)
+    assert float(keeps_loss(d, mask, least, most, drift)) == 1.0
+    # What the drift does not explain is another policy still.
+    apart = math.log(most) + 1e-6
+    assert float(keeps_loss(d + apart * mask, mask, least, most, drift)) == 0.0
+    assert float(keeps_loss(d - apart * mask, mask, least, most, drift)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("versions", "difference", "drift"),
+    [([3, 2], -0.05, -0.05), ([2], -0.05, 0.0), ([3], 0.05, 0.0), ([3], -5.0, -0.1)],
+    ids=["newest", "older alone", "above zero", "past the bound"],
+)
+def test_drift_is_that_of_the_newest_version_within_its_bound(
+    versions: list[int], difference: float, drift: float
+) -> None:
+    made, policy = drifting(versions, 7, difference)
+    assert mean_drift(made, policy, 3, 0.1) == pytest.approx(drift)
 
 
 def test_each_sequence_has_the_bounds_of_its_length() -> None:
