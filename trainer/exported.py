@@ -21,7 +21,6 @@ from store.tenants import scoped
 from store.values.packing import pack_ids, pack_logprobs
 from store.values.rewards import reward_of
 from store.values.sampling import distribution_of
-from trainer.credit.baselines import BASELINES
 from trainer.credit.lines import CallLine, EpisodeLine, EventLine, FeedbackLine, read_lines_as
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
@@ -219,5 +218,4 @@ def _has_signal(group: Group, recipe: Recipe) -> bool:
     rewards = {_reward(episode, recipe) for episode in group.episodes}
     if recipe.kept is not None:
         return any(value is not None and value >= recipe.kept.min_reward for value in rewards)
-    compares = BASELINES[recipe.credit.baseline].needs_group
-    return len(rewards) > 1 or len(group.episodes) == 1 or not compares
+    return len(rewards) > 1 or len(group.episodes) == 1 or not recipe.credit.compares_episodes

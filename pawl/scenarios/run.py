@@ -38,7 +38,6 @@ from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from store.records import Record
-from trainer.credit.baselines import BASELINES
 from trainer.recipes.recipe import Recipe, load_recipe
 
 DEMO: Final = "calculator"
@@ -305,5 +304,5 @@ def tasks_a_wave(recipe: Recipe) -> int:
     apart, and where successes are imitated those with and those without one: of twice as many as an
     update needs, one kind or the other is enough.
     """
-    apart = BASELINES[recipe.credit.baseline].needs_group or recipe.kept is not None
+    apart = recipe.credit.compares_episodes or recipe.kept is not None
     return recipe.claim.groups * (2 if apart else 1)

@@ -13,6 +13,7 @@ normalisation "focal" the first term has it, too.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Final
 
 from store.records import Record
@@ -21,10 +22,10 @@ from trainer.credit.air import RewardRange, air_weight
 from trainer.credit.baselines import (
     BASELINES,
     NORMALISATIONS,
-    Baseline,
     BaselineValue,
     NoSignal,
     family_value,
+    spread_about,
 )
 from trainer.credit.means import mean_of
 from trainer.credit.moving import MovingBaselines
@@ -117,14 +118,13 @@ def advantages(
     Advantages are ordered by episode, then by call. `before` are the moving baselines that the
     last update left; they are returned unchanged if the recipe's baseline compares no episodes.
     """
-    baseline = BASELINES[rule.baseline]
     units = [
         unit
         for index, episode in enumerate(episodes)
-        for unit in _scored_calls(index, episode, rule, baseline)
+        for unit in _scored_calls(index, episode, rule)
     ]
     after = before
-    if baseline.needs_group:
+    if rule.compares_episodes:
         finals: dict[tuple[str, str], list[float]] = {}
         airs: dict[tuple[str, str], list[float]] = {}
         for unit in units:
@@ -136,7 +136,7 @@ def advantages(
     low, high = reward_range
     earned = [final for unit in units for final in unit.finals]
     # A reward outside the range widens it: else all that is above it would be equally good.
-    against = _compared(units, baseline, after, (min([low, *earned]), max([high, *earned])))
+    against = _compared(units, rule, after, (min([low, *earned]), max([high, *earned])))
     scaled = _scaled(units, against, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
     for unit, (final, air, weight), compared in zip(units, against, scaled, strict=True):
@@ -162,15 +162,15 @@ def _scaled(
     `width` is that of the reward's range.
     """
     normalisation = NORMALISATIONS[rule.normalisation]
-    values = [final for final, _, _ in against]
     pairs = list(zip(units, against, strict=True))
-    finals = normalisation.centred(
-        [[value - final.value for value in unit.finals] for unit, (final, _, _) in pairs], values
-    )
-    airs = normalisation.centred(
-        [[value - air.value for value in unit.airs] for unit, (_, air, _) in pairs], values
-    )
-    spreads = normalisation.spreads(finals, values)
+    finals = [[value - final.value for value in unit.finals] for unit, (final, _, _) in pairs]
+    airs = [[value - air.value for value in unit.airs] for unit, (_, air, _) in pairs]
+    by_baseline = normalisation.spread_over == "baseline"
+    spreads = [final.spread if by_baseline else None for final, _, _ in against]
+    if normalisation.spread_over == "update":
+        counts = [final.reason != "alone" for final, _, _ in against]
+        finals, airs = _centred(finals, counts), _centred(airs, counts)
+        spreads = [spread_about(0.0, list(compress(finals, counts)))] * len(finals)
     return [
         [
             Comparison(
@@ -191,14 +191,19 @@ def _scaled(
     ]
 
 
+def _centred(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
+    """Return the differences of episodes minus the mean over those that count."""
+    means = [mean_of(own) for own in compress(differences, counts)]
+    mean = mean_of(means) if means else 0.0
+    return [[difference - mean for difference in own] for own in differences]
+
+
 def _divisor(spread: float | None, least: float) -> float:
     return 1.0 if spread is None else max(spread, least)
 
 
-def _scored_calls(
-    index: int, episode: EpisodeReturns, rule: CreditOptions, baseline: Baseline
-) -> list[ScoredCalls]:
-    if episode.account.earlier and not baseline.needs_group:
+def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> list[ScoredCalls]:
+    if episode.account.earlier and not rule.compares_episodes:
         # Only a group's own statistics have a use for an episode that is consumed already.
         return []
     by_agent = rule.assignment == "per_agent"
@@ -224,7 +229,7 @@ def _scored_calls(
 
 def _compared(
     units: Sequence[ScoredCalls],
-    baseline: Baseline,
+    rule: CreditOptions,
     moving: MovingBaselines,
     reward_range: RewardRange,
 ) -> list[Against]:
@@ -232,6 +237,7 @@ def _compared(
 
     That is its group, or its family's moving average if it is alone in its group.
     """
+    baseline = BASELINES[rule.baseline]
     compared: dict[tuple[int, str], list[int]] = {}
     for index, unit in enumerate(units):
         compared.setdefault((unit.group, unit.agent), []).append(index)
@@ -239,18 +245,15 @@ def _compared(
     for indices in compared.values():
         own = [units[index] for index in indices]
         if len(own) == 1 and baseline.needs_group:
-            by_index[indices[0]] = _alone(own[0], moving, reward_range)
-            continue
-        finals = baseline.values([unit.finals for unit in own])
-        airs = baseline.values([unit.airs for unit in own])
-        weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
+            [unit] = own
+            final = moving.of_finals(unit.family, unit.agent)
+            finals = [family_value(unit.finals, final)]
+            airs = [family_value(unit.airs, moving.of_airs(unit.family, unit.agent))]
+            weight = air_weight([final.mean], reward_range)
+        else:
+            finals = baseline.values([unit.finals for unit in own])
+            airs = baseline.values([unit.airs for unit in own])
+            weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
         both = zip(finals, airs, strict=True)
         by_index |= {i: (*pair, weight) for i, pair in zip(indices, both, strict=True)}
     return [by_index[index] for index in range(len(units))]
-
-
-def _alone(unit: ScoredCalls, moving: MovingBaselines, reward_range: RewardRange) -> Against:
-    final = moving.of_finals(unit.family, unit.agent)
-    air = moving.of_airs(unit.family, unit.agent)
-    values = family_value(unit.finals, final), family_value(unit.airs, air)
-    return *values, air_weight([final.mean], reward_range)

@@ -9,13 +9,15 @@ and its part in a variance is their mean squared difference from the baseline's 
 calls have the same return, as they have by default, both are the usual mean and sample variance of
 the episodes' returns.
 
-To add one, write a class here and name it in `BASELINES` or `NORMALISATIONS`.
+To add a baseline, write a class here and name it in `BASELINES`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import fsum, sqrt
 from typing import Final, Literal
+
+import msgspec
 
 from store.records import Record
 from trainer.credit.means import mean_of, mean_square
@@ -45,12 +47,11 @@ class Baseline(ABC):
     """Give the values that returns are compared with, and say what is needed for that.
 
     `needs_group` says that an episode is compared with others of its group, those that earlier
-    updates consumed among them; and by itself with a moving average (`family_value`). `is_zero`
-    says that every value is 0: PPO, whose critic is the baseline, allows no other.
+    updates consumed among them; and by itself with a moving average (`family_value`). PPO, whose
+    critic is the baseline, allows no such one.
     """
 
     needs_group: bool = False
-    is_zero: bool = False
 
     @abstractmethod
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
@@ -75,30 +76,20 @@ class GroupMean(Baseline):
         return [value] * len(returns)
 
 
-class LeaveOneOutMean(Baseline):
+class LeaveOneOutMean(GroupMean):
     """Give the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
-
-    needs_group = True
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return for each episode the mean of the others; the spread is the whole group's."""
         means = [mean_of(values) for values in returns]
-        mean = mean_of(means)
-        spread, reason = spread_about(mean, returns), no_spread(mean, returns)
         return [
-            BaselineValue(
-                value=mean_of(means[:place] + means[place + 1 :]),
-                spread=spread,
-                reason=reason,
-            )
-            for place in range(len(returns))
+            msgspec.structs.replace(of_group, value=mean_of(means[:place] + means[place + 1 :]))
+            for place, of_group in enumerate(super().values(returns))
         ]
 
 
 class Zero(Baseline):
     """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
-
-    is_zero = True
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return 0 for each episode."""
@@ -138,104 +129,36 @@ def spread_about(mean: float, returns: Sequence[Sequence[float]]) -> float:
 
 def no_spread(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | None:
     """Return "no_spread" if all returns are the mean that they are compared with, else None."""
-    if all(value == mean for values in returns for value in values):
-        return "no_spread"
-    return None
+    differ = any(value != mean for values in returns for value in values)
+    return None if differ else "no_spread"
 
 
-# One sequence of call returns for each compared episode, minus their baseline.
-Differences = Sequence[Sequence[float]]
+class Normalisation(Record, frozen=True, kw_only=True):
+    """Say which spread of final rewards differences from a baseline are divided by.
 
+    The differences of final rewards and those of AIR have the same spread, each with a lower limit
+    of its own (`trainer.credit.advantages`). PPO has no baseline among returns, and normalises its
+    own advantages over the update.
 
-class Normalisation:
-    """Scale differences from a baseline, and say which spread they are divided by.
-
-    The differences of final rewards and those of AIR are centred each by themselves, and divided
-    by the spread of the final rewards, each with a lower limit of its own
-    (`trainer.credit.advantages`). This one leaves them as they are (Dr. GRPO, arXiv:2503.20783
-    §3.2).
-
-    `spread_over` says which returns the spread is taken over: those that the baseline is taken
-    over, or all of the update; None: nothing is divided. PPO has no baseline among returns, and
-    normalises its own advantages over the update. `is_focal` says that differences count for less
-    where the compared episodes mostly succeed.
+    Attributes:
+        spread_over: what the spread is taken over: what the baseline is, or the whole update, whose
+            mean difference is subtracted first; episodes that are alone count in neither. None:
+            nothing is divided.
+        is_focal: whether differences count for less where the compared episodes mostly succeed.
+            What does would only be made more certain, at the cost of tasks that share its words.
     """
 
     spread_over: Literal["baseline", "update"] | None = None
     is_focal: bool = False
 
-    def centred(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[list[float]]:
-        """Return the differences of an update, or what is left of them without their mean.
-
-        `baselines` are those of the final rewards, one for each episode.
-        """
-        return [list(own) for own in differences]
-
-    def spreads(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[float | None]:
-        """Return for each episode the spread that its differences are divided by.
-
-        None: they are not divided. `differences` are the centred ones of final rewards.
-        """
-        return [None] * len(differences)
-
-
-class BaselineSpread(Normalisation):
-    """Divide by the spread that belongs to the baseline (GRPO, arXiv:2402.03300 §4.1.2)."""
-
-    spread_over = "baseline"
-
-    def spreads(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[float | None]:
-        """Return each baseline's spread; None where it has none."""
-        return [baseline.spread for baseline in baselines]
-
-
-class FocalSpread(BaselineSpread):
-    """Weigh by the failure rate of the compared episodes, too (F-GRPO, arXiv:2602.06717, γ = 1).
-
-    What mostly succeeds would only be made more certain, at the cost of tasks that share its words.
-    """
-
-    is_focal = True
-
-
-class UpdateSpread(Normalisation):
-    """Centre and divide by mean and spread over the update (REINFORCE++, arXiv:2501.03262 §3).
-
-    Episodes that are alone do not count.
-    """
-
-    spread_over = "update"
-
-    def centred(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[list[float]]:
-        """Return the differences minus their mean."""
-        compared = self._compared(differences, baselines)
-        mean = mean_of([mean_of(own) for own in compared]) if compared else 0.0
-        return [[difference - mean for difference in own] for own in differences]
-
-    def spreads(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[float | None]:
-        """Return the update's spread for each episode."""
-        return [spread_about(0.0, self._compared(differences, baselines))] * len(differences)
-
-    def _compared(
-        self, differences: Differences, baselines: Sequence[BaselineValue]
-    ) -> list[Sequence[float]]:
-        pairs = zip(differences, baselines, strict=True)
-        return [own for own, baseline in pairs if baseline.reason != "alone"]
-
 
 NORMALISATIONS: Final[dict[str, Normalisation]] = {
-    "batch": UpdateSpread(),
-    "focal": FocalSpread(),
-    "group": BaselineSpread(),
+    # REINFORCE++ (arXiv:2501.03262 §3)
+    "batch": Normalisation(spread_over="update"),
+    # F-GRPO (arXiv:2602.06717, γ = 1)
+    "focal": Normalisation(spread_over="baseline", is_focal=True),
+    # GRPO (arXiv:2402.03300 §4.1.2)
+    "group": Normalisation(spread_over="baseline"),
+    # Dr. GRPO (arXiv:2503.20783 §3.2)
     "none": Normalisation(),
 }

@@ -211,13 +211,18 @@ class CreditOptions(RecipeOptions):
     )
 
     @property
+    def compares_episodes(self) -> bool:
+        """Return whether an episode is compared with others of its group, or of its family."""
+        return BASELINES[self.baseline].needs_group
+
+    @property
     def pays_single_calls(self) -> bool:
         """Return whether rewards for single calls count (`trainer.credit.returns`)."""
         return self.assignment in ("call", "per_agent")
 
     @model_validator(mode="after")
     def _focal_has_a_baseline(self) -> "CreditOptions":
-        if NORMALISATIONS[self.normalisation].is_focal and BASELINES[self.baseline].is_zero:
+        if NORMALISATIONS[self.normalisation].is_focal and not self.compares_episodes:
             raise ValueError(
                 'normalisation "focal" weighs by how the compared episodes fail, and baseline '
                 '"none" compares none: set baseline = "group", or another normalisation'
@@ -620,8 +625,8 @@ class Recipe(RecipeOptions):
         if self.learner != "ppo":
             return self
         credit = self.credit
-        has_another = not BASELINES[credit.baseline].is_zero
-        if has_another or NORMALISATIONS[credit.normalisation].spread_over == "baseline":
+        spread_over = NORMALISATIONS[credit.normalisation].spread_over
+        if credit.compares_episodes or spread_over == "baseline":
             raise ValueError(
                 'learner "ppo" has its critic as the baseline: set credit.baseline = "none" and '
                 'credit.normalisation = "batch" (or "none")'
@@ -634,7 +639,7 @@ class Recipe(RecipeOptions):
         if self.learner != "sft":
             return self
         credit = self.credit
-        if not BASELINES[credit.baseline].is_zero or credit.normalisation != "none":
+        if credit.compares_episodes or credit.normalisation != "none":
             raise ValueError(
                 'learner "sft" compares episodes with none: set credit.baseline = "none" and '
                 'credit.normalisation = "none"'

@@ -15,7 +15,6 @@ from store.claims import DAMAGED, Claim, set_aside
 from store.errors import Damaged
 from store.link.claimable import lacking
 from store.values.rewards import Lack
-from trainer.credit.baselines import BASELINES
 from trainer.errors import LearnerError, Unusable
 from trainer.metrics import EPISODES, LACKING, UPDATES, WARNING
 from trainer.publishing.pacing import Pacing
@@ -45,7 +44,7 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         max_staleness=rule.max_staleness,
         failed_after_s=None if recipe.failed_reward is None else FAILED_AFTER_S,
         call_rewards_after_s=rule.call_rewards_after_s if credit.pays_single_calls else None,
-        needs_spread=BASELINES[credit.baseline].needs_group and compares,
+        needs_spread=credit.compares_episodes and compares,
         failed_reward=recipe.failed_reward,
         most_groups=PACED * rule.groups,
         least_reward=recipe.kept.min_reward if recipe.kept is not None and compares else None,

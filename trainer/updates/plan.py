@@ -15,7 +15,6 @@ from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
-from trainer.credit.baselines import BASELINES
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
 
@@ -111,7 +110,6 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
     signal = _signal_episodes(claim, credited, outcomes, recipe)
     whole = recipe.claim.groups * recipe.claim.group_size
     step_share = sqrt(min(1.0, signal / whole))
-    carries_averages = BASELINES[recipe.credit.baseline].needs_group
     return Plan(
         credited=credited.transitions,
         rows=tuple(rows),
@@ -123,7 +121,9 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
             "step_share": step_share,
         },
         step_share=step_share,
-        baselines=msgspec.to_builtins(credited.baselines) if carries_averages else None,
+        baselines=msgspec.to_builtins(credited.baselines)
+        if recipe.credit.compares_episodes
+        else None,
     )
 
 
@@ -158,7 +158,7 @@ def _signal_episodes(
     if recipe.kept is not None and recipe.claim.group_size > 1:
         having = [any(one.id in trained for one in group.episodes) for group in claim.groups]
         return recipe.claim.group_size * sum(having)
-    if not BASELINES[recipe.credit.baseline].needs_group:
+    if not recipe.credit.compares_episodes:
         return len(trained)
     signal = dict.fromkeys(trained, 0.0)
     of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
