@@ -4,7 +4,7 @@ Returns, advantages, the choice of what is trained, and loss weights: the traine
 `assign_credit` on the store's groups, `pawl credit` calls `credit_accounts` on exported lines.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import fsum
 from typing import Final
@@ -265,41 +265,30 @@ def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list
     """
     reasons: dict[int, str] = {}
     for _, group in groupby(enumerate(episodes), key=lambda pair: pair[1].group):
-        reasons |= _left_out(
-            [(index, episode) for index, episode in group if _may_be_kept(episode)], rule
-        )
+        ranked: list[tuple[float, int]] = []
+        for index, episode in group:
+            mean = mean_return(episode.returns)
+            if mean.r_final is None or not _may_be_kept(episode.account):
+                continue
+            if mean.r_final < rule.min_reward:
+                reasons[index] = LOW_REWARD
+            else:
+                ranked.append((mean.r_final + mean.r_air, index))
+        most = len(ranked) if rule.most_per_task is None else rule.most_per_task
+        reasons |= {index: NOT_BEST for _, index in sorted(ranked, reverse=True)[most:]}
+    replace = msgspec.structs.replace
     return [
-        msgspec.structs.replace(
-            episode, account=msgspec.structs.replace(episode.account, withheld=reasons[index])
-        )
+        replace(episode, account=replace(episode.account, withheld=reasons[index]))
         if index in reasons
         else episode
         for index, episode in enumerate(episodes)
     ]
 
 
-def _may_be_kept(episode: EpisodeReturns) -> bool:
-    account = episode.account
+def _may_be_kept(account: EpisodeAccount) -> bool:
     if account.excluded is not None or account.earlier or account.withheld is not None:
         return False
-    is_scored = mean_return(episode.returns).r_final is not None
-    return is_scored and any(call.trainable for call in account.calls)
-
-
-def _left_out(group: Iterable[tuple[int, EpisodeReturns]], rule: SftOptions) -> dict[int, str]:
-    """Return why, by index, for the members of a group that are not kept."""
-    ranked: list[tuple[float, int]] = []
-    reasons: dict[int, str] = {}
-    for index, episode in group:
-        mean = mean_return(episode.returns)
-        assert mean.r_final is not None
-        if mean.r_final < rule.min_reward:
-            reasons[index] = LOW_REWARD
-        else:
-            ranked.append((mean.r_final + mean.r_air, index))
-    ranked.sort(reverse=True)
-    worse = [] if rule.most_per_task is None else ranked[rule.most_per_task :]
-    return reasons | {index: NOT_BEST for _, index in worse}
+    return any(call.trainable for call in account.calls)
 
 
 def loss_weights(
@@ -323,18 +312,21 @@ def loss_weights(
     if equal == "auto":
         trained = [tokens for own in sampled for tokens in own if tokens is not None]
         equal = "token" if sum(trained) > LONG_CALL * len(trained) else "episode"
-    if equal == "episode":
-        counts = [sum(count is not None for count in own) for own in sampled]
-        sizes = [
-            [0.0 if tokens is None else 1.0 / count for tokens in own]
-            for own, count in zip(sampled, counts, strict=True)
-        ]
-    else:
-        sizes = [[_size(count, by_token=equal == "token") for count in own] for own in sampled]
+    sizes = [_sizes(own, equal) for own in sampled]
     if rule.equal_weight == "auto":
         sizes = _balanced(sizes, families)
     total = fsum(size for own in sizes for size in own)
     return [[size / total if size else 0.0 for size in own] for own in sizes]
+
+
+def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
+    """Return what each of an episode's calls counts for, as long as all families are alike."""
+    trained = len(sampled) - sampled.count(None)
+    each = 1.0 / trained if equal == "episode" and trained else 1.0
+    return [
+        0.0 if tokens is None else float(max(tokens, 1)) if equal == "token" else each
+        for tokens in sampled
+    ]
 
 
 def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
@@ -349,9 +341,3 @@ def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list
         [size * min(MOST_FAVOUR, equal / sums[family]) if size else 0.0 for size in own]
         for own, family in zip(sizes, families, strict=True)
     ]
-
-
-def _size(sampled: int | None, *, by_token: bool) -> float:
-    if sampled is None:
-        return 0.0
-    return float(max(sampled, 1)) if by_token else 1.0
