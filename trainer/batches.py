@@ -13,7 +13,7 @@ before. How much of that a model computes once is its `Way` (`trainer.learners.s
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Final, Literal
@@ -99,6 +99,16 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
         weight=0.0,
         version=0,
     )
+
+
+def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]]) -> list[Row]:
+    """Return the rows, those in `values` with these log-probabilities."""
+    return [
+        msgspec.structs.replace(row, sampled_logprobs=tuple(values[row.key]))
+        if row.key in values
+        else row
+        for row in rows
+    ]
 
 
 def training_rows(credited: Iterable[TransitionCredit], *, imitated: bool = False) -> list[Row]:

@@ -39,7 +39,7 @@ from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
 from trainer.updates.recording import Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
-from trainer.updates.training import Doubt, Training
+from trainer.updates.training import Training
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
@@ -218,7 +218,7 @@ class Loop:
             if claim is None:
                 return False
             try:
-                plan = plan or await self._plan(claim, self._test_servers)
+                plan = plan or await self._training.plan(claim, self._recipe, self._test_servers)
                 await self._run(claim, plan, parent, looks_ahead=looks_ahead)
             except LearnerError as error:
                 await self._undo(claim, error)
@@ -237,9 +237,6 @@ class Loop:
             return claim, plan
         await self._free_ahead()
         return await self._claiming.take(parent.version), None
-
-    async def _plan(self, claim: Claim, doubt: Doubt) -> Plan:
-        return await self._training.plan(claim, claim.parent_version, self._recipe, doubt)
 
     async def _undo(self, claim: Claim, why: LearnerError) -> None:
         await self._claiming.undo(claim.update_id, why)
@@ -310,7 +307,7 @@ class Loop:
         if claim is None:
             return
         try:
-            self._ahead = claim, await self._plan(claim, test_servers)
+            self._ahead = claim, await self._training.plan(claim, self._recipe, test_servers)
         except Exception as error:
             # Whatever the next update comes to, the version before it is published.
             await asyncio.wait([publishing])

@@ -128,7 +128,7 @@ async def _update(
             baselines=baselines,
         )
         try:
-            plan = await training.plan(claim, parent, recipe, doubt)
+            plan = await training.plan(claim, recipe, doubt)
             after = plan.baselines or baselines
             if not plan.rows:
                 return None, plan.metrics, after

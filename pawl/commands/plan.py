@@ -148,11 +148,11 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
     import torch
     from transformers import AutoConfig
 
-    from trainer.batches import computed_tokens
+    from trainer.batches import computed_tokens, with_logprobs
     from trainer.learners.budget import says_no_room
     from trainer.learners.learner import Learner
     from trainer.learners.model import Base
-    from trainer.learners.self_test import growing_rows, with_logprobs
+    from trainer.learners.self_test import growing_rows
     from trainer.learners.ways import compare
 
     words = AutoConfig.from_pretrained(model).get_text_config().vocab_size
@@ -161,7 +161,8 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         base = Base(model, recipe)
         learner = Learner(base, recipe, seed=0, scratch=Path(scratch))
         rows = growing_rows(ids, turns, context)
-        rows = with_logprobs(rows, learner.version_logprobs(None, rows))
+        sampled = zip([row.key for row in rows], learner.version_logprobs(None, rows), strict=True)
+        rows = with_logprobs(rows, dict(sampled))
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             # The learner has tried the model's whole context.

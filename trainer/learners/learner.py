@@ -15,7 +15,7 @@ import torch
 from store.claims import NON_FINITE
 from store.values.packing import unpack_logprobs
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, RowKey, Way, split_steps
+from trainer.batches import WAYS, Row, RowKey, Way, split_steps, with_logprobs
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -48,7 +48,6 @@ from trainer.learners.self_test import (
     nudge,
     probe_rows,
     rehearsal_rows,
-    with_logprobs,
 )
 from trainer.learners.steps import (
     Step,
@@ -291,7 +290,8 @@ class Learner:
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
-        self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
+        sampled = zip([row.key for row in rows], self.version_logprobs(None, rows), strict=True)
+        self.update(with_logprobs(rows, dict(sampled)))
 
     @says_no_room("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:

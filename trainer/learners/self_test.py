@@ -81,14 +81,6 @@ def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
         return torch.cat([score_rows(model, [row], way="whole").logprobs for row in rows])
 
 
-def with_logprobs(rows: Sequence[Row], logprobs: Sequence[Sequence[float]]) -> list[Row]:
-    """Return the rows as if they had been sampled with these log-probabilities, each (S,)."""
-    return [
-        msgspec.structs.replace(row, sampled_logprobs=tuple(own))
-        for row, own in zip(rows, logprobs, strict=True)
-    ]
-
-
 def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
     """Return rows of about `tokens` tokens together, none of them long, to train on.
 

@@ -12,10 +12,10 @@ from store.claims import Claim, Outcome
 from store.records import Record, TransitionRow
 from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
-from trainer.batches import Row, RowKey, training_rows
+from trainer.batches import Row, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
-from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
+from trainer.credit.moving import MovingBaselines
 from trainer.recipes.recipe import Recipe
 
 # Why a call is not trained: the files of its version are gone, or belong to another base model.
@@ -89,17 +89,12 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
     claim = _without(claim, left_out)
     if recipe.kept is not None:
         claim = _with_imitable(claim)
-    before = (
-        NO_MOVING_BASELINES
-        if claim.baselines is None
-        else msgspec.convert(claim.baselines, MovingBaselines)
-    )
     credited = assign_credit(
         claim.groups,
         recipe.credit,
         policy=claim.policy,
         oldest_version=claim.oldest_version,
-        baselines=before,
+        baselines=msgspec.convert(claim.baselines or {}, MovingBaselines),
         withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
         kept=recipe.kept,
         reward=recipe.reward_rule,
@@ -292,16 +287,6 @@ def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
     waiting = [row for row in rows if not row.sampled_logprobs]
     versions = sorted({row.version for row in waiting}, reverse=True)
     return {version: [row for row in waiting if row.version == version] for version in versions}
-
-
-def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]]) -> list[Row]:
-    """Return the rows, those in `values` with these log-probabilities."""
-    return [
-        msgspec.structs.replace(row, sampled_logprobs=tuple(values[row.key]))
-        if row.key in values
-        else row
-        for row in rows
-    ]
 
 
 def calls_with_grammar(claim: Claim) -> list[TransitionRow]:

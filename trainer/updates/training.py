@@ -16,7 +16,7 @@ import structlog
 from store.claims import Claim
 from store.values.packing import unpack_ids
 from store.values.sampling import distribution_of
-from trainer.batches import Row, RowKey
+from trainer.batches import Row, RowKey, with_logprobs
 from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
@@ -36,7 +36,6 @@ from trainer.updates.plan import (
     smallest_in,
     too_far,
     versions_to_ask,
-    with_logprobs,
 )
 
 log = structlog.get_logger()
@@ -88,8 +87,8 @@ class Training:
         self._adapter_dir = adapter_dir
         self._versions = versions
 
-    async def plan(self, claim: Claim, parent: int, recipe: Recipe, doubt: Doubt) -> Plan:
-        """Plan an update of version `parent`, without the episodes that it is too far from.
+    async def plan(self, claim: Claim, recipe: Recipe, doubt: Doubt) -> Plan:
+        """Plan a claim's update, without the episodes that its parent version is too far from.
 
         Its rows have all their log-probabilities: the versions that sampled them compute those that
         the server did not give. `doubt` is called where a server may be at fault.
@@ -109,7 +108,7 @@ class Training:
         if not plan.rows:
             return plan
         limits = recipe.off_policy
-        rows, shares = await self._measure(parent, plan.rows, limits.ratio_cap)
+        rows, shares = await self._measure(claim.parent_version, plan.rows, limits.ratio_cap)
         distant = too_far(shares, limits.min_effective_sample)
         if looks_like_a_fault(len(distant), len(shares)):
             await doubt(len(distant), len(shares))

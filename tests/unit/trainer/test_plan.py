@@ -14,7 +14,7 @@ from store.ids import new_id
 from store.records import Episode, Group, Tokens, ToolCall, ToolEvent, ToolStatus, TransitionRow
 from tests.support.records import tokens
 from tests.support.stored import episode, transition
-from trainer.batches import PLAIN, Row, bare_row
+from trainer.batches import PLAIN, Row, bare_row, with_logprobs
 from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.claiming import claim_rule
 from trainer.updates.plan import (
@@ -28,7 +28,6 @@ from trainer.updates.plan import (
     smallest_in,
     too_far,
     versions_to_ask,
-    with_logprobs,
 )
 
 DEFAULT = Recipe()
