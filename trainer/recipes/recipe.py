@@ -4,8 +4,7 @@ The packaged recipes are the TOML files of this folder.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from importlib.resources import files
 from math import exp, isfinite, log, sqrt
 from pathlib import Path
@@ -17,14 +16,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
     model_validator,
 )
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from store.records import TOOL_STATUSES
 from store.settings import MOST
@@ -63,29 +59,15 @@ RATE_EXPONENT: Final = 0.78
 LONGEST_DELAY_S: Final = 604_800.0
 
 
-@dataclass(frozen=True, slots=True)
-class NameFrom:
-    """Annotate a text that must be one of the names that `names` returns."""
+def one_of(names: Collection[str]) -> AfterValidator:
+    """Return a check that a text is one of `names`, to which others may be added."""
 
-    names: Callable[[], Sequence[str]]
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Return the schema of the text, with a check of the name."""
-        return no_info_after_validator_function(self._known, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """Return the JSON schema of the text, with the names that it may be."""
-        return handler(core_schema) | {"enum": list(self.names())}
-
-    def _known(self, name: str) -> str:
-        known = self.names()
-        if name not in known:
-            raise ValueError(f"{name!r} is not known: use one of {', '.join(known)}")
+    def known(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name!r} is not known: use one of {', '.join(names)}")
         return name
+
+    return AfterValidator(known)
 
 
 class RecipeOptions(BaseModel):
@@ -174,12 +156,14 @@ class CreditOptions(RecipeOptions):
         default="identical",
         description="How an episode's return is assigned to its calls (`trainer.credit.returns`).",
     )
-    baseline: Annotated[str, NameFrom(lambda: tuple(BASELINES))] = Field(
+    baseline: Annotated[str, one_of(BASELINES)] = Field(
         default="group",
+        json_schema_extra=lambda schema: schema.update(enum=list(BASELINES)),
         description="Value that a return is compared with (`trainer.credit.baselines`).",
     )
-    normalisation: Annotated[str, NameFrom(lambda: tuple(NORMALISATIONS))] = Field(
+    normalisation: Annotated[str, one_of(NORMALISATIONS)] = Field(
         default="group",
+        json_schema_extra=lambda schema: schema.update(enum=list(NORMALISATIONS)),
         description="What the difference from the baseline is divided by: the spread that belongs "
         'to the baseline ("group"), that of the update ("batch"), or nothing ("none"). "focal": as '
         '"group", times the failure rate of the compared episodes.',
