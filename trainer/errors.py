@@ -33,7 +33,10 @@ class PublishError(TrainerError):
     `evidence` is what that rests on, for the event of its rejection; None if the message says all.
     """
 
-    evidence: Mapping[str, Any] | None = None
+    def __init__(self, message: str, evidence: Mapping[str, Any] | None = None) -> None:
+        """Store the message, and the figures that were compared, if any."""
+        super().__init__(message)
+        self.evidence = evidence
 
 
 class FailedProbe(PublishError):
@@ -42,11 +45,6 @@ class FailedProbe(PublishError):
 
 class TooFar(PublishError):
     """Report that a version is further from its base model than the recipe allows."""
-
-    def __init__(self, message: str, evidence: Mapping[str, Any]) -> None:
-        """Store the message and the figures that were compared."""
-        super().__init__(message)
-        self.evidence = evidence
 
 
 class FilesAltered(PublishError):

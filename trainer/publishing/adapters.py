@@ -59,21 +59,13 @@ class NewVersion(Record, frozen=True, kw_only=True):
     baselines: Mapping[str, Any] | None = None
 
 
-class Manifest(Record, frozen=True, kw_only=True):
-    """Hold the content of `manifest.json`: what `NewVersion` says, in this order, with the hashes.
+class Manifest(NewVersion, frozen=True, kw_only=True):
+    """Hold the content of `manifest.json`: `sha256` maps the name of each served file to its hash.
 
-    `sha256` maps the name of each served file to its hash.
+    The rest is what is known before the files are written.
     """
 
-    policy: str
-    version: int
-    update_id: UUID
-    parent_version: int
     sha256: dict[str, str]
-    outcomes: tuple[Outcome, ...]
-    metrics: Mapping[str, Any]
-    probe: tuple[ProbeRow, ...]
-    baselines: Mapping[str, Any] | None = None
 
 
 def version_folder(root: Path, policy: str, version: int) -> Path:
