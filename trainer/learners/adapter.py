@@ -116,14 +116,7 @@ def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozense
 
 
 def _is_inside(name: str, roots: Collection[str]) -> bool:
-    return any(path in roots for path in _paths(name))
-
-
-def _paths(name: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules that it is in."""
-    while name:
-        yield name
-        name = _parent(name)
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
 def _parent(name: str) -> str:

@@ -117,23 +117,26 @@ class Learner:
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
-        self._ways = ways
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
         self._policy_logprobs: dict[RowKey, bytes] = {}
-        self._way: Way | None = None
         self._takes = self._footprint()
-        self._start(None)
+        self._model = self._base.attach(self, recipe, None, seed)
+        # How rows are computed.
+        self.way = choose_way(self._model, self.processes, ways)
+        wanted = recipe.batch.gradient_checkpointing
+        is_open = wanted == "auto" and self._model.get_base_model().supports_gradient_checkpointing
+        self._budget = Budget(
+            recipe.batch.micro_batch_tokens,
+            way=self.way,
+            processes=self.processes,
+            checkpoint=self._checkpoint if is_open else None,
+        )
+        self._prepare()
         self._plan_memory()
-
-    @property
-    def way(self) -> Way:
-        """Return how its rows are computed."""
-        way: Way = self._trainer.way
-        return way
 
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` at its next micro-batch."""
@@ -146,24 +149,16 @@ class Learner:
 
     def _start(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
-        if self._way is None:
-            self._way = choose_way(self._model, self.processes, self._ways)
-            tokens = self._recipe.batch.micro_batch_tokens
-            base = self._model.get_base_model()
-            wanted = self._recipe.batch.gradient_checkpointing
-            is_open = wanted == "auto" and base.supports_gradient_checkpointing
-            self._budget = Budget(
-                tokens,
-                way=self._way,
-                processes=self.processes,
-                checkpoint=self._checkpoint if is_open else None,
-            )
-        attend(self._model, self._way)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what trains the model as it stands."""
+        attend(self._model, self.way)
         always = self._recipe.batch.gradient_checkpointing is True
         self._checkpoint(1.0 if always else self._budget.checkpointed_share)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
-            self._model, self._tokenizer, self._recipe, self._scratch, way=self._way
+            self._model, self._tokenizer, self._recipe, self._scratch, way=self.way
         )
         self._step = Step(self._trainer, self._interrupted, self.processes)
 

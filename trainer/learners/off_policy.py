@@ -98,29 +98,19 @@ def compare(
     """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T)."""
     d = torch.where(mask.bool(), log_ratios.detach().double(), 0.0)
     ratios = d.exp() * mask
-    columns = (
-        mask.sum(1).long(),
-        (d.exp() - 1 - d).sum(1),
-        d.abs().sum(1),
-        ratios.sum(1),
-        (ratios**2).sum(1),
-        (ratios > cap).sum(1),
-        keeps[:, 0] == 0,
-    )
+    columns = {
+        "tokens": mask.sum(1).long(),
+        "divergence": (d.exp() - 1 - d).sum(1),
+        "distance": d.abs().sum(1),
+        "ratios": ratios.sum(1),
+        "squared_ratios": (ratios**2).sum(1),
+        "cut": (ratios > cap).sum(1),
+        "masked": keeps[:, 0] == 0,
+    }
+    by_row = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [
-        RowComparison(
-            version=version,
-            tokens=tokens,
-            divergence=divergence,
-            distance=distance,
-            ratios=ratio,
-            squared_ratios=squared,
-            cut=cut,
-            masked=masked,
-        )
-        for version, tokens, divergence, distance, ratio, squared, cut, masked in zip(
-            versions, *(column.tolist() for column in columns), strict=True
-        )
+        RowComparison(version=version, **dict(zip(columns, sums, strict=True)))
+        for version, sums in zip(versions, by_row, strict=True)
     ]
 
 
@@ -175,10 +165,8 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
     stale = [row for row in served if row.version != newest]
     drift, older = _divergence(fresh), _divergence(stale)
     tokens = sum(row.tokens for row in compared)
-    total, squares = (
-        fsum(row.ratios for row in compared),
-        fsum(row.squared_ratios for row in compared),
-    )
+    total = fsum(row.ratios for row in compared)
+    squares = fsum(row.squared_ratios for row in compared)
     return {
         "drift_kl": drift,
         "drift_logp_mean_abs": _share([row.distance for row in fresh], fresh),

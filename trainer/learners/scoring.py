@@ -17,8 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from store.values.sampling import Distribution
-from trainer.batches import Row, RowKey, Way, build_tree, chains_of, padded
+from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import Head, head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
@@ -65,8 +64,7 @@ def score_rows(
 
 def plain_logprobs(model: Any, rows: Sequence[Row], *, way: Way) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
-    plain = Distribution(temperature=1.0)
-    alone = ([msgspec.structs.replace(row, distribution=plain)] for row in rows)
+    alone = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
     model.eval()
     with torch.no_grad():
         return [score_rows(model, row, way=way).logprobs.tolist() for row in alone]
