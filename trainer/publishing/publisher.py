@@ -61,20 +61,15 @@ class Publisher:
         self._reconcilers = {server: Reconciler(server) for server in servers.each}
 
     async def publish(
-        self,
-        version: PolicyVersion,
-        before: str,
-        rows: Sequence[ProbeRow],
-    ) -> ProbeResult:
+        self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
+    ) -> str | None:
         """Load `version` and probe it on the replicas that answer, and promote it.
 
         It is promoted once all are loaded that must go live together; where the controller or a
-        person decides, it waits for that.
-
-        `before` is the served name of the version that has the traffic now.
+        person decides, it waits for that. `before` is the served name of the version that has the
+        traffic now, and keeps it if this one is rejected. Return why it was, or None.
 
         Raises:
-            PublishError: the version was rejected; nothing changes for any request.
             UpstreamAway: no server answers; the version stays `written`.
             FilesUnread: its files cannot be read for now; the version stays `written`.
         """
@@ -90,38 +85,53 @@ class Publisher:
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
             await self._reject(version, error)
-            await self.servers.unload(version.served_name)
-            log.error("version_rejected", version=version.served_name, reason=str(error))
-            raise
-        await self._admit(version)
-        return probe
-
-    async def _admit(self, version: PolicyVersion) -> None:
-        """Let a version that passed the probe go live, or wait for others or for a decision.
-
-        Raises:
-            PublishError: it fell meanwhile, with what it was trained from.
-        """
+            return await self._take_back(version, error)
         try:
-            async with self._engine.begin() as connection:
-                # All at once: the trainer of another may let them go live at this moment.
-                await lock_policies(connection, self.together)
-                await version_states.make_loaded(
-                    connection,
-                    self._policy,
-                    version.version,
-                    self._judged_by,
-                    reason=PROBED,
-                    actor="trainer",
-                )
-                promoted = await self._promote(connection)
+            promoted = await self._admit(version)
         except (StateChanged, RolledBack) as error:
-            await self.servers.unload(version.served_name)
-            log.error("version_rejected", version=version.served_name, reason=str(error))
-            raise PublishError(str(error)) from error
+            return await self._take_back(version, error)
         if not promoted:
             log.info("version_waits", version=version.served_name, goes_with=self.together)
         self._show_promoted(promoted)
+        UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
+        log.info(
+            "version_probed",
+            version=version.served_name,
+            mean_difference=round(probe.mean_difference, 5),
+            largest_difference=round(probe.largest_difference, 5),
+            moved=round(probe.moved, 5),
+            tokens=probe.tokens,
+        )
+        return None
+
+    async def _take_back(self, version: PolicyVersion, why: Exception) -> str:
+        """Unload a version that is rejected, and return why it is."""
+        try:
+            await self.servers.unload(version.served_name)
+        except PublishError as error:
+            why = error
+        log.error("version_rejected", version=version.served_name, reason=str(why))
+        UPDATES.labels(self._policy, "rejected").inc()
+        return str(why)
+
+    async def _admit(self, version: PolicyVersion) -> list[PolicyVersion]:
+        """Let a version that passed the probe wait for a decision, or return what goes live now.
+
+        Raises:
+            StateChanged, RolledBack: it fell meanwhile, with what it was trained from.
+        """
+        async with self._engine.begin() as connection:
+            # All at once: the trainer of another may let them go live at this moment.
+            await lock_policies(connection, self.together)
+            await version_states.make_loaded(
+                connection,
+                self._policy,
+                version.version,
+                self._judged_by,
+                reason=PROBED,
+                actor="trainer",
+            )
+            return await self._promote(connection)
 
     async def go_live(self) -> None:
         """Promote what is loaded, if all that go live together are, or have waited long enough.
@@ -146,30 +156,6 @@ class Publisher:
         for version in promoted:
             VERSION.labels(version.name).set(version.version)
             log.info("version_promoted", version=version.served_name)
-
-    async def try_to_publish(
-        self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
-    ) -> str | None:
-        """Publish `version` if it is served correctly; else the one before keeps the traffic.
-
-        Return why it was rejected, or None. The result is counted and logged. The arguments are
-        those of `publish`.
-        """
-        try:
-            probe = await self.publish(version, before, rows)
-        except PublishError as error:
-            UPDATES.labels(self._policy, "rejected").inc()
-            return str(error)
-        UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
-        log.info(
-            "version_probed",
-            version=version.served_name,
-            mean_difference=round(probe.mean_difference, 5),
-            largest_difference=round(probe.largest_difference, 5),
-            moved=round(probe.moved, 5),
-            tokens=probe.tokens,
-        )
-        return None
 
     async def _probe(
         self, servers: Sequence[ModelServer], name: str, before: str, rows: Sequence[ProbeRow]

@@ -188,7 +188,7 @@ class Recovery:
     ) -> str | None:
         """Publish a recorded version; return why it was rejected, or None if it was not."""
         serving = await self._versions.serving()
-        return await publisher.try_to_publish(version, serving.served_name, probe)
+        return await publisher.publish(version, serving.served_name, probe)
 
     async def give_up(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.

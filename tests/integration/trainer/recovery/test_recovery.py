@@ -148,7 +148,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
         publisher = Publisher(bench.engine, server, "m", bench.recipe)
         with unreadable(file):
             with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
-                await publisher.try_to_publish(version, "m", ())
+                await publisher.publish(version, "m", ())
             with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
                 await bench.loop(server).recover()
         assert (await bench.states())[1] == "written"
