@@ -10,7 +10,6 @@ from store.records import (
     EVAL,
     FAILED,
     Episode,
-    Feedback,
     Group,
     Tokens,
     ToolCall,
@@ -21,7 +20,7 @@ from store.tenants import scoped
 from store.values.packing import pack_ids, pack_logprobs
 from store.values.rewards import reward_of
 from store.values.sampling import distribution_of
-from trainer.credit.lines import CallLine, EpisodeLine, EventLine, FeedbackLine, read_lines_as
+from trainer.credit.lines import CallLine, EpisodeLine, EventLine, read_lines_as
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import IMITABLE
@@ -68,7 +67,7 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
         method="header",
         last_call_at=NEVER,
         calls=tuple(calls),
-        feedback=_feedback(line.feedback),
+        feedback=tuple(item.feedback for item in line.feedback),
         quarantined_reason=line.quarantined,
         split=line.split,
     )
@@ -111,7 +110,7 @@ def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
             _event(event, uuid5(episode, f"{line.call} {number}"))
             for number, event in enumerate(line.tool_events)
         ),
-        feedback=_feedback(line.feedback),
+        feedback=tuple(item.feedback for item in line.feedback),
     )
 
 
@@ -136,12 +135,6 @@ def _lacks(line: TokenCallLine) -> str | None:
 
 def _event(line: EventLine, event_id: UUID) -> ToolEvent:
     return ToolEvent(id=event_id, tool_id=line.id, name=line.name, status=line.status)
-
-
-def _feedback(lines: Sequence[FeedbackLine]) -> tuple[Feedback, ...]:
-    return tuple(
-        Feedback(metric=line.metric, value=line.value, at=line.timestamp) for line in lines
-    )
 
 
 def policies_of(episodes: Iterable[Episode]) -> list[str]:

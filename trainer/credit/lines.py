@@ -13,7 +13,7 @@ import msgspec
 from store.read.facts import MatchedEvent
 from store.records import EVAL, TRAIN, Feedback, Record, Split, ToolStatus
 from store.tenants import DEFAULT, bare
-from store.values.rewards import REWARD_ALONE, Reward, RewardRule, reward_of
+from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 from trainer.credit.air import RewardRange
 from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
 from trainer.credit.returns import CallAccount, EpisodeAccount
@@ -35,11 +35,11 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
     at: datetime | Seconds
 
     @property
-    def timestamp(self) -> datetime:
-        """Return `at` as a datetime with a zone."""
-        if isinstance(self.at, float):
-            return datetime.fromtimestamp(self.at, UTC)
-        return self.at if self.at.tzinfo is not None else self.at.replace(tzinfo=UTC)
+    def feedback(self) -> Feedback:
+        """Return it as the store has it, with a zone."""
+        at = datetime.fromtimestamp(self.at, UTC) if isinstance(self.at, float) else self.at
+        at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+        return Feedback(metric=self.metric, value=self.value, at=at)
 
 
 class EventLine(Record, frozen=True, kw_only=True):
@@ -199,7 +199,7 @@ def _account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
     return EpisodeAccount(
         task=line.task,
         failed=line.state == "failed",
-        earned=_reward(line.feedback, rule),
+        earned=reward_of((item.feedback for item in line.feedback), rule),
         calls=tuple(_call(call, rule) for call in line.calls),
         excluded=_excluded(line),
     )
@@ -217,7 +217,7 @@ def _call(line: CallLine, rule: RewardRule) -> CallAccount:
         trainable=line.trainable,
         reason=line.reason,
         sampled=len(line.sampled_ids),
-        earned=_reward(line.feedback, rule),
+        earned=reward_of((item.feedback for item in line.feedback), rule),
         events=tuple(
             MatchedEvent(
                 id=event.id, tool=event.name, arguments=event.arguments, status=event.status
@@ -225,13 +225,3 @@ def _call(line: CallLine, rule: RewardRule) -> CallAccount:
             for event in line.tool_events
         ),
     )
-
-
-def _reward(feedback: Sequence[FeedbackLine], rule: RewardRule) -> Reward:
-    metrics = {term.metric for term in rule.terms}
-    statements = [
-        Feedback(metric=item.metric, value=item.value, at=item.timestamp)
-        for item in feedback
-        if item.metric in metrics
-    ]
-    return reward_of(statements, rule)
