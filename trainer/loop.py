@@ -27,7 +27,7 @@ from store.versions import PolicyVersion
 from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
-from trainer.publishing.adapters import NewVersion, version_folder
+from trainer.publishing.adapters import version_folder
 from trainer.publishing.pacing import Pacing
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
@@ -273,22 +273,11 @@ class Loop:
         """Train, write and record version `number`; return it, and what to probe it with."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         policy_logprobs = self._training.policy_logprobs()
-        probe = await self._training.probe()
-        metrics = plan.metrics | trained
-        new = NewVersion(
-            policy=self._policy,
-            version=number,
-            update_id=claim.update_id,
-            parent_version=parent.version,
-            outcomes=plan.outcomes,
-            metrics=metrics,
-            probe=probe,
-            baselines=plan.baselines,
-        )
+        new = await self._training.version(claim, plan, number, plan.metrics | trained)
         folder = await self._training.write(new)
-        await self._recording.update(claim, plan, metrics, (number, folder), policy_logprobs)
-        self._trackers.log(self._policy, metrics, number)
-        return await self._versions.numbered(number), probe
+        await self._recording.update(claim, plan, new.metrics, (number, folder), policy_logprobs)
+        self._trackers.log(self._policy, new.metrics, number)
+        return await self._versions.numbered(number), new.probe
 
     async def _look_ahead(self, parent: PolicyVersion, publishing: asyncio.Task[None]) -> None:
         """Claim and plan the next update of `parent`, while that is being published.

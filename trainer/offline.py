@@ -19,7 +19,7 @@ from trainer.exported import claimed_groups
 from trainer.learners.distributed import has_companions
 from trainer.learners.kernels.process import keep_freed_memory
 from trainer.learners.learner import Learner
-from trainer.publishing.adapters import NewVersion, folders, read_manifest, version_folder
+from trainer.publishing.adapters import folders, read_manifest, version_folder
 from trainer.recipes.recipe import Recipe
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import looks_like_a_fault
@@ -140,16 +140,7 @@ async def _update(
             log.error(f"episodes_{error.reason}", episodes=len(error.episodes), reason=str(error))
             groups = _without(groups, error.episodes)
             continue
-        new = NewVersion(
-            policy=policy,
-            version=number,
-            update_id=claim.update_id,
-            parent_version=parent,
-            outcomes=plan.outcomes,
-            metrics=metrics,
-            probe=await training.probe(),
-            baselines=plan.baselines,
-        )
+        new = await training.version(claim, plan, number, metrics)
         return await training.write(new), metrics, after
 
 

@@ -226,6 +226,21 @@ class Training:
             for row, logprobs in zip(rows, of_rows, strict=True)
         )
 
+    async def version(
+        self, claim: Claim, plan: Plan, number: int, metrics: Mapping[str, Any]
+    ) -> NewVersion:
+        """Describe the trained policy as version `number`, which the update of a claim makes."""
+        return NewVersion(
+            policy=claim.policy,
+            version=number,
+            update_id=claim.update_id,
+            parent_version=claim.parent_version,
+            outcomes=plan.outcomes,
+            metrics=metrics,
+            probe=await self.probe(),
+            baselines=plan.baselines,
+        )
+
     async def write(self, new: NewVersion) -> Path:
         """Write the trained policy as version `new`, and return its folder.
 
