@@ -10,15 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from accelerate.commands import accelerate_cli
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainer.batches import Row
 from trainer.errors import CompanionFailed, LearnerError, ShortOfMemory, TrainerError
 from trainer.learners.budget import REMEDY, is_out_of_memory
 from trainer.learners.processes import Processes
@@ -77,30 +76,14 @@ class _LeadingLearner:
         self.why_unreplayable = learner.why_unreplayable
         self.probe_rows = learner.probe_rows
         self.policy_logprobs = learner.policy_logprobs
-
-    def restore(self, adapter: Path | None) -> None:
-        self._everywhere(self._learner.restore, adapter)
-
-    def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
-        return self._everywhere(self._learner.update, rows, step_share)
-
-    def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
-        return self._everywhere(self._learner.version_logprobs, adapter, rows)
-
-    def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        return self._everywhere(self._learner.logprobs, rows)
-
-    def write_trial(self, folder: Path, effect: float) -> list[Row]:
-        return self._everywhere(self._learner.write_trial, folder, effect)
-
-    def rehearse(self) -> None:
-        self._everywhere(self._learner.rehearse)
-
-    def save(self, folder: Path) -> None:
-        self._everywhere(self._learner.save, folder)
-
-    def saved_as(self, adapter: Path) -> None:
-        self._everywhere(self._learner.saved_as, adapter)
+        self.restore = partial(self._everywhere, learner.restore)
+        self.update = partial(self._everywhere, learner.update)
+        self.version_logprobs = partial(self._everywhere, learner.version_logprobs)
+        self.logprobs = partial(self._everywhere, learner.logprobs)
+        self.write_trial = partial(self._everywhere, learner.write_trial)
+        self.rehearse = partial(self._everywhere, learner.rehearse)
+        self.save = partial(self._everywhere, learner.save)
+        self.saved_as = partial(self._everywhere, learner.saved_as)
 
     def _everywhere(self, command: Callable[..., T], *args: object) -> T:
         with self._lock:

@@ -14,7 +14,6 @@ import torch
 
 from store.claims import NON_FINITE
 from store.values.packing import unpack_logprobs
-from store.values.sampling import Distribution
 from trainer.batches import WAYS, Row, RowKey, Way, split_steps, with_logprobs
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
@@ -119,6 +118,8 @@ class Learner:
         self._scratch = scratch
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
+        self.misfit = self._base.misfit
+        self.why_unreplayable = self._base.why_unreplayable
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
@@ -494,16 +495,6 @@ class Learner:
         means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept.get(theirs)}
         kept.clear()
         return {**means, **self._trainer.figures()}
-
-    def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model, or None if it may be."""
-        return self._base.misfit(adapter)
-
-    def why_unreplayable(
-        self, distribution: Distribution, sampled_ids: Sequence[int]
-    ) -> str | None:
-        """Return why the masks of a call's grammar cannot be made, or None if they can."""
-        return self._base.why_unreplayable(distribution, sampled_ids)
 
     @says_no_room("while log-probabilities were computed")
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
