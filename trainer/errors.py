@@ -105,17 +105,19 @@ class Unusable(LearnerError):
     it is empty where it cannot be told. `metrics` is what is known of the update.
     """
 
+    reason: str = "non_finite"
+
     def __init__(
         self,
         message: str,
         episodes: Mapping[UUID, str] | None = None,
-        reason: str = "non_finite",
+        reason: str | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """Store the message, why by episode, the reason that these are spent with, and metrics."""
         super().__init__(message)
         self.episodes = dict(episodes or {})
-        self.reason = reason
+        self.reason = reason or self.reason
         self.metrics = dict(metrics or {})
         self.is_poison = bool(self.episodes)
 
@@ -123,9 +125,7 @@ class Unusable(LearnerError):
 class ShortOfMemory(Unusable):
     """Report that memory ran out, and no episode is to blame; others may give some back."""
 
-    def __init__(self, message: str) -> None:
-        """Store the message."""
-        super().__init__(message, reason=OUT_OF_MEMORY)
+    reason = OUT_OF_MEMORY
 
 
 class OtherVocabulary(Unusable):
@@ -133,10 +133,7 @@ class OtherVocabulary(Unusable):
 
     # The server may still have another base model.
     doubts_servers = True
-
-    def __init__(self, message: str, episodes: Mapping[UUID, str]) -> None:
-        """Store the message, and what is wrong with each episode."""
-        super().__init__(message, episodes, "damaged")
+    reason = "damaged"
 
 
 class DriftOutOfBounds(Unusable):

@@ -92,13 +92,7 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
     rows = []
     for number in range(count):
         own = list(islice(cycle(ids), number, number + length))
-        made = bare_row(number, own[: length // 2], own[length // 2 :])
-        advantage = 1.0 if number % 2 else -1.0
-        rows.append(
-            msgspec.structs.replace(
-                made, advantage=advantage, r_total=advantage, weight=1 / count, recomputed=True
-            )
-        )
+        rows.append(_judged(number, own, length - length // 2, 1 / count))
     return rows
 
 
@@ -117,16 +111,21 @@ def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2
             # The task's first words are shared, and then each episode goes its own way.
             said[turn * added + added // 2] = ids[(episode + turn) % len(ids)]
             end = (turn + 1) * added
-            made = bare_row(episode, said[: end - sampled], said[end - sampled : end])
-            advantage = 1.0 if episode % 2 else -1.0
-            rows.append(
-                msgspec.structs.replace(
-                    made,
-                    position=turn,
-                    advantage=advantage,
-                    r_total=advantage,
-                    weight=1 / (episodes * turns),
-                    recomputed=True,
-                )
-            )
+            weight = 1 / (episodes * turns)
+            rows.append(_judged(episode, said[:end], sampled, weight, position=turn))
     return rows
+
+
+def _judged(
+    episode: int, ids: Sequence[int], sampled: int, weight: float, position: int = 0
+) -> Row:
+    """Return a row whose last ids were sampled; every second episode counts as good."""
+    advantage = 1.0 if episode % 2 else -1.0
+    return msgspec.structs.replace(
+        bare_row(episode, ids[:-sampled], ids[-sampled:]),
+        position=position,
+        advantage=advantage,
+        r_total=advantage,
+        weight=weight,
+        recomputed=True,
+    )

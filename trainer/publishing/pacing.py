@@ -38,12 +38,6 @@ def slots_named_in(metrics: str) -> int | None:
     return int(match[1]) if match else None
 
 
-async def named_slots(servers: Replicas) -> list[int]:
-    """Return the adapter slots of the replicas that answer, as far as they name them."""
-    texts = (await servers.ask(ModelServer.metrics)).values()
-    return [number for number in map(slots_named_in, texts) if number is not None]
-
-
 def more_slots(slots: int) -> str:
     """Return how to have more adapter slots than `slots`."""
     return (
@@ -162,10 +156,11 @@ class Pacing:
         if now < self._known_until:
             return self._named
         try:
-            of_servers = await named_slots(self._servers)
+            metrics = (await self._servers.ask(ModelServer.metrics)).values()
         except UpstreamAway:
             # They are asked again; training needs no model server.
             return self._named
+        of_servers = [slots for slots in map(slots_named_in, metrics) if slots is not None]
         self._named = min(of_servers, default=USUAL_SLOTS)
         if len(of_servers) == len(self._servers.each):
             self._known_until = now + KNOWN_S
