@@ -38,6 +38,7 @@ from trainer.importing import Import
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 from trainer.policies import lock_policy
+from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import load_recipe
@@ -313,7 +314,7 @@ async def _publish_all(
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
             events.append(Seen(time.monotonic(), loaded))
-            await publisher.clean(settings.adapter_dir)
+            await Cleaning(engine, servers, POLICY, settings.adapter_dir).clean()
             await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
             return len(loaded)
 

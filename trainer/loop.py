@@ -28,6 +28,7 @@ from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import version_folder
+from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.pacing import Pacing
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
@@ -68,7 +69,7 @@ class Loop:
 
         `breaker` and `trackers` outlive the loop, which ends with a connection to the database.
         """
-        folder = self._folder = settings.adapter_dir
+        folder = settings.adapter_dir
         servers = publisher.servers
         self._engine, self._recipe, self._policy = engine, recipe, policy
         self._publisher = publisher
@@ -79,6 +80,7 @@ class Loop:
         self._training = Training(learner, folder, self._versions)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)
+        self._cleaning = Cleaning(engine, servers, policy, folder)
         self._breaker = breaker or CircuitBreaker()
         self._trackers = trackers or Trackers((), folder, {})
         # The evaluation that was tracked last, and when it was looked for.
@@ -99,11 +101,11 @@ class Loop:
         While it is in doubt whether the servers serve as meant, that waits for their test.
         """
         await self.finish_killed()
-        await self._publisher.clean(self._folder)
+        await self._cleaning.clean()
         if not self._breaker.is_in_doubt:
             await self._recovery.publish_written(self._publisher)
         # What got the traffic now needs less of the versions before it.
-        await self._publisher.clean(self._folder)
+        await self._cleaning.clean()
 
     async def check_server(self) -> None:
         """Test whether the model servers would serve a version as meant.
@@ -265,7 +267,7 @@ class Loop:
         finally:
             publishing.cancel()
             await asyncio.gather(publishing, return_exceptions=True)
-        await self._publisher.clean(self._folder)
+        await self._cleaning.clean()
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int

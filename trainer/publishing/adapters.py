@@ -148,14 +148,6 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
     return None
 
 
-def highest_version(root: Path, policy: str) -> int:
-    """Return the highest version number that has a folder, recorded or not, or 0 if there is none.
-
-    A trainer that had lost its claim may have written an unrecorded one: its number is taken.
-    """
-    return max((number for number, _ in folders(root, policy)), default=0)
-
-
 def folders(root: Path, policy: str) -> list[tuple[int, Path]]:
     """Return the number and the folder of every version that has one, oldest first."""
     parent = version_folder(root, policy, 0).parent

@@ -20,7 +20,6 @@ from store.versions import PolicyVersion
 from trainer.errors import FailedProbe, PublishError, TooFar
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
-from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.reconciler import Reconciler, served_logprobs
@@ -232,10 +231,6 @@ class Publisher:
         async with self._engine.connect() as connection:
             now = await version_queries.numbered_version(connection, self._policy, version.version)
         return now is not None and not now.is_servable
-
-    async def clean(self, root: Path) -> None:
-        """Delete the files below `root` that nothing can ask for any more."""
-        await Cleaning(self._engine, self.servers, self._policy, root).clean()
 
 
 def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:

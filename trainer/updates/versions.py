@@ -104,7 +104,9 @@ class Versions:
         """Return a number that neither a recorded version has nor a folder."""
         async with self._engine.connect() as connection:
             free = await claims.next_version(connection, self._policy)
-        return max(free, adapters.highest_version(self._adapter_dir, self._policy) + 1)
+        # A trainer that had lost its claim may have written a version that nobody recorded.
+        written = adapters.folders(self._adapter_dir, self._policy)
+        return max([free, *(number + 1 for number, _ in written)])
 
     async def deleted(self, asked: Collection[int]) -> set[int]:
         """Return those of the versions `asked` for whose files were deleted."""
