@@ -118,6 +118,7 @@ class Learner:
         self._scratch = scratch
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
+        self.probe_rows = partial(probe_rows, self._tokenizer)
         self.misfit = self._base.misfit
         self.why_unreplayable = self._base.why_unreplayable
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
@@ -301,10 +302,6 @@ class Learner:
         self._stands_at = IN_BETWEEN
         self._start(adapter)
         check_loaded(self._model, adapter)
-
-    def probe_rows(self) -> list[Row]:
-        """Return rows to probe a version with."""
-        return probe_rows(self._tokenizer)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""

@@ -19,7 +19,7 @@ training *is* the newest version: rows that this version sampled differ by arith
 which is called drift; older rows differ by drift and by staleness.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import fsum
 from typing import Any, Final
 from uuid import UUID
@@ -163,13 +163,13 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
     served = [row for row in compared if row.version is not None]
     fresh = [row for row in served if row.version == newest]
     stale = [row for row in served if row.version != newest]
-    drift, older = _divergence(fresh), _divergence(stale)
+    drift, older = (_a_token(rows, lambda row: row.divergence) for rows in (fresh, stale))
     tokens = sum(row.tokens for row in compared)
     total = fsum(row.ratios for row in compared)
     squares = fsum(row.squared_ratios for row in compared)
     return {
         "drift_kl": drift,
-        "drift_logp_mean_abs": _share([row.distance for row in fresh], fresh),
+        "drift_logp_mean_abs": _a_token(fresh, lambda row: row.distance),
         "staleness_kl": None if drift is None or older is None else older - drift,
         "effective_sample_size": total * total / (tokens * squares),
         "ratio_cut_share": sum(row.cut for row in compared) / tokens,
@@ -196,9 +196,7 @@ def drifted_episodes(
     }
 
 
-def _divergence(rows: Sequence[RowComparison]) -> float | None:
-    return _share([row.divergence for row in rows], rows)
-
-
-def _share(sums: Sequence[float], rows: Sequence[RowComparison]) -> float | None:
-    return fsum(sums) / sum(row.tokens for row in rows) if rows else None
+def _a_token(
+    rows: Sequence[RowComparison], figure: Callable[[RowComparison], float]
+) -> float | None:
+    return fsum(map(figure, rows)) / sum(row.tokens for row in rows) if rows else None

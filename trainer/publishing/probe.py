@@ -4,7 +4,8 @@ A new version is probed before it serves (`compare`), and the server itself is t
 first update with an adapter that nobody asks for (`why_misfit`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 from store.records import Record
@@ -42,8 +43,8 @@ def compare(
 
     Shapes: each is (rows, S), the log-probabilities of each row's sampled tokens.
     """
-    differences = [abs(a - b) for a, b in _pairs(served, trained)]
-    moved = [abs(a - b) for a, b in _pairs(served, before)]
+    differences = _differences(chain(*served), chain(*trained))
+    moved = _differences(chain(*served), chain(*before))
     return ProbeResult(
         mean_difference=sum(differences) / len(differences),
         largest_difference=max(differences),
@@ -70,16 +71,6 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
             " the adapter"
         )
     return None
-
-
-def _pairs(
-    left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]
-) -> list[tuple[float, float]]:
-    return [
-        pair
-        for left_row, right_row in zip(left, right, strict=True)
-        for pair in zip(left_row, right_row, strict=True)
-    ]
 
 
 # Of what an adapter changes, the share that a server may miss and still be said to apply it.
@@ -141,5 +132,8 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
 
 
 def _difference(left: tuple[float, ...], right: tuple[float, ...]) -> float:
-    pairs = list(zip(left, right, strict=True))
-    return sum(abs(one - other) for one, other in pairs) / len(pairs)
+    return sum(_differences(left, right)) / len(left)
+
+
+def _differences(left: Iterable[float], right: Iterable[float]) -> list[float]:
+    return [abs(one - other) for one, other in zip(left, right, strict=True)]

@@ -1,6 +1,6 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, fsum, isfinite, log, sqrt
 from statistics import fmean, pstdev
 from typing import Any, Final
@@ -219,7 +219,7 @@ def _without(claim: Claim, left_out: LeftOut) -> Claim:
 
     def change(call: TransitionRow) -> TransitionRow:
         reason = None
-        if _lacks_logprobs(call, claim.policy):
+        if _may_be_trained(call, claim) and not call.tokens.sampled_logprobs:
             reason = left_out.lost_versions.get(call.policy_version or 0)
         reason = left_out.unreplayed_calls.get(str(call.id), reason)
         if reason is None:
@@ -266,17 +266,18 @@ def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) 
 
 def versions_to_ask(claim: Claim) -> set[int]:
     """Return the versions that sampled the calls of a claim which have no log-probabilities."""
-    return {
-        call.policy_version or 0
-        for group in claim.groups
-        for episode in group.episodes
-        for call in episode.calls
-        if _lacks_logprobs(call, claim.policy)
-    }
+    calls = _trainable_calls(claim)
+    return {call.policy_version or 0 for call in calls if not call.tokens.sampled_logprobs}
 
 
-def _lacks_logprobs(call: TransitionRow, policy: str) -> bool:
-    return call.trainable and call.policy == policy and not call.tokens.sampled_logprobs
+def _trainable_calls(claim: Claim) -> Iterator[TransitionRow]:
+    for group in claim.groups:
+        for episode in group.episodes:
+            yield from (call for call in episode.calls if _may_be_trained(call, claim))
+
+
+def _may_be_trained(call: TransitionRow, claim: Claim) -> bool:
+    return call.trainable and call.policy == claim.policy
 
 
 def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
@@ -291,13 +292,7 @@ def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 def calls_with_grammar(claim: Claim) -> list[TransitionRow]:
     """Return the calls of a claim that may be trained and that a grammar held."""
-    return [
-        call
-        for group in claim.groups
-        for episode in group.episodes
-        for call in episode.calls
-        if call.trainable and call.policy == claim.policy and GRAMMAR in call.sampling
-    ]
+    return [call for call in _trainable_calls(claim) if GRAMMAR in call.sampling]
 
 
 # Staleness is measured: by the ratios w = policy/sampled of an episode's tokens, as the loss takes

@@ -8,6 +8,7 @@ stops the trainer before its first claim, or keeps it from claiming.
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -111,19 +112,17 @@ class ServerSelfTest:
 
     async def _of_servers(self, servers: Sequence[ModelServer], rows: Sequence[Row]) -> str | None:
         """Ask one after the other: the learner computes for one at a time."""
-        away: UpstreamAway | None = None
-        answers = 0
+        away: list[UpstreamAway] = []
         for server in servers:
             try:
                 why = await self._of_server(server, rows)
             except UpstreamAway as error:
-                away = error
-                continue
-            answers += 1
-            if why is not None:
-                return why
-        if away is not None and not answers:
-            raise away
+                away.append(error)
+            else:
+                if why is not None:
+                    return why
+        if len(away) == len(servers):
+            raise away[-1]
         return None
 
     async def _of_server(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
@@ -161,15 +160,11 @@ class ServerSelfTest:
 
     async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
         score = partial(self._learner.version_logprobs, adapter, rows)
-        return _flat(await in_thread(self._learner, score))
+        return tuple(chain(*await in_thread(self._learner, score)))
 
 
 async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
     by_row = [
         await server.last_logprobs(name, tuple(row.ids), len(row.sampled_ids)) for row in rows
     ]
-    return _flat(by_row)
-
-
-def _flat(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(value for row in values for value in row)
+    return tuple(chain(*by_row))
