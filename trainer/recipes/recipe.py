@@ -340,7 +340,10 @@ class PpoOptions(RecipeOptions):
     clip: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
     )
-    value_learning_rate: Positive = Field(default=1e-2, description="Learning rate of the critic.")
+    value_learning_rate: Positive = Field(
+        default=1e-2,
+        description="Learning rate of the critic, whose values are shares of reward_range.",
+    )
     gae_lambda: Share = Field(
         default=1.0,
         description="GAE's λ, from token to token. Below 1 the early tokens of a long success get"

@@ -63,7 +63,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return a micro-batch as policy, critic and base see it before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
-            values = by_row(rows, values_of(self.critic, scored))
+            values = by_row(rows, self._values(scored))
         return View(
             policy=by_row(rows, scored.logprobs), base=self.base_logprobs(rows), values=values
         )
@@ -129,9 +129,13 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return the sum of surrogate, KL term and critic loss of one micro-batch."""
         return super().loss_of(rows) + self._critic_loss(rows)
 
+    def _values(self, scored: Scored) -> Tensor:
+        low, high = self.recipe.reward_range
+        return values_of(self.critic, scored, high - low)
+
     def _critic_loss(self, rows: Sequence[Row]) -> Tensor:
         """Return ½ (V − return)², each token with its weight in the surrogate."""
-        values = values_of(self.critic, self.scored)
+        values = self._values(self.scored)
         weights = token_weights(rows, values.device)
         returns = concatenated(rows, self._targets.returns, values.device)
         errors = (values - returns).square()
@@ -191,16 +195,17 @@ def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
     return head
 
 
-def values_of(critic: torch.nn.Linear, scored: Scored) -> Tensor:
+def values_of(critic: torch.nn.Linear, scored: Scored, width: float) -> Tensor:
     """Return V (M,) before each token, from the hidden states that predict it.
 
     The states are detached: the value loss moves the critic and never the policy's adapter.
-    They are scaled to length one, so that a step of Adam moves a value by no more than √H times
-    its rate, whatever the scale of the model's states.
+    They are scaled to length one, and the critic's values are shares of the rewards' range, which
+    is `width` wide. So a step of Adam moves a value by no more than √H times its rate of the range,
+    whatever the scale of the model's states and of the rewards.
     """
     assert scored.hidden is not None
     states = torch.nn.functional.normalize(scored.hidden.detach().to(critic.weight.dtype), dim=-1)
-    values: Tensor = critic(states)[:, 0]
+    values: Tensor = width * critic(states)[:, 0]
     return values
 
 

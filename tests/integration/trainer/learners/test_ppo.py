@@ -22,7 +22,13 @@ from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.learners.learner import Learner
 from trainer.learners.losses.ppo import normalised, row_advantages, values_of
 from trainer.learners.losses.stored import View
-from trainer.recipes.recipe import KlOptions, OptimizerOptions, Recipe, load_recipe
+from trainer.recipes.recipe import (
+    KlOptions,
+    OptimizerOptions,
+    PublishOptions,
+    Recipe,
+    load_recipe,
+)
 
 
 def learner(model: str, folder: Path, chosen: Recipe) -> Learner:
@@ -182,6 +188,22 @@ def test_the_critic_learns_what_to_expect(tiny_model: str, tmp_path: Path) -> No
     assert figures[-1]["value_loss"] < 0.5 * figures[0]["value_loss"]
 
 
+def test_the_scale_of_rewards_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
+    seen = {}
+    for scale in (0.05, 1.0, 100.0):
+        publish = PublishOptions(reward_range=(0.0, scale), margin=scale / 20)
+        made = learner(tiny_model, tmp_path, ppo_recipe().model_copy(update={"publish": publish}))
+        batch = [
+            msgspec.structs.replace(row, r_total=scale * row.r_total) for row in rows(members=2)
+        ]
+        explained = [made.update(batch)["explained_variance"] for _ in range(3)]
+        seen[scale] = explained, made.logprobs(batch)
+    for explained, logprobs in seen.values():
+        assert explained == pytest.approx(seen[1.0][0], abs=1e-4)
+        for own, wanted in zip(logprobs, seen[1.0][1], strict=True):
+            assert own == pytest.approx(wanted, abs=1e-3)
+
+
 def test_the_critic_is_resumed_exactly_and_never_served(tiny_model: str, tmp_path: Path) -> None:
     chosen = ppo_recipe(steps=2, epochs=2)
     straight = learner(tiny_model, tmp_path, chosen)
@@ -313,6 +335,6 @@ def test_values_are_of_the_state_before_a_token(tiny_model: str, tmp_path: Path)
     stir(made)
     batch = begin(made, rows())
     made._trainer.loss_of(batch)
-    found = values_of(made._trainer.critic, made._trainer.scored).detach()
+    found = values_of(made._trainer.critic, made._trainer.scored, 1.0).detach()
     wanted = torch.cat([plain_values(made._model, row) for row in batch]).detach()
     assert torch.allclose(found, wanted, atol=1e-5)
