@@ -35,8 +35,9 @@ from benchmarks.stack import (
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import Episode
+from store.selecting import Selection, selected
 from store.settings import address
 from tests.support.faults.ledger import Scrapes, drained
 
@@ -144,7 +145,9 @@ async def measure_row(stack: Stack, key: str) -> Result:
     engine = make_engine(stack.database_url)
     try:
         async with engine.connect() as connection:
-            episodes = await read_episodes(connection, await episode_ids(connection, agent=key))
+            episodes = await read_episodes(
+                connection, await selected(connection, Selection(agent=key))
+            )
     finally:
         await engine.dispose()
     return count(key, title, episodes, failures)

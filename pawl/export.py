@@ -9,23 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import Damaged
 from store.read.browsing import fates_of
-from store.read.episodes import episode_ids, read_in_batches
+from store.read.episodes import read_in_batches
 from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
-from store.records import Record
+from store.selecting import Selection, selected
 from store.version_queries import list_versions
-
-
-class Selection(Record, frozen=True, kw_only=True):
-    """Select the tenant's episodes with a call since then, by this agent, to this policy.
-
-    A field of None selects all.
-    """
-
-    since: datetime | None = None
-    agent: str | None = None
-    policy: str | None = None
-    tenant: str | None = None
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
@@ -39,7 +27,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     count = 0
     damaged: dict[UUID, str] = {}
     async with engine.connect() as connection:
-        ids = await episode_ids(connection, **msgspec.structs.asdict(selection))
+        ids = await selected(connection, selection)
         async for batch in read_in_batches(connection, ids):
             damaged |= batch.damaged
             fates = await fates_of(connection, [episode.id for episode in batch.episodes])

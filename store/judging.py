@@ -16,10 +16,11 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.read.episodes import is_of, matching
+from store.read.episodes import is_of
 from store.read.lines import QUIET
 from store.records import Record
 from store.schema.tables import episode_policies, episodes, judgements
+from store.selecting import Selection, matching
 from store.tenants import bare, scoped, tenant_of
 from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
@@ -52,20 +53,17 @@ class Judgement(Record, frozen=True, kw_only=True):
 async def awaiting(
     connection: AsyncConnection,
     judge: str,
+    selection: Selection,
     *,
     now: datetime,
     quiet_since: datetime,
     limit: int,
-    since: datetime | None = None,
-    agent: str | None = None,
-    policy: str | None = None,
-    tenant: str | None = None,
 ) -> list[Awaiting]:
-    """Return at most `limit` episodes that wait for `judge`, oldest first.
+    """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
     A policy that may still claim them has no score of them, and their last call was before
-    `quiet_since`. Quarantined ones are left out. `since`, `agent`, `policy` and `tenant` filter as
-    in `store.read.episodes.matching`; `now` is compared with the time of the next attempt.
+    `quiet_since`. Quarantined ones are left out. `now` is compared with the time of the next
+    attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -77,7 +75,7 @@ async def awaiting(
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
-        matching(since=since, agent=agent, policy=policy, tenant=tenant)
+        matching(selection)
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, news.label("news"))
         .where(

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, and_, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownNames
@@ -29,13 +29,14 @@ class Chosen(Record, frozen=True, kw_only=True):
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """Select whole episodes of a tenant that meet all conditions; a field of None selects all.
+    """Select whole episodes that meet all conditions; a field of None selects all.
 
     Attributes:
-        tenant: whose episodes; task, prefix and key are names of this tenant.
+        tenant: whose episodes; task, prefix and key are names of this tenant, or the default one.
         task: the episode's task is this one.
         prefix: the key of the episode, or of a part of it, begins with this text.
         agent: a call of the episode is by this agent.
+        policy: a call of the episode is of this policy.
         key: a call or feedback of the episode came with the API key of this name or id.
         since: the episode's last call was at or after this time.
         before: the episode's last call was before this time.
@@ -45,10 +46,11 @@ class Selection(Record, frozen=True, kw_only=True):
             statement has to be within both.
     """
 
-    tenant: str = DEFAULT
+    tenant: str | None = None
     task: str | None = None
     prefix: str | None = None
     agent: str | None = None
+    policy: str | None = None
     key: str | None = None
     since: datetime | None = None
     before: datetime | None = None
@@ -57,6 +59,7 @@ class Selection(Record, frozen=True, kw_only=True):
     scored_before: datetime | None = None
 
 
+ALL: Final = Selection()
 _WHOLE = func.coalesce(episodes.c.root, episodes.c.id)
 _PART = episodes.alias("part")
 
@@ -94,21 +97,15 @@ async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
     return (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
 
 
-async def selected(connection: AsyncConnection, selection: Selection) -> list[UUID]:
-    """Return the episodes of a selection, oldest first.
+async def selected(connection: AsyncConnection, selection: Selection = ALL) -> list[UUID]:
+    """Return the episodes of a selection, oldest first; none is deleted.
 
     Raises:
         UnknownNames: no API key of the tenant has, or had, the name or id of the selection.
     """
-    keys = await _key_ids(connection, selection)
-    query = select(episodes.c.id).where(
-        episodes.c.root.is_(None),
-        episodes.c.deleted_at.is_(None),
-        is_of(selection.tenant),
-        *_of_episode(selection),
-        *_of_feedback(selection),
-    )
+    query = matching(selection)
     if selection.key is not None:
+        keys = await _key_ids(connection, selection.tenant or DEFAULT, selection.key)
         called = (transitions.c.episode_id == _PART.c.id, transitions.c.api_key.in_(keys))
         stated = (
             feedback.c.episode_id == _PART.c.id,
@@ -116,25 +113,34 @@ async def selected(connection: AsyncConnection, selection: Selection) -> list[UU
             feedback_requests.c.api_key.in_(keys),
         )
         query = query.where(or_(_any_part(*called), _any_part(*stated)))
-    return list((await connection.execute(query.order_by(episodes.c.first_call_id))).scalars())
+    return list((await connection.execute(query)).scalars())
+
+
+def matching(selection: Selection) -> Select[tuple[UUID]]:
+    """Build the query for `selected` but for the selection's `key`, which has to be looked up."""
+    query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
+    query = query.where(*_of_episode(selection), *_of_feedback(selection))
+    return query.order_by(episodes.c.first_call_id)
 
 
 def _of_episode(selection: Selection) -> list[ColumnElement[bool]]:
-    last_of_parts = select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id)
-    last_call = func.greatest(episodes.c.last_call_at, last_of_parts.scalar_subquery())
-    conditions: list[ColumnElement[bool]] = []
+    tenant = selection.tenant or DEFAULT
+    conditions = [] if selection.tenant is None else [is_of(tenant)]
     if selection.task is not None:
         task = func.coalesce(episodes.c.joined_task, episodes.c.task)
-        conditions.append(task == scoped(selection.tenant, selection.task))
+        conditions.append(task == scoped(tenant, selection.task))
     if selection.prefix is not None:
-        kept = scoped(selection.tenant, selection.prefix)
+        kept = scoped(tenant, selection.prefix)
         conditions.append(_any_part(_PART.c.key.startswith(kept, autoescape=True)))
-    if selection.agent is not None:
-        own = (transitions.c.episode_id == _PART.c.id, transitions.c.agent == selection.agent)
-        conditions.append(_any_part(*own))
+    for column in ("agent", "policy"):
+        if (wanted := getattr(selection, column)) is not None:
+            own = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
+            conditions.append(_is_whole_of(episodes.c.id.in_(own)))
     if selection.since is not None:
-        conditions.append(last_call >= selection.since)
+        conditions.append(_is_whole_of(episodes.c.last_call_at >= selection.since))
     if selection.before is not None:
+        last_of_parts = select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id)
+        last_call = func.greatest(episodes.c.last_call_at, last_of_parts.scalar_subquery())
         conditions.append(last_call < selection.before)
     if selection.begun_before is not None:
         begun = _PART.c.first_call_id < lowest_id_at(selection.begun_before)
@@ -151,23 +157,25 @@ def _of_feedback(selection: Selection) -> list[ColumnElement[bool]]:
     return [_any_part(feedback.c.episode_id == _PART.c.id, *within)] if within else []
 
 
+def _is_whole_of(part: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the same as `_any_part`, for a condition of which an index finds all episodes."""
+    return episodes.c.id.in_(select(_WHOLE).where(part))
+
+
 def _any_part(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
     """Return the condition that the episode itself, or a part of it, meets all conditions."""
     is_part = or_(_PART.c.id == episodes.c.id, _PART.c.root == episodes.c.id)
     return exists().where(is_part, *conditions)
 
 
-async def _key_ids(connection: AsyncConnection, selection: Selection) -> list[str]:
-    if selection.key is None:
-        return []
+async def _key_ids(connection: AsyncConnection, tenant: str, key: str) -> list[str]:
     query = select(api_keys.c.id).where(
-        api_keys.c.tenant == selection.tenant,
-        or_(api_keys.c.name == selection.key, api_keys.c.id == selection.key),
+        api_keys.c.tenant == tenant, or_(api_keys.c.name == key, api_keys.c.id == key)
     )
     ids = list((await connection.execute(query)).scalars())
     if not ids:
         raise UnknownNames(
-            f"no API key is or was named {selection.key!r:.80}, or has that id, and nothing was"
+            f"no API key is or was named {key!r:.80}, or has that id, and nothing was"
             " changed: `pawl keys list` shows them"
         )
     return ids

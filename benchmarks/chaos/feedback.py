@@ -21,8 +21,9 @@ from sqlalchemy import text
 from benchmarks import wire
 from store.database import make_engine
 from store.link.claimable import set_reward_rule
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import Feedback
+from store.selecting import selected
 from store.values.rewards import RewardRule, RewardTerm, reward_of
 from store.version_states import ensure_base
 from tests.support.faults.ledger import Scrapes, drained
@@ -202,7 +203,7 @@ async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]])
         )
         rows = await connection.execute(scores, {"policy": policy})
         rewards = {row.key: row.reward for row in rows}
-        episodes = await read_episodes(connection, await episode_ids(connection))
+        episodes = await read_episodes(connection, await selected(connection))
     await engine.dispose()
     by_credit = {one.key: reward_of(one.feedback, SUM).value for one in episodes}
     wanted = {name: reward_of(own, SUM).value for name, own in stated.items()}

@@ -73,9 +73,7 @@ def export(
             "--curve is about all evaluation episodes of a policy, so none can be chosen: leave out"
             " --since and --agent"
         )
-    selection = exporting.Selection(
-        since=with_zone(since), agent=agent, policy=policy, tenant=tenant
-    )
+    selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
     write = exporting.export_curve if curve else exporting.export
     if out is None:
         with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))

@@ -14,7 +14,6 @@ from pydantic import HttpUrl
 
 from pawl.commands.common import with_zone
 from pawl.database import open_engine
-from pawl.export import Selection
 from pawl.judging.answers import Judge, JudgeError
 from pawl.judging.feedback import FeedbackClient, feedback_url
 from pawl.judging.program import ProgramJudge
@@ -24,6 +23,7 @@ from pawl.settings import ClientSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
 from store.judging import forget_unjudged
 from store.keys import tenant_of_key
+from store.selecting import Selection
 from store.settings import address
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection
 from pawl.judging.answers import Away, Judge, JudgeError, JudgeFailed, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
 from store.database import is_unavailable
@@ -26,6 +25,7 @@ from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, is_sc
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import Episode, Record
+from store.selecting import ALL, Selection
 from store.tenants import DEFAULT, bare, scoped
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
         poll_s: pause between looks for episodes, in seconds.
     """
 
-    selection: Selection = Selection()
+    selection: Selection = ALL
     quiet: timedelta = timedelta(minutes=10)
     concurrency: int = 4
     attempts: int = 5
@@ -146,13 +146,10 @@ class Judging:
             waiting = await awaiting(
                 connection,
                 self._judge.name,
+                self._plan.selection,
                 now=now,
                 quiet_since=now - self._plan.quiet,
                 limit=AHEAD * self._plan.concurrency,
-                since=self._plan.selection.since,
-                agent=self._plan.selection.agent,
-                policy=self._plan.selection.policy,
-                tenant=self._plan.selection.tenant,
             )
         self._looked_s = time.monotonic() - begun
         return waiting

@@ -121,6 +121,7 @@ SHARED_LACKS: Final = "the lengths of the shared parts, or the added request, ar
 _FACTS: Final = CallFacts.__struct_fields__
 _facts_of: Final = attrgetter(*_FACTS)
 Texts = tuple[bytes | None, bytes]
+Id = TypeVar("Id")
 _Settings = dict[str, Any]
 _ToolCalls = tuple[ToolCall, ...]
 
@@ -215,7 +216,7 @@ def _events_by_call(
         asked_by = _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
         return asked_by if asked_by in readable else None
 
-    return _grouped(_newest_events(events, quoted), owner)
+    return grouped(_newest_events(events, quoted), owner)
 
 
 class Told(NamedTuple):
@@ -253,19 +254,17 @@ def _by_call(
 ) -> dict[UUID | None, list[Any]]:
     """Return statements by the call that they are about; None has those about the episode."""
     own = {part.id for part in parts if part.method == OWN_EPISODE}
-    return _grouped(
+    return grouped(
         feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
     )
 
 
-def _grouped(
-    rows: Iterable[Any], call_of: Callable[[Any], UUID | None]
-) -> dict[UUID | None, list[Any]]:
-    """Group rows by call; `call_of` returns the call that a row is about. Keep their order."""
-    by_call: dict[UUID | None, list[Any]] = {}
+def grouped(rows: Iterable[Any], about: Callable[[Any], Id]) -> dict[Id, list[Any]]:
+    """Group rows by what they are about, in their order."""
+    groups: dict[Id, list[Any]] = {}
     for row in rows:
-        by_call.setdefault(call_of(row), []).append(row)
-    return by_call
+        groups.setdefault(about(row), []).append(row)
+    return groups
 
 
 Whole = TypeVar("Whole")

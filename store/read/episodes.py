@@ -1,15 +1,14 @@
 """Read episodes as they were recorded, for the trainer's claims and for `pawl export`."""
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, or_, select
+from sqlalchemy import ColumnElement, Row, Text, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import Damaged
-from store.read.assembly import Texts, WholeTexts, assemble, whole_texts
+from store.read.assembly import Texts, WholeTexts, assemble, grouped, whole_texts
 from store.records import Episode
 from store.schema.tables import consumptions, episodes, feedback, tool_events, transitions, updates
 from store.tenants import SEPARATOR, bare, beginning
@@ -17,46 +16,6 @@ from store.tenants import SEPARATOR, bare, beginning
 BATCH = 200
 # How many of the episodes that cannot be read back a message names.
 TOLD = 5
-
-
-async def episode_ids(
-    connection: AsyncConnection,
-    *,
-    since: datetime | None = None,
-    agent: str | None = None,
-    policy: str | None = None,
-    tenant: str | None = None,
-) -> list[UUID]:
-    """Return the ids of matching episodes, oldest first; the filters are those of `matching`."""
-    chosen = matching(since=since, agent=agent, policy=policy, tenant=tenant)
-    return list((await connection.execute(chosen)).scalars())
-
-
-def matching(
-    *,
-    since: datetime | None = None,
-    agent: str | None = None,
-    policy: str | None = None,
-    tenant: str | None = None,
-) -> Select[tuple[UUID]]:
-    """Build the query for the ids of matching episodes, oldest first; none is deleted.
-
-    An episode matches if it is the tenant's, has a call at or after `since` and, for each of
-    `agent` and `policy`, a call with that value. None: no filter.
-    """
-    whole = func.coalesce(episodes.c.root, episodes.c.id)
-    query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
-    if tenant is not None:
-        query = query.where(is_of(tenant))
-    if since is not None:
-        query = query.where(
-            episodes.c.id.in_(select(whole).where(episodes.c.last_call_at >= since))
-        )
-    for column, wanted in (("agent", agent), ("policy", policy)):
-        if wanted is not None:
-            matching = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
-            query = query.where(episodes.c.id.in_(select(whole).where(episodes.c.id.in_(matching))))
-    return query.order_by(episodes.c.first_call_id)
 
 
 def is_of(tenant: str) -> ColumnElement[bool]:
@@ -85,14 +44,10 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     """
     reading = await read(connection, ids)
     if reading.damaged:
-        raise Damaged(what_is(reading.damaged), reading.damaged)
+        named = "; ".join(list(reading.damaged.values())[:TOLD])
+        more = len(reading.damaged) - TOLD
+        raise Damaged(f"{named}; and {more} more" if more > 0 else named, reading.damaged)
     return reading.episodes
-
-
-def what_is(damaged: Mapping[UUID, str]) -> str:
-    """Return a message about the damaged episodes: the first few, and how many more."""
-    named = "; ".join(list(damaged.values())[:TOLD])
-    return named if len(damaged) <= TOLD else f"{named}; and {len(damaged) - TOLD} more"
 
 
 async def read_in_batches(
@@ -130,10 +85,10 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
         .group_by(consumptions.c.episode_id),
     )
     trained_at = {row.episode_id: row.at for row in trained}
-    calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
-    parts_of: dict[UUID, list[Row[Any]]] = {}
-    for part in parts:
-        parts_of.setdefault(whole_of[part.id], []).append(part)
+    parts_of = grouped(parts, lambda part: whole_of[part.id])
+    calls_of, events_of, items_of = (
+        grouped(rows, lambda row: whole_of[row.episode_id]) for rows in (calls, events, items)
+    )
     reading = Reading([], {})
     for whole in wanted:
         if whole not in parts_of:
@@ -191,10 +146,3 @@ async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> Whol
         known |= missing
         missing = {row.parent_id for row in rows if row.parent_id is not None} - known
     return whole_texts(all_calls)
-
-
-def _grouped(rows: Iterable[Row[Any]], whole_of: Mapping[UUID, UUID]) -> dict[UUID, list[Row[Any]]]:
-    by_episode: dict[UUID, list[Row[Any]]] = {}
-    for row in rows:
-        by_episode.setdefault(whole_of[row.episode_id], []).append(row)
-    return by_episode

@@ -16,8 +16,9 @@ from benchmarks.stack import CLIENT_BINARIES, run_client
 from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.ids import new_id
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import Episode
+from store.selecting import selected
 from tests.conftest import ROOT
 from tests.support.waiting import awaited
 
@@ -75,7 +76,7 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
 
     async def new_episodes() -> list[Episode]:
         async with engine.connect() as connection:
-            found = await read_episodes(connection, await episode_ids(connection))
+            found = await read_episodes(connection, await selected(connection))
         return [episode for episode in found if any(call.id > began for call in episode.calls)]
 
     def are_joined(found: list[Episode]) -> bool:

@@ -19,9 +19,10 @@ from pawl.scenarios.scenario import find_scenario, make_tasks
 from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.read.stats import totals
 from store.records import Episode
+from store.selecting import selected
 from store.values.packing import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
@@ -86,7 +87,7 @@ class Worker:
 
     async def episodes(self) -> list[Episode]:
         async with self.engine.connect() as connection:
-            return await read_episodes(connection, await episode_ids(connection))
+            return await read_episodes(connection, await selected(connection))
 
 
 async def test_the_loop_survives_kill_9_of_each_process(stack: Stack, tmp_path: Path) -> None:

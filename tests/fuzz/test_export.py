@@ -8,11 +8,12 @@ from hypothesis import given
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, export
+from pawl.export import export
 from proxy.ingester.transcribe import transcribe
 from store.errors import Damaged, Refused
 from store.ids import new_id
 from store.records import SpoolRecord
+from store.selecting import Selection
 from store.write.ingest import Ingester
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing

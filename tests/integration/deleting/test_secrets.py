@@ -13,8 +13,9 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.export import Selection, export
+from pawl.export import export
 from pawl.stack.process import Process
+from store.selecting import Selection
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, settings_for
 from tests.support.ledger.deleting import places_with

@@ -16,7 +16,7 @@ from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.database import make_engine
 from store.ids import new_id
-from store.read.episodes import episode_ids
+from store.selecting import selected
 from tests.conftest import Psql
 from tests.support.faults.counters import assert_adds_up
 from tests.support.records import captured
@@ -92,7 +92,7 @@ class Traffic:
 
     async def has_stored(self, episodes: int) -> bool:
         async with self.engine.connect() as connection:
-            return len(await episode_ids(connection)) == episodes
+            return len(await selected(connection)) == episodes
 
     async def holds_one(self) -> bool:
         await self.drainer.count()

@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.spool import as_lines, look, replay_letters
 from proxy.spool.segments import Frame, Gap, encode_frame, read_frames
 from store.ids import new_id
-from store.read.episodes import episode_ids
+from store.selecting import selected
 from store.tenants import scoped
 from tests.support.records import captured, reward, statement
 
@@ -78,5 +78,5 @@ async def test_replay_stores_the_letters_that_it_can_and_keeps_the_others(
     assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]
     assert [Path(d.path).name for d in look(tmp_path).dead_letters] == ["1.letter", "2.letter"]
     async with engine.connect() as connection:
-        assert len(await episode_ids(connection)) == 1
+        assert len(await selected(connection)) == 1
     assert await replay_letters(tmp_path, engine) == (0, refused)

@@ -10,13 +10,14 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.credit import ExplainedUpdate, explain_update
-from pawl.export import Selection, export
+from pawl.export import export
 from store.claim_query import ClaimRule
 from store.claims import Claim
 from store.errors import UnknownUpdate
 from store.ids import new_id
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import Group, SpoolRecord, ToolCall
+from store.selecting import Selection, selected
 from store.version_states import ensure_base
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.episodes import ingest
@@ -104,7 +105,7 @@ async def test_of_an_export_what_the_trainer_computes(
     found = credit_lines(read, CreditOptions(**rule))
 
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await episode_ids(connection))
+        episodes = await read_episodes(connection, await selected(connection))
     tasks = sorted({episode.task or "" for episode in episodes})
     groups = [
         Group(task=task, episodes=tuple(one for one in episodes if one.task == task))

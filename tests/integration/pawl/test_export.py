@@ -10,10 +10,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.episodes import export as export_command
-from pawl.export import Selection, export, export_curve
+from pawl.export import export, export_curve
 from store import claims
-from store.read.episodes import episode_ids
 from store.records import SpoolRecord, ToolCall
+from store.selecting import Selection, selected
 from store.values.intervals import wilson
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
@@ -85,7 +85,7 @@ async def test_line_says_what_became_of_the_episode(engine: AsyncEngine) -> None
         for key, value in tasks.items():
             await ingest(connection, [call(key, task=key[-6:]), reward(value, episode=key)])
         await ingest(connection, [call("unpaid"), call("work", policy=None, policy_version=None)])
-        solved, unsolved, *_ = await episode_ids(connection)
+        solved, unsolved, *_ = await selected(connection)
         update = await claims.begin_update(connection, "m", 0, {})
         await connection.execute(
             text("UPDATE episode_policies SET claimed_by = :update WHERE episode_id = ANY(:ids)"),

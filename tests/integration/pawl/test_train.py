@@ -10,8 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.export import Selection, export
+from pawl.export import export
 from store.records import SpoolRecord
+from store.selecting import Selection
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from trainer.publishing.adapters import read_manifest

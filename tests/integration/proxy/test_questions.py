@@ -11,7 +11,8 @@ from pawl.commands.spool import replay_letters
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import CapturedCall, encode_frame, encode_payload
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
+from store.selecting import selected
 from tests.support.records import captured
 
 Storing = Callable[[AsyncEngine, Path, Sequence[CapturedCall]], Awaitable[None]]
@@ -48,7 +49,7 @@ async def test_same_question_makes_one_task(
     said = (("a", "Hello?", "10:01"), ("b", "Hello?", "10:02"), ("c", "Bye?", "10:01"))
     await store(engine, tmp_path, [asked(*one) for one in said])
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await episode_ids(connection))
+        episodes = await read_episodes(connection, await selected(connection))
     tasks = {episode.key: episode.task for episode in episodes}
     assert tasks["a"] is not None
     assert tasks["a"] == tasks["b"]

@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.export import Selection, export
+from pawl.export import export
 from proxy.settings import ProxySettings
 from store.records import Tokens
+from store.selecting import Selection
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, settings_for, working
 from tests.support.proxy.kept_files import files_below, rows_of

@@ -11,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.tool_events import parse_readers
 from store.ids import new_id
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall
+from store.selecting import selected
 from tests.integration.conftest import Proxy, StartProxy
 from tests.support.ledger.episodes import ingest
 from tests.support.records import START, call, tool_event
@@ -128,7 +129,7 @@ async def standing_in(engine: AsyncEngine, *batches: list[SpoolRecord]) -> list[
         async with engine.begin() as connection:
             await ingest(connection, batch)
     async with engine.connect() as connection:
-        [episode] = await read_episodes(connection, await episode_ids(connection))
+        [episode] = await read_episodes(connection, await selected(connection))
     return [(e.status, e.source) for c in episode.calls for e in c.tool_events]
 
 

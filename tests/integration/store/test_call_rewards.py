@@ -11,8 +11,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.credit import explain_update
-from pawl.export import Selection, export
+from pawl.export import export
 from store.records import CallRecord, FeedbackRecord
+from store.selecting import Selection
 from tests.integration.store.test_groups import LONG_AGO, PATIENT
 from tests.integration.store.test_joins import scores
 from tests.support.ledger.any_order import same_in_any_order

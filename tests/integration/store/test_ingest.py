@@ -13,9 +13,10 @@ from store.database import driver_of
 from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
 from store.questions import known_targets
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import SpoolRecord, ToolCall
 from store.schema.partitions import partition_name
+from store.selecting import selected
 from store.write.ingest import Ingester
 from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, tokens, tool_event
@@ -107,7 +108,7 @@ async def test_a_new_day_does_not_wait_for_readers(engine: AsyncEngine) -> None:
     await store(engine, call())
     yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
     async with engine.connect() as reader:
-        await read_episodes(reader, await episode_ids(reader))
+        await read_episodes(reader, await selected(reader))
         await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=30)
     assert len(await episodes(engine)) == 2
 

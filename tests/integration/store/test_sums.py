@@ -9,9 +9,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.claimable import lacking, reward_rule, set_reward_rule
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.read.evaluations import evaluations
 from store.records import Episode, SpoolRecord
+from store.selecting import selected
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm, reward_of
 from tests.integration.store.test_groups import LONG_AGO
 from tests.support.ledger.any_order import empty, same_in_any_order
@@ -91,7 +92,7 @@ async def scores(engine: AsyncEngine) -> list[Any]:
 
 async def seen(engine: AsyncEngine) -> dict[str, Any]:
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await episode_ids(connection))
+        episodes = await read_episodes(connection, await selected(connection))
         worked = await evaluations(connection, split="train")
     rows = await scores(engine)
     of = {episode.key: episode for episode in episodes}

@@ -13,13 +13,14 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.export import Selection, export
+from pawl.export import export
 from pawl.judging.answers import Judge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.errors import Damaged
-from store.read.episodes import episode_ids, read
+from store.read.episodes import read
 from store.records import SpoolRecord
+from store.selecting import Selection, selected
 from store.version_states import ensure_base
 from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
@@ -190,5 +191,5 @@ async def test_a_model_judges_all_others(engine: AsyncEngine) -> None:
 
 async def read_all(engine: AsyncEngine) -> tuple[dict[str, Any], list[str]]:
     async with engine.connect() as connection:
-        found = await read(connection, await episode_ids(connection))
+        found = await read(connection, await selected(connection))
     return {episode.key: episode for episode in found.episodes}, list(found.damaged.values())

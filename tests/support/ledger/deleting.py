@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, export
+from pawl.export import export
 from store.deleting import Receipt, delete_episode
-from store.selecting import named
+from store.selecting import Selection, named
 
 _COLUMNS = """
     SELECT relname, attname FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid

@@ -8,9 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store.claims import Claim
 from store.database import driver_of
 from store.ids import days_of
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.schema.partitions import ensure_partition
+from store.selecting import selected
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 
@@ -31,7 +32,7 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 
 async def episodes(engine: AsyncEngine) -> list[Episode]:
     async with engine.connect() as connection:
-        return await read_episodes(connection, await episode_ids(connection))
+        return await read_episodes(connection, await selected(connection))
 
 
 def keys(claim: Claim | None) -> list[str]:

@@ -20,7 +20,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.export import Selection, export
+from pawl.export import export
 from pawl.judging.answers import Away, Judge, JudgeError, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
@@ -28,6 +28,7 @@ from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.judging import forget_unjudged
 from store.records import SpoolRecord
+from store.selecting import Selection
 from store.tenants import scoped
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy

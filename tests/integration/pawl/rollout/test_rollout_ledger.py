@@ -11,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.rollout import Flags, run_rollout
 from pawl.rollout.tasks import RolloutError
 from pawl.settings import ClientSettings
-from store.read.episodes import episode_ids, read_episodes
+from store.read.episodes import read_episodes
 from store.records import Episode
+from store.selecting import selected
 from tests.integration.conftest import Proxy
 from tests.support.proxy.keys import bearer, made, taken
 from tests.support.rollouts import COMMAND, Runner
@@ -35,7 +36,7 @@ async def stored(proxy: Proxy, statements: int) -> list[Episode]:
             )
             if (await connection.execute(text(asked))).scalar_one() < statements:
                 return []
-            return await read_episodes(connection, await episode_ids(connection))
+            return await read_episodes(connection, await selected(connection))
 
     found: list[Episode] = await eventually(look)
     return found

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, export
+from pawl.export import export
 from store.errors import Damaged
 from store.records import ToolCall
+from store.selecting import Selection
 from store.values.packing import pack_logprobs
 from tests.integration.store.test_damage import Threads, damage
 from tests.integration.store.test_unreadable import DEEP, NAN, bench, fill, read_all

@@ -12,8 +12,8 @@ from sqlalchemy import select
 from store import claims, version_states
 from store.database import make_engine
 from store.errors import ClaimLost
-from store.read.episodes import episode_ids
 from store.schema.tables import consumptions
+from store.selecting import selected
 from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.episodes import ingest
@@ -194,7 +194,7 @@ async def test_an_update_past_the_bound_on_drift_spends_the_drifting_and_records
     bench: Bench,
 ) -> None:
     async with bench.engine.connect() as connection:
-        [odd, *_] = await episode_ids(connection)
+        [odd, *_] = await selected(connection)
     bench.learner.fails = DriftOutOfBounds(
         "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}
     )
