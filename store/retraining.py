@@ -21,6 +21,7 @@ from store.errors import NotGated
 from store.records import Record
 from store.version_queries import list_live
 from store.version_states import (
+    Why,
     add_event,
     change_state,
     lock_policies,
@@ -156,13 +157,10 @@ async def retrain(
         ended=len(await run(_END)),
         max_staleness=recipes[0].get("claim", {}).get("max_staleness"),
     )
-    moves: dict[str, Any] = {
-        "reason": why,
-        "actor": actor,
-        "evidence": {"retrain": msgspec.to_builtins(retrained)},
-    }
+    evidence = {"retrain": msgspec.to_builtins(retrained)}
+    moves: Why = {"reason": why, "actor": actor, "evidence": evidence}
     if start.state == "serving":
-        await add_event(connection, policy, version, "serving", before="serving", **moves)
+        await add_event(connection, policy, version, "serving", **moves)
     else:
         await promote(connection, policy, version, **moves)
     await watch_anew(connection, policy)

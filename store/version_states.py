@@ -263,10 +263,11 @@ async def add_event(
     version: int,
     state: PolicyState,
     *,
-    before: PolicyState | None = None,
+    is_first: bool = False,
     **why: Unpack[Why],
 ) -> None:
-    """Record why a version is in `state`: as its first state, or to stay in it (`before`)."""
+    """Record why a version stays in `state`, or begins in it (`is_first`)."""
+    before = None if is_first else state
     values = {"name": name, "version": version, "from": before, "to": state}
     await connection.execute(_STAYS, values | _values(why))
 
@@ -323,7 +324,7 @@ async def ensure_base(
     )
     if began is not None:
         why = "the policy began, with its base model"
-        await add_event(connection, name, 0, "serving", reason=why, actor="trainer")
+        await add_event(connection, name, 0, "serving", is_first=True, reason=why, actor="trainer")
     served = select(policies.c.served_name).where(policies.c.name == name, policies.c.version == 0)
     return (await connection.execute(served)).scalar() or base or name
 
@@ -356,7 +357,7 @@ async def add_version(
     )
     why = "its update is done" if imported_from is None else f"imported from {imported_from}"
     actor: Actor = "trainer" if imported_from is None else "import"
-    await add_event(connection, name, version, "written", reason=why, actor=actor)
+    await add_event(connection, name, version, "written", is_first=True, reason=why, actor=actor)
 
 
 # It waits, is tried, and gets the traffic
@@ -435,41 +436,36 @@ async def promote(
         was_tried = control.was_tried and why["actor"] == "controller"
         is_control = control.version is None or was_tried
         if is_control:
-            await _set_control_share(connection, name, None)
-        taken: Why = {"reason": f"{new.served_name} took the traffic", "actor": why["actor"]}
+            await _set_control(connection, name, share=None)
+        taken = f"{new.served_name} took the traffic"
         own = share if is_control else None
-        await change_state(connection, serving, "retired", share=own, **taken)
-    await _set_control_share(connection, name, share)
+        await change_state(
+            connection, serving, "retired", share=own, reason=taken, actor=why["actor"]
+        )
+    await _set_control(connection, name, share=share)
     await change_state(connection, new, "serving", **why)
+    overtaken = f"{new.served_name} serves, and is newer"
     for older in await in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
         if older.version < version:
-            overtaken: Why = {
-                "reason": f"{new.served_name} serves, and is newer",
-                "actor": why["actor"],
-            }
-            await change_state(connection, older, "retired", **overtaken)
+            await change_state(connection, older, "retired", reason=overtaken, actor=why["actor"])
     if why["actor"] == "operator":
         # It may be a repair: episodes of what served before say nothing of it.
-        await connection.execute(
-            update(policies)
-            .where(policies.c.name == name, text(CONTROL))
-            .values(changed_at=func.clock_timestamp())
-        )
+        await _set_control(connection, name, changed_at=func.clock_timestamp())
 
 
-async def _set_control_share(connection: AsyncConnection, name: str, share: float | None) -> None:
-    """Give the control, if there is one, this share of new episodes; None: it is none any more."""
+async def _set_control(connection: AsyncConnection, name: str, **values: Any) -> None:
+    """Set columns of the control, if there is one; with a `share` of None it is none any more."""
     control = (policies.c.name == name, text(CONTROL))
-    await connection.execute(update(policies).where(*control).values(share=share))
+    await connection.execute(update(policies).where(*control).values(**values))
 
 
 async def move_control(
     connection: AsyncConnection, name: str, version: int, share: float, **why: Unpack[Why]
 ) -> None:
     """Let a retired version be the control, on this share of new episodes."""
-    await _set_control_share(connection, name, None)
+    await _set_control(connection, name, share=None)
     await _set(connection, name, version, share=share or None)
-    await add_event(connection, name, version, "retired", before="retired", **why)
+    await add_event(connection, name, version, "retired", **why)
 
 
 async def hold_training(
@@ -480,15 +476,14 @@ async def hold_training(
     It ends as soon as another version serves.
     """
     await _set(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
-    await _set_control_share(connection, serving.name, share)
-    of_version = (serving.name, serving.version, serving.state)
-    await add_event(connection, *of_version, before=serving.state, **why)
+    await _set_control(connection, serving.name, share=share)
+    await add_event(connection, serving.name, serving.version, serving.state, **why)
 
 
 async def let_train(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
     """Train on what serves again, if that was held, and compare it with its control anew."""
     for row in (await connection.execute(_LET_TRAIN, {"name": name})).all():
-        await add_event(connection, name, row.version, row.state, before=row.state, **why)
+        await add_event(connection, name, row.version, row.state, **why)
         await watch_anew(connection, name)
 
 
@@ -542,8 +537,7 @@ async def judge_anew(
     why = "the reward is another sum: what it is compared by begins anew, with what begins now"
     for row in (await connection.execute(_JUDGE_BY, values)).all():
         if row.state in ("canary", "retired"):
-            of_version = (name, row.version, row.state)
-            await add_event(connection, *of_version, before=row.state, reason=why, actor=actor)
+            await add_event(connection, name, row.version, row.state, reason=why, actor=actor)
 
 
 async def freeze(
@@ -561,7 +555,7 @@ async def freeze(
     why = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
     if not frozen:
         await let_train(connection, name, reason=why, actor=actor)
-    await add_event(connection, name, 0, base.state, before=base.state, reason=why, actor=actor)
+    await add_event(connection, name, 0, base.state, reason=why, actor=actor)
 
 
 # It is taken from the servers, or from the traffic
@@ -587,8 +581,7 @@ async def mark_unloaded(
     values = {"name": name, "numbers": list(numbers), "is_lost": is_lost}
     rows = (await connection.execute(_UNLOAD, values)).all()
     for row in rows:
-        of_version = (name, row.version, row.state)
-        await add_event(connection, *of_version, before=row.state, reason=reason, actor=actor)
+        await add_event(connection, name, row.version, row.state, reason=reason, actor=actor)
     return {row.version for row in rows}
 
 
@@ -611,8 +604,7 @@ async def recall(connection: AsyncConnection, name: str, version: int, **why: Un
         )
     if old.unloaded:
         await _set(connection, name, version, unloaded_at=None, changed_at=func.clock_timestamp())
-        of_version = (name, version, old.state)
-        await add_event(connection, *of_version, before=old.state, **why)
+        await add_event(connection, name, version, old.state, **why)
 
 
 async def roll_back(

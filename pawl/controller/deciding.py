@@ -89,8 +89,9 @@ class Move(NamedTuple):
     reason: str
 
 
-# What is to be done, if all stands as it did once nobody else can move the traffic.
-Act = Callable[[], Awaitable[list[Move]]]
+# What is to be done, if all stands as it did once nobody else can move the traffic. It returns None
+# where no version gets another state.
+Act = Callable[[], Awaitable[list[Move] | None]]
 
 
 class PolicyGate:
@@ -144,7 +145,7 @@ class PolicyGate:
         await lock_policies(connection, [self._name])
         now = await gated(connection, self._name)
         is_same = now is not None and msgspec.structs.replace(now, now=stands.now) == stands
-        return await act() if is_same else []
+        return (await act() if is_same else None) or []
 
     async def _watch(self, connection: AsyncConnection, stands: Gated) -> Act | None:
         """Compare what serves with its control: has it fallen behind, or may the control move on?
@@ -161,7 +162,7 @@ class PolicyGate:
             GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
             self._hide("watch")
             alone = _because("there is no control to tell why rewards fell: training goes on")
-            go_on = partial(self._change, partial(let_train, connection, self._name, **alone))
+            go_on = partial(let_train, connection, self._name, **alone)
             return go_on if stands.is_held else None
         GATE_WATCHED.labels(self._name).set(1)
         old = control.version.version
@@ -210,8 +211,7 @@ class PolicyGate:
             return None
         in_line = why("what served since the last control does no worse")
         share = rule.control_share
-        move = partial(move_control, connection, self._name, version, share, **in_line)
-        return partial(self._change, move)
+        return partial(move_control, connection, self._name, version, share, **in_line)
 
     def _hold_or_go_on(
         self,
@@ -227,16 +227,10 @@ class PolicyGate:
             why = because(f"{fell}: training waits for how its control does")
             share = max(_share_of(stands.control), MOST_SHARE)
             log.error("training_held", version=serving.version.served_name, reason=why["reason"])
-            hold = partial(hold_training, connection, serving.version, share, **why)
-            return partial(self._change, hold)
+            return partial(hold_training, connection, serving.version, share, **why)
         why = because("it does no worse than its control: training goes on")
-        go_on = partial(self._change, partial(let_train, connection, self._name, **why))
+        go_on = partial(let_train, connection, self._name, **why)
         return go_on if comparison.is_in_line else None
-
-    async def _change(self, change: Callable[[], Awaitable[None]]) -> list[Move]:
-        """Make a change by which no version gets another state."""
-        await change()
-        return []
 
     async def _give_back(
         self, connection: AsyncConnection, serving: Standing, control: Standing, why: Why
@@ -330,7 +324,8 @@ class PolicyGate:
             return [Move(version, "retired", why["reason"])]
         if rule.approve:
             waits = _because(WAITS + why["reason"], why["evidence"])
-            return await self._stay(connection, tried, waits)
+            await self._stay(connection, tried, waits)
+            return []
         # What is not proven is watched, if at all, with as many episodes as it was tried with.
         share = None
         if verdict is None and rule.control_share and version.share is not None:
@@ -353,12 +348,11 @@ class PolicyGate:
         reason = await why_stays(connection, self._name, tried.version.version)
         return reason is not None and reason.startswith(WAITS)
 
-    async def _stay(self, connection: AsyncConnection, one: Standing, why: Why) -> list[Move]:
+    async def _stay(self, connection: AsyncConnection, one: Standing, why: Why) -> None:
         """Write down, once, what was found of a version that stays in its state."""
         number, state = one.version.version, one.version.state
         if await why_stays(connection, self._name, number) != why["reason"]:
-            await add_event(connection, self._name, number, state, before=state, **why)
-        return []
+            await add_event(connection, self._name, number, state, **why)
 
     def _evidence_of(
         self,

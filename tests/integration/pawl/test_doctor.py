@@ -240,7 +240,7 @@ async def unapproved_version(stack: Stack) -> None:
         serves = "UPDATE policies SET state = 'serving' WHERE version = 1"
         await connection.execute(text(serves))
         await make_loaded(connection, "m", 2, rule, **why)
-        waits = {"before": "loaded", "evidence": {}, "actor": "controller"}
+        waits = {"evidence": {}, "actor": "controller"}
         await add_event(connection, "m", 2, "loaded", reason="it waits for approval", **waits)
 
 

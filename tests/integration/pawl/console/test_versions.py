@@ -45,7 +45,6 @@ async def wait(engine: AsyncEngine, number: int) -> None:
             "m",
             number,
             "loaded",
-            before="loaded",
             reason="it waits for approval: it is better",
             actor="controller",
             evidence=EVIDENCE,

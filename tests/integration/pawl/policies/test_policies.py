@@ -276,7 +276,6 @@ async def load(engine: AsyncEngine, number: int, *, waits: bool = False) -> None
                 "m",
                 number,
                 "loaded",
-                before="loaded",
                 reason=WAITS,
                 actor="controller",
                 evidence=BETTER,
