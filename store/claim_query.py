@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -221,41 +222,27 @@ async def _ready_groups(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, most: int
 ) -> Sequence[Any]:
     """Return the first groups with and without signal, each up to `most` episodes, in order."""
-    ready, values = _ready_of(rule, await _not_left(connection, rule.policy))
-    values |= {
-        "policy": rule.policy,
+    values = msgspec.structs.asdict(rule) | {
         "oldest": oldest,
         "most": most,
         "before": await connection.scalar(text("SELECT now()")),
-        "group_size": rule.group_size,
-        "max_age_s": rule.max_age_s,
-        "failed_reward": rule.failed_reward,
+        "calls_are_paid": rule.call_rewards_after_s is not None,
     }
+    members = (
+        (_SCORED, True),
+        (_CALL_SCORED, rule.call_rewards_after_s is not None),
+        (_FAILED, rule.failed_after_s is not None),
+    )
+    but = await _not_left(connection, rule.policy)
     signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL
     query = _GROUPS.format(
-        ready=ready,
+        ready="".join(part + but for part, counts in members if counts),
         earlier=_EARLIER,
         task="task" if rule.group_size > 1 else "CAST(NULL AS text)",
         best="" if rule.least_reward is None else _BEST_FIRST,
         signal=signal if rule.least_reward is None else _SUCCESS,
     )
     return (await connection.execute(text(query), values)).all()
-
-
-def _ready_of(rule: ClaimRule, but: str) -> tuple[str, dict[str, Any]]:
-    """Return the query of episodes that are members, and its values; `but` ends each part of it."""
-    ready, values = _SCORED + but, dict[str, Any]()
-    if rule.least_reward is not None:
-        values["least_reward"] = rule.least_reward
-    if rule.call_rewards_after_s is not None:
-        ready += _CALL_SCORED + but
-        values["call_rewards_after_s"] = rule.call_rewards_after_s
-    if rule.failed_after_s is not None:
-        ready += _FAILED + but
-        values["failed_after_s"] = rule.failed_after_s
-        values["failed_reward"] = rule.failed_reward
-        values["calls_are_paid"] = rule.call_rewards_after_s is not None
-    return ready, values
 
 
 async def lock(connection: AsyncConnection, ids: Sequence[UUID]) -> None:

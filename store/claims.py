@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, Final
 from uuid import UUID
 
+import msgspec
 from sqlalchemy import Row, func, insert, literal_column, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -74,6 +75,15 @@ class Outcome(Record, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+# One array: a statement has no room for as many parameters as one retraining may leave out.
+_CLAIM: Final = text(
+    """
+    UPDATE episode_policies SET claimed_by = :update_id
+    WHERE policy = :policy AND episode_id = ANY(CAST(:ids AS uuid[]))
+    """
+)
+
+
 async def claim(
     connection: AsyncConnection,
     rule: ClaimRule,
@@ -102,11 +112,8 @@ async def claim(
         return None
     limits = {"group_size": rule.group_size, "oldest_version": oldest}
     update_id = await begin_update(connection, rule.policy, parent_version, recipe, **limits)
-    await connection.execute(
-        update(episode_policies)
-        .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(taken))
-        .values(claimed_by=update_id)
-    )
+    values = {"update_id": update_id, "policy": rule.policy, "ids": taken}
+    await connection.execute(_CLAIM, values)
     return update_id
 
 
@@ -251,8 +258,7 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
         await end_update(connection, update_id, "abandoned", {"abandoned": why})
     except ClaimLost:
         return 0
-    held = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
-    await lock(connection, list((await connection.execute(held)).scalars()))
+    await lock(connection, list(await _held(connection, update_id)))
     freed = await connection.execute(
         update(episode_policies)
         .where(episode_policies.c.claimed_by == update_id)
@@ -290,15 +296,8 @@ async def consume(
 ) -> None:
     """Record a finished update: consume its episodes and add the version that it made.
 
-    Args:
-        connection: an open transaction.
-        update_id: the running update.
-        outcomes: one for each claimed episode.
-        metrics: the update's figures, stored as JSON.
-        policy: the policy that was trained.
-        version: the new version, or None if nothing was trained (no signal in any group).
-        adapter_path: the folder of the new version's adapter.
-        baselines: the state that the next update's moving baselines start from.
+    There is an outcome for each claimed episode. `version` is None if nothing was trained, as no
+    group had a signal. `baselines` is the state that the next update's moving baselines start from.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -478,13 +477,6 @@ _STALE = text(
     ORDER BY version, episode_id LIMIT :most
     """
 )
-# One array: a statement has no room for as many parameters as one retraining may leave out.
-_CLAIM = text(
-    """
-    UPDATE episode_policies SET claimed_by = :update_id
-    WHERE policy = :policy AND episode_id = ANY(CAST(:ids AS uuid[]))
-    """
-)
 
 
 async def oldest_version(
@@ -521,9 +513,13 @@ async def expire(
     """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
     lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
-    values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest}
-    values |= {"group_size": rule.group_size, "max_age_s": rule.max_age_s}
-    values["most"] = MOST_EXPIRED - len(lost)
+    values = {
+        "policy": rule.policy,
+        "oldest": oldest,
+        "group_size": rule.group_size,
+        "max_age_s": rule.max_age_s,
+        "most": MOST_EXPIRED - len(lost),
+    }
     stale = (await connection.execute(_STALE, values)).scalars()
     past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(lost, ROLLED_BACK)
     free = await lock_free(connection, rule.policy, list(past_limits))
@@ -584,23 +580,18 @@ async def set_aside(
 ) -> int:
     """End a running update whose claim has unusable episodes; return how many were consumed.
 
-    Args:
-        connection: an open transaction.
-        update_id: the running update.
-        damaged: what is wrong with each unusable episode, by episode id.
-        reason: the reason recorded with their consumption.
-        figures: what else the update is recorded with.
+    `damaged` says what is wrong with each of them, by its id, and `reason` is why they are
+    consumed. `figures` are recorded with the update as well.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
-    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
-    claimed = set((await connection.execute(query)).scalars())
+    claimed = await _held(connection, update_id)
     # All rows that will change.
     await lock(connection, [*claimed, *damaged])
     # What turned out to be evaluation meanwhile is not consumed.
     training = select(episodes.c.id).where(
-        episodes.c.id.in_(claimed & damaged.keys()), literal_column(SPLIT) == TRAIN
+        episodes.c.id.in_(claimed.keys() & damaged.keys()), literal_column(SPLIT) == TRAIN
     )
     to_consume = set((await connection.execute(training)).scalars())
     held = [one for one in damaged if one in to_consume]
@@ -663,10 +654,8 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
     query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
-    return [
-        UpdateRow(**{name: getattr(row, name) for name in UpdateRow.__struct_fields__})
-        for row in await connection.execute(query)
-    ]
+    rows = await connection.execute(query)
+    return [msgspec.convert(row, UpdateRow, from_attributes=True) for row in rows]
 
 
 async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
