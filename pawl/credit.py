@@ -8,10 +8,9 @@ from uuid import UUID
 
 import msgspec
 from pydantic import ValidationError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claims import Outcome
-from store.read.past import PastUpdate, past_update
+from store.read.past import PastUpdate
 from trainer.credit.lines import CreditLine, credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
@@ -38,27 +37,8 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
         ]
 
 
-async def explain_update(
-    connection: AsyncConnection,
-    which: int | UUID,
-    policy: str | None = None,
-    tenant: str | None = None,
-) -> ExplainedUpdate:
-    """Compute the credit of a past update again: its recipe, its claim, its feedback.
-
-    `which` is the number of the version that the update made, or the update's id; `policy` is
-    needed if several have the number.
-
-    Raises:
-        UnknownUpdate: there is no such update, there are several, or it is not finished.
-        RecipeError: the update's recipe has keys that this version of Pawl does not know.
-        Damaged: a call of the update cannot be read back.
-    """
-    return explain_past(await past_update(connection, which, policy, tenant))
-
-
 def explain_past(past: PastUpdate) -> ExplainedUpdate:
-    """Compute the credit of a past update that was read: it takes seconds, and no database.
+    """Compute the credit of a past update again: it takes seconds, and no database.
 
     Raises:
         RecipeError: the update's recipe has keys that this version of Pawl does not know.

@@ -8,11 +8,11 @@ from uuid import UUID
 
 import typer
 from rich.table import Table
-from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.common import AsJson, OfTenant, fail, grid, with_engine, write_lines
-from pawl.credit import ExplainedUpdate, explain_update
+from pawl.commands.common import AsJson, OfTenant, fail, grid, in_database, write_lines
+from pawl.credit import explain_past
 from pawl.settings import refuse_unread
+from store.read.past import past_update
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -69,7 +69,8 @@ def credit(
     try:
         if update is not None:
             which = _version_or_id(update)
-            explained = with_engine(lambda engine: _explain(engine, which, policy, tenant))
+            past = in_database(lambda one: past_update(one, which, policy, tenant))
+            explained = explain_past(past)
             lines, notes = explained.lines, explained.notes
         else:
             refuse_unread()
@@ -79,13 +80,6 @@ def credit(
     for note in notes:
         print(f"pawl: {note}", file=sys.stderr)
     write_lines(lines, table, as_json=as_json)
-
-
-async def _explain(
-    engine: AsyncEngine, which: int | UUID, policy: str | None, tenant: str | None
-) -> ExplainedUpdate:
-    async with engine.connect() as connection:
-        return await explain_update(connection, which, policy, tenant)
 
 
 def _version_or_id(text: str) -> int | UUID:

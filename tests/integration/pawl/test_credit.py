@@ -9,13 +9,14 @@ import msgspec
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.credit import ExplainedUpdate, explain_update
+from pawl.credit import ExplainedUpdate, explain_past
 from pawl.export import export
 from store.claim_query import ClaimRule
 from store.claims import Claim
 from store.errors import UnknownUpdate
 from store.ids import new_id
 from store.read.episodes import read_episodes
+from store.read.past import past_update
 from store.records import Group, SpoolRecord, ToolCall
 from store.selecting import Selection, selected
 from store.version_states import ensure_base
@@ -76,7 +77,7 @@ async def fill(engine: AsyncEngine) -> None:
 
 async def explained(engine: AsyncEngine, *which: Any) -> ExplainedUpdate:
     async with engine.connect() as connection:
-        return await explain_update(connection, *which)
+        return explain_past(await past_update(connection, *which))
 
 
 def lines_of(credited: Any) -> list[CreditLine]:

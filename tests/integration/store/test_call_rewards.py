@@ -10,8 +10,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.credit import explain_update
+from pawl.credit import explain_past
 from pawl.export import export
+from store.read.past import past_update
 from store.records import CallRecord, FeedbackRecord
 from store.selecting import Selection
 from tests.integration.store.test_groups import LONG_AGO, PATIENT
@@ -242,7 +243,7 @@ async def test_an_export_and_the_update_give_the_same_credit(
     expected = lines_of(await trained(engine, by))
     assert told == expected
     async with engine.connect() as connection:
-        past = await explain_update(connection, 1, "m")
+        past = explain_past(await past_update(connection, 1, "m"))
     assert (list(past.lines), past.notes) == (expected, [])
 
 

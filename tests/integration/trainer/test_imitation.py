@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.credit import explain_update
+from pawl.credit import explain_past
+from store.read.past import past_update
 from store.records import Tokens
 from store.version_states import ensure_base
 from tests.integration.trainer.test_non_finite import RealBench
@@ -107,7 +108,7 @@ async def test_greedy_calls_are_imitated_and_explained_afterwards(
     assert (await reasons(engine))["a1"] is None
     assert (await bench.last_metrics())["sampled_tokens"] == 4
     async with engine.connect() as connection:
-        explained = await explain_update(connection, 1, "m")
+        explained = explain_past(await past_update(connection, 1, "m"))
     assert [line.reason for line in explained.lines] == ["low_reward", None] * 2
     assert explained.notes == []
 
