@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from pawl.by_hand import split_name
 from pawl.commands.common import fail, takes
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
 from pawl.controller.comparison import ArmFigures, Figures
@@ -102,9 +103,10 @@ def evaluate_command(flags: Flags) -> None:
     for option, path in (("--json", flags.json), ("--picture", flags.picture)):
         if path is not None and not path.absolute().parent.is_dir():
             fail(f"{option}: there is no folder {path.absolute().parent}; make it, or name another")
+    # Before the work that is to be shown in it.
+    if flags.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        fail("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")
     try:
-        if flags.picture is not None:
-            check_drawing()
         evaluation = asyncio.run(run_evaluation(flags))
     except RolloutError as error:
         fail(str(error))
@@ -152,7 +154,7 @@ async def run_evaluation(flags: Flags) -> Evaluation:
     )
 
     async def show(rollout: Rollout, pairs: Pairs) -> None:
-        with stopped_by_signals(rollout.stop):
+        with stopped_by_signals(rollout):
             await EvaluationDisplay(rollout, pairs, Console(stderr=True)).show()
 
     return (await evaluate(job, show=show)).evaluation()
@@ -169,7 +171,7 @@ def versions(models: Models, policy: str | None, against: str | None) -> tuple[s
             known = ", ".join(models.serving) or "none"
             raise RolloutError(f"say which policy to evaluate; the proxy serves {known}")
         policy = models.serving[0].rpartition("@")[0]
-    name, number = _named(policy)
+    name, number = split_name(policy)
     of_policy = re.compile(re.escape(name) + r"@(\d+)")
     loaded = [int(match[1]) for one in models.names if (match := of_policy.fullmatch(one))]
     serving = [int(match[1]) for one in models.serving if (match := of_policy.fullmatch(one))]
@@ -179,7 +181,7 @@ def versions(models: Models, policy: str | None, against: str | None) -> tuple[s
             raise RolloutError(f"no version of {name!r} is loaded; the proxy's models are {known}")
         number = max(loaded)
     if against is not None:
-        other_name, other = _named(against if "@" in against else f"@{against}")
+        other_name, other = split_name(against if "@" in against else f"@{against}")
         if other is None or other_name not in ("", name):
             raise RolloutError(f"--against {against}: write a version of {name}, such as @0")
     elif serving and serving[0] != number:
@@ -189,12 +191,6 @@ def versions(models: Models, policy: str | None, against: str | None) -> tuple[s
     if other == number:
         raise RolloutError(f"{name}@{number} would be compared with itself: name another version")
     return f"{name}@{number}", f"{name}@{other}"
-
-
-def _named(version: str) -> tuple[str, int | None]:
-    """Return policy and number of NAME or NAME@N."""
-    name, _, number = version.rpartition("@")
-    return (name, int(number)) if number.isdecimal() and "@" in version else (version, None)
 
 
 class EvaluationDisplay(Display):
@@ -311,16 +307,6 @@ INK: Final = "#1f2933"
 NEW: Final = "#0b7285"
 OLD: Final = "#adb5bd"
 HARM: Final = "#e8590c"
-
-
-def check_drawing() -> None:
-    """Check that a picture can be drawn, before the work that is to be shown in it.
-
-    Raises:
-        RolloutError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RolloutError("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")
 
 
 def draw(path: Path, evaluation: Evaluation) -> None:

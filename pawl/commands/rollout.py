@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 import typer
@@ -24,9 +24,6 @@ from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, digest
 from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
-
-if TYPE_CHECKING:
-    from pawl.rollout.running import Rollout
 
 REFRESH_S: Final = 0.5
 LINE_S: Final = 10.0
@@ -182,7 +179,7 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
     async with setup.rollout(tasks, plan, again=flags.again) as run:
         showing = asyncio.create_task(Display(run, Console(stderr=True)).show())
         try:
-            with stopped_by_signals(run.stop):
+            with stopped_by_signals(run):
                 await run.run()
         finally:
             showing.cancel()
@@ -198,7 +195,7 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
 class Display:
     """Show a rollout."""
 
-    def __init__(self, rollout: "Rollout", console: Console) -> None:
+    def __init__(self, rollout: Rollout, console: Console) -> None:
         """Store what is shown, and where."""
         self._rollout = rollout
         self._figures = rollout.figures
@@ -243,16 +240,11 @@ class Display:
 
 
 @contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+def stopped_by_signals(rollout: Rollout) -> Iterator[None]:
     """Stop on Ctrl-C, and give up what is under way on a second one, or on SIGTERM."""
     loop = asyncio.get_running_loop()
-
-    def give_up() -> None:
-        stop()
-        stop()
-
-    loop.add_signal_handler(signal.SIGINT, stop)
-    loop.add_signal_handler(signal.SIGTERM, give_up)
+    loop.add_signal_handler(signal.SIGINT, rollout.stop)
+    loop.add_signal_handler(signal.SIGTERM, rollout.give_up)
     try:
         yield
     finally:

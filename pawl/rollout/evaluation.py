@@ -255,7 +255,10 @@ class Pairs:
             tasks, comparison = families.get(name, (0, Comparison(self._job.rule)))
             comparison.add_pair(new, old)
             families[name] = tasks + 1, comparison
-        return [Family(name, *_of(families[name])) for name in sorted(families)]
+        return [
+            Family(name, tasks, comparison.figures())
+            for name, (tasks, comparison) in sorted(families.items())
+        ]
 
     def _looks(self) -> list[Look]:
         looks: list[Look] = []
@@ -267,10 +270,6 @@ class Pairs:
                 seen = comparison.figures()
                 looks.append(Look(number, comparison.difference, seen.lower, seen.upper))
         return looks
-
-
-def _of(family: tuple[int, Comparison]) -> tuple[int, Figures]:
-    return family[0], family[1].figures()
 
 
 def _episode(key: Key, ended: Ended, rule: RewardRule) -> Episode:
@@ -312,21 +311,17 @@ async def evaluate(
     def take(key: Key, ended: Ended) -> None:
         pairs.add(key, ended)
         if pairs.verdict is not None:
-            give_up()
-
-    def give_up() -> None:
-        rollout.stop()
-        rollout.stop()
+            rollout.give_up()
 
     def end() -> None:
         pairs.is_out_of_time = True
-        give_up()
+        rollout.give_up()
 
     async with job.setup.rollout(tasks, plan, runs=runs, on_end=take) as rollout:
         for key, ended in rollout.past.items():
             pairs.add(key, ended)
         if pairs.verdict is not None:
-            give_up()
+            rollout.give_up()
         async with AsyncExitStack() as exits:
             if within_s is not None:
                 exits.callback(asyncio.get_running_loop().call_later(within_s, end).cancel)

@@ -182,9 +182,14 @@ class Rollout:
     def stop(self) -> None:
         """Begin no more runs; called again, give up those that are under way."""
         if self._stop.is_set():
-            for lane in self._lanes:
-                lane.cancel()
+            self.give_up()
         self._stop.set()
+
+    def give_up(self) -> None:
+        """Stop, and give up the runs that are under way."""
+        self._stop.set()
+        for lane in self._lanes:
+            lane.cancel()
 
     async def run(self) -> None:
         """Do what the journal has not got yet, and post all that is to be posted.

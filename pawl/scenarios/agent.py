@@ -271,8 +271,7 @@ class WorkingAgent:
         """Give up what is under way, and end agent and judge."""
         for rollout, working in self._rollouts:
             if not working.done():
-                rollout.stop()
-                rollout.stop()
+                rollout.give_up()
             with suppress(RolloutError):
                 await working
         await self._agent.stop()
