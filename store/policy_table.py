@@ -1,6 +1,6 @@
 """Read the TOML file of policies: what each answers, its base model, and whether it is trained.
 
-Proxy and trainer both read it (`PAWL_POLICIES`). Parsing is pure; `load_policies` reads the file.
+Proxy and trainer both read it (`PAWL_POLICIES`). Parsing is pure; `open_policies` reads the file.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,16 +150,7 @@ def open_policies(path: Path | None) -> PolicyTable | None:
     Raises:
         BadPolicies: the file cannot be read or is invalid.
     """
-    return None if path is None else load_policies(path)
-
-
-def load_policies(path: Path) -> PolicyTable:
-    """Return the policies in a file.
-
-    Raises:
-        BadPolicies: the file cannot be read or is invalid.
-    """
-    return parse_policies(FILE.text_of(path), str(path))
+    return None if path is None else parse_policies(FILE.text_of(path), str(path))
 
 
 def parse_policies(text: str, where: str) -> PolicyTable:

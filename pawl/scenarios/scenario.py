@@ -13,7 +13,7 @@ from pawl.rollout.tasks import Task, parse_tasks
 from pawl.stack.stack import StackPlan, configured_plan
 from proxy.errors import SpoolInUse
 from proxy.spool.folders import LOCK, hold
-from store.policy_table import PolicySpec, load_policies
+from store.policy_table import PolicySpec, open_policies
 from store.toml_file import TomlFile
 
 CHECKOUT: Final = Path(__file__).parents[2]
@@ -208,10 +208,8 @@ def policies_of(scenario: Scenario) -> tuple[PolicySpec, ...]:
         ScenarioFailed: there is no such file.
         BadPolicies: it cannot be used.
     """
-    path = policies_file(scenario)
-    if path is None:
-        return (PolicySpec(name=scenario.model, base=scenario.model),)
-    return load_policies(path).specs
+    table = open_policies(policies_file(scenario))
+    return table.specs if table else (PolicySpec(name=scenario.model, base=scenario.model),)
 
 
 def policies_file(scenario: Scenario) -> Path | None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import BadPolicies
-from store.policy_table import Explore, load_policies, open_policies, parse_policies
+from store.policy_table import Explore, open_policies, parse_policies
 
 WHOLE = """
 [[policy]]
@@ -151,12 +151,12 @@ def test_one_agent_may_have_a_policy_for_each_base() -> None:
 def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     with pytest.raises(BadPolicies, match=r"PAWL_POLICIES names .*none\.toml.*Unset it"):
-        load_policies(missing)
+        open_policies(missing)
     with pytest.raises(BadPolicies, match="is a folder, as Docker makes where a mounted file is"):
-        load_policies(tmp_path)
+        open_policies(tmp_path)
     missing.write_bytes(b"\xff")
     with pytest.raises(BadPolicies, match="cannot be read"):
-        load_policies(missing)
+        open_policies(missing)
     missing.write_text(WHOLE)
     table = open_policies(missing)
     assert table is not None
