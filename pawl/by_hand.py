@@ -88,22 +88,24 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     """
     name = versions[0].name
     trained = ", ".join(str(one.version) for one in versions if one.version) or "none yet"
-    with_files = [str(one.version) for one in versions if one.version and not one.files_deleted]
-    for version in versions:
-        if version.version == number and version.files_deleted:
-            raise UnknownPolicy(
-                f"the files of {version.served_name} were deleted, as the version was"
-                f" {version.state} and nothing asked for them any more (there are those of:"
-                f" {', '.join(with_files) or 'none'})"
-            )
-        if version.version == number or (number is None and version.state == "serving"):
-            if version.version:
-                return version
-            raise UnknownPolicy(
-                f"{name}@0 is the base model, which has no adapter: name a version (there are:"
-                f" {trained})"
-            )
-    raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
+    if number is None:
+        number = next((one.version for one in versions if one.state == "serving"), None)
+    version = next((one for one in versions if one.version == number), None)
+    if version is None:
+        raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
+    if not version.version:
+        raise UnknownPolicy(
+            f"{name}@0 is the base model, which has no adapter: name a version (there are:"
+            f" {trained})"
+        )
+    if version.files_deleted:
+        with_files = [str(one.version) for one in versions if one.version and not one.files_deleted]
+        raise UnknownPolicy(
+            f"the files of {version.served_name} were deleted, as the version was"
+            f" {version.state} and nothing asked for them any more (there are those of:"
+            f" {', '.join(with_files) or 'none'})"
+        )
+    return version
 
 
 def is_wait(newest: PolicyEvent) -> bool:
@@ -142,7 +144,14 @@ async def find_to_promote(
     """
     name, number = split_name(named)
     versions = await policy_versions(connection, name, tenant)
-    chosen = _next(versions) if number is None else numbered(versions, number)
+    if number is None:
+        number = next((v.version for state in NEXT for v in versions if v.state == state), None)
+    if number is None:
+        raise UnknownPolicy(
+            f"no version of {name!r} is tried, or waits for it: name the one to promote, as"
+            f" {name}@N"
+        )
+    chosen = numbered(versions, number)
     _check_can_serve(chosen)
     return chosen, await why_waits(connection, chosen)
 
@@ -194,17 +203,6 @@ async def promote_as_seen(
         reason=reason,
         actor=OPERATOR,
         evidence=evidence,
-    )
-
-
-def _next(versions: list[PolicyVersion]) -> PolicyVersion:
-    for state in NEXT:
-        for version in versions:
-            if version.state == state:
-                return version
-    name = versions[0].name
-    raise UnknownPolicy(
-        f"no version of {name!r} is tried, or waits for it: name the one to promote, as {name}@N"
     )
 
 

@@ -36,13 +36,7 @@ def proxy(
     settings = read_settings(ProxySettings)
     if workers is not None:
         settings = settings.model_copy(update={"workers": workers})
-    try:
-        asyncio.run(serve(settings))
-    except OSError as error:
-        fail(
-            f"the proxy cannot start: {error.strerror or error}. If a port is taken, stop the "
-            "program that listens on it, or set PAWL_LISTEN and PAWL_ADMIN_LISTEN"
-        )
+    _run(serve(settings), "the proxy", "PAWL_LISTEN and PAWL_ADMIN_LISTEN")
 
 
 def trainer(
@@ -134,7 +128,7 @@ def controller() -> None:
 
 
 def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
-    """Run a process to its end; `listen` is the setting of its port, which may be taken."""
+    """Run a process to its end; `listen` is the setting of a port, which may be taken."""
     from trainer.errors import TrainerError
 
     try:
@@ -143,7 +137,7 @@ def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
         fail(str(error))
     except OSError as error:
         fail(
-            f"{name} cannot start: {error.strerror or error}. If its port is taken, stop the "
+            f"{name} cannot start: {error.strerror or error}. If a port is taken, stop the "
             f"program that listens on it, or set {listen}"
         )
 
