@@ -190,14 +190,9 @@ class _Step(NamedTuple):
 
 
 async def remove_some(engine: AsyncEngine, cuts: Cuts, after: UUID = NOWHERE) -> Removed | None:
-    """Remove some of what is outdated; None: nothing is left to remove.
+    """Remove some of what is outdated; None: nothing is left, or another process removes it.
 
-    None is returned, too, while another process removes.
-
-    Args:
-        engine: the database.
-        cuts: the first day of which each tenant's records are kept.
-        after: episodes up to this one are not outdated, as an earlier step found.
+    Episodes up to `after` are not outdated, as an earlier step found.
 
     Raises:
         asyncpg.LockNotAvailableError: readers kept a day from being dropped; try again later.
@@ -228,7 +223,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     for part, whole in await driver.fetch(_PARTS, list(still)):
         parts[whole].append(part)
     groups = {whole: (tenant_of(key), parts[whole]) for whole, key in still.items()}
-    some = list(groups)[: await _count_that_fit(driver, step.cuts, groups)]
+    some = list(groups)[: await _count_that_fit(step, groups)]
     removed = await _remove_episodes(step, {whole: groups[whole] for whole in some})
     last = outdated[-1] if len(some) == len(groups) else some[-1]
     return msgspec.structs.replace(removed, last=last)
@@ -236,14 +231,14 @@ async def _remove_outdated(step: _Step) -> Removed | None:
 
 async def _remove_episodes(step: _Step, groups: Mapping[UUID, tuple[str, list[UUID]]]) -> Removed:
     """Remove whole episodes, each with its tenant and its parts; the locks are held."""
-    connection, driver, cuts = step.connection, step.driver, step.cuts
+    driver = step.driver
     parts_of = _by_tenant(groups.values())
     ids = [part for parts in parts_of.values() for part in parts]
     # A call that comes once more would begin a removed episode anew.
-    await _note(driver, cuts, list(parts_of))
-    await end_updates(connection, driver, ids, WHY)
+    await _note(step, parts_of)
+    await end_updates(step.connection, driver, ids, WHY)
     spent = await driver.fetchval(_SPENT, ids)
-    calls = await _remove_calls(connection, driver, cuts, parts_of)
+    calls = await _remove_calls(step, parts_of)
     statements = await forget_matched(driver, ids)
     for table in BY_EPISODE:
         await driver.execute(f"DELETE FROM {table} WHERE episode_id = ANY($1)", ids)
@@ -253,7 +248,7 @@ async def _remove_episodes(step: _Step, groups: Mapping[UUID, tuple[str, list[UU
     await driver.execute("DELETE FROM episode_policies WHERE episode_id = ANY($1)", removed)
     await driver.execute("DELETE FROM episodes WHERE id = ANY($1)", removed)
     await driver.execute(STRIP, stripped, [f"{PREFIX}{one.hex}" for one in stripped])
-    await refresh(connection, stripped)
+    await refresh(step.connection, stripped)
     return Removed(
         episodes=len(groups),
         unspent=len(groups) - spent,
@@ -271,11 +266,11 @@ async def _remove_old_calls(step: _Step) -> Removed | None:
         return None
     await keep_writers_out(driver)
     groups = {part: (tenant_of(key), [part]) for part, key in episodes}
-    some = list(groups)[: await _count_that_fit(driver, cuts, groups)]
+    some = list(groups)[: await _count_that_fit(step, groups)]
     parts_of = _by_tenant(groups[part] for part in some)
-    await _note(driver, cuts, list(parts_of))
+    await _note(step, parts_of)
     await _set_aside(step, some)
-    calls = await _remove_calls(step.connection, driver, cuts, parts_of)
+    calls = await _remove_calls(step, parts_of)
     return Removed(calls=calls, last=step.after)
 
 
@@ -345,16 +340,15 @@ async def _remove_strays(step: _Step) -> Removed | None:
 # A tenant's calls, row by row, from days that are kept for other tenants
 
 
-async def _count_that_fit(
-    driver: Any, cuts: Cuts, groups: Mapping[UUID, tuple[str, Sequence[UUID]]]
-) -> int:
+async def _count_that_fit(step: _Step, groups: Mapping[UUID, tuple[str, Sequence[UUID]]]) -> int:
     """Return how many of these episodes, from the first on, one transaction removes.
 
     `groups` has the tenant of each, and the ids of its parts. Only calls that are removed row by
     row count.
     """
-    apart = [part for tenant, parts in groups.values() if cuts.apart(tenant) for part in parts]
-    counts = dict(await driver.fetch(_COUNTS, apart)) if apart else {}
+    is_apart = step.cuts.apart
+    apart = [part for tenant, parts in groups.values() if is_apart(tenant) for part in parts]
+    counts = dict(await step.driver.fetch(_COUNTS, apart)) if apart else {}
     total = 0
     for number, (_, parts) in enumerate(groups.values()):
         total += sum(counts.get(part, 0) for part in parts)
@@ -363,24 +357,23 @@ async def _count_that_fit(
     return len(groups)
 
 
-async def _note(driver: Any, cuts: Cuts, tenants: Sequence[str]) -> None:
+async def _note(step: _Step, tenants: Iterable[str]) -> None:
     """Note which days of these tenants are outdated: no call of them is stored any more."""
-    await driver.execute(_NOTE_OF_TENANTS, tenants, [cuts.before(tenant) for tenant in tenants])
+    cuts = {tenant: step.cuts.before(tenant) for tenant in tenants}
+    await step.driver.execute(_NOTE_OF_TENANTS, list(cuts), list(cuts.values()))
 
 
-async def _remove_calls(
-    connection: Any, driver: Any, cuts: Cuts, parts_of: Mapping[str, Sequence[UUID]]
-) -> int:
+async def _remove_calls(step: _Step, parts_of: Mapping[str, Sequence[UUID]]) -> int:
     """Remove the outdated calls of episodes, by tenant, whose days are kept for others.
 
     What other episodes add to such a call is stored whole first. Return how many were removed.
     """
     removed = 0
     for tenant, parts in parts_of.items():
-        if cuts.apart(tenant):
-            before = _id_at(cuts.before(tenant))
-            calls = [row[0] for row in await driver.fetch(_OLD_CALLS, parts, before)]
-            await rewrite(connection, driver, parts, calls)
-            await driver.execute(_DELETE_CALLS, parts, before)
+        if step.cuts.apart(tenant):
+            before = _id_at(step.cuts.before(tenant))
+            calls = [row[0] for row in await step.driver.fetch(_OLD_CALLS, parts, before)]
+            await rewrite(step.connection, step.driver, parts, calls)
+            await step.driver.execute(_DELETE_CALLS, parts, before)
             removed += len(calls)
     return removed
