@@ -141,20 +141,17 @@ def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[st
     altered: dict[str, object] = {}
     unread: dict[str, object] = {}
     misserved: dict[str, dict[str, str]] = {}
+    ALTERED.clear()
+    MISSERVED.clear()
     for controller in controllers:
         url = controller.reconciler.server.url
         for name, error in controller.reconciler.troubles.items():
             if isinstance(error, FilesAltered):
                 altered[name] = str(error)
+                ALTERED.labels(name).set(1)
             elif isinstance(error, FilesUnread | NotFetched):
                 unread[name] = str(error)
             elif isinstance(error, Misserved):
                 misserved.setdefault(url, {})[name] = str(error)
-    ALTERED.clear()
-    for name in altered:
-        ALTERED.labels(name).set(1)
-    MISSERVED.clear()
-    for url, reasons in misserved.items():
-        for name in reasons:
-            MISSERVED.labels(url, name).set(1)
+                MISSERVED.labels(url, name).set(1)
     return {"altered": altered, "unread": unread, "misserved": {**misserved}}

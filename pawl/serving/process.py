@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Final
 
+import msgspec
 import structlog
 
 from proxy.errors import DoesNotStart, ProxyError
@@ -281,17 +282,9 @@ class Child:
     async def _end(self, running: Running) -> None:
         await end(running.process, self.name, STOP, self._stop_s)
 
-    def _show(
-        self, state: State, *, restarts: int | None = None, last_exit: int | None = None
-    ) -> None:
-        before = self._state
-        self._state = ProcessState(
-            self.name,
-            state,
-            time.time(),
-            before.restarts if restarts is None else restarts,
-            before.last_exit if last_exit is None else last_exit,
-        )
+    def _show(self, state: State, **changed: int) -> None:
+        since = time.time()
+        self._state = msgspec.structs.replace(self._state, state=state, since=since, **changed)
         self._changed()
 
     def _do(self, work: Coroutine[object, object, None]) -> None:

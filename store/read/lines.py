@@ -24,11 +24,7 @@ def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> 
 
     A failed episode counts as scored only if the episode itself has a reward. A reward for one
     of its calls does not suffice: its other calls are still credited as those of a failure.
-
-    Args:
-        episode: the episode, with its calls and feedback.
-        now: the present time.
-        quiet: how long after its last call an episode counts as finished.
+    It counts as finished `quiet` after its last call.
     """
     if _has_reward(episode.feedback):
         return "scored"
@@ -90,7 +86,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
     line = {
         "call": str(call.id),
         "agent": call.agent,
-        "policy": _served_by(call),
+        "policy": call.policy and policy_name(call.policy, call.policy_version or 0, call.policy),
         "request": request,
         "reply": reply,
         "prompt_ids": unpack_ids(call.tokens.prompt_ids),
@@ -105,12 +101,6 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
     if EXPLORED in call.sampling:
         line[EXPLORED] = call.sampling[EXPLORED]
     return line
-
-
-def _served_by(call: TransitionRow) -> str | None:
-    if call.policy is None:
-        return None
-    return policy_name(call.policy, call.policy_version or 0, call.policy)
 
 
 def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:

@@ -14,8 +14,7 @@ Only the second transaction (`store.link.settle`) reads what other drainers wrot
 sides of a reference are committed, so the later of two drainers sees them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from typing import Any
 from uuid import UUID
@@ -313,8 +312,19 @@ class Ingester:
                 (`store.database.is_no_records_fault` tells), or the error is
                 unexpected: one record may be at fault, or none.
         """
-        with _refusals():
+        try:
             return await self._store(engine, records)
+        except (
+            asyncpg.PostgresError,
+            asyncpg.InterfaceError,
+            SQLAlchemyError,
+            ArithmeticError,
+            ValueError,
+        ) as error:
+            # An internal error of PostgreSQL, as of a damaged index, is not a record's fault.
+            if is_no_records_fault(error) or isinstance(error, asyncpg.InternalServerError):
+                raise
+            raise Refused(str(error)) from error
 
     async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
         calls = [record.id for record in records if isinstance(record, CallRecord)]
@@ -366,25 +376,3 @@ class Ingester:
             async with driver.transaction():
                 more = await settle_outages(driver, written.outages)
         return admitted.left_out
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn errors about a record's content into `Refused`; let all others pass.
-
-    Raises:
-        Refused: the database or its driver does not accept a record.
-    """
-    try:
-        yield
-    except (
-        asyncpg.PostgresError,
-        asyncpg.InterfaceError,
-        SQLAlchemyError,
-        ArithmeticError,
-        ValueError,
-    ) as error:
-        # An internal error of PostgreSQL (a damaged index, for example) is not a record's fault.
-        if is_no_records_fault(error) or isinstance(error, asyncpg.InternalServerError):
-            raise
-        raise Refused(str(error)) from error
