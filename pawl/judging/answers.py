@@ -38,9 +38,7 @@ class Judge(Protocol):
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
         """Return the judge's statements about an episode; an empty list if it cannot tell.
 
-        Args:
-            episode: the episode's key.
-            line: the episode as `pawl export` writes it, without a newline.
+        `episode` is its key, and `line` is what `pawl export` writes of it, without a newline.
 
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.

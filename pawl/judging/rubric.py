@@ -117,12 +117,9 @@ def _content(body: bytes) -> str:
 
 
 def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
-    """Return the chat messages that ask for a score of an episode.
+    """Return the chat messages that ask for a score of an exported episode.
 
-    Args:
-        rubric: what good work is, in words.
-        line: the episode as `pawl export` writes it.
-        max_chars: characters of the transcript that are shown; its middle is left out.
+    `max_chars` characters of its transcript are shown; the middle is left out.
     """
     shown = _cut(transcript(json.loads(line, parse_int=_number)), max_chars)
     fenced = shown.replace("</transcript", "<\\/transcript")

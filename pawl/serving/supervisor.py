@@ -33,15 +33,11 @@ BACKLOG: Final = 4096
 
 
 def listening(listen: str, count: int) -> list[socket.socket]:
-    """Open the data port's sockets, one for each worker.
+    """Open the data port's sockets, one for each of `count` workers.
 
     The kernel spreads connections over the sockets; on a single one, the worker that wakes
     first would take all that wait. A worker that is replaced leaves its socket, with the
     connections that wait in its queue, to its successor.
-
-    Args:
-        listen: the address, as HOST:PORT.
-        count: the number of workers.
 
     Raises:
         OSError: the port is taken.

@@ -37,21 +37,11 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
-    """Plan the processes to start, with their addresses, folders and settings.
+    """Plan the processes to start, with their addresses (HOST:PORT), folders and settings.
 
-    Attributes:
-        vllm: how vLLM is started.
-        listen: the proxy's data port, as HOST:PORT.
-        admin_listen: the proxy's admin port, as HOST:PORT.
-        trainer_listen: the trainer's metrics port, as HOST:PORT.
-        controller_listen: the controller's port, as HOST:PORT.
-        console_listen: the console's port, as HOST:PORT.
-        data_dir: folder of the embedded PostgreSQL.
-        log_dir: folder of logs.
-        database_url: the PostgreSQL to use; None: start the embedded one.
-        upstream_url: the model server to use; None: start vLLM.
-        train_gpus: GPUs of the trainer, which reads the setting itself.
-        settings: variables of the processes, where they differ from those of this one.
+    Without a `database_url` the embedded PostgreSQL is started, in `data_dir`, and without an
+    `upstream_url` vLLM. The trainer reads the setting of `train_gpus` itself. `settings` are
+    variables of the processes, where they differ from those of this one.
     """
 
     vllm: VllmOptions

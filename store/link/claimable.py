@@ -12,7 +12,7 @@ transaction, and so holds the lock on the episode's row.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 from uuid import UUID
 
@@ -183,14 +183,10 @@ async def _score_all(connection: AsyncConnection, policy: str) -> None:
         ),
         {"policy": policy},
     )
-    after, is_unfinished = UUID(int=0), True
-    while is_unfinished:
-        values = {"policy": policy, "after": after, "most": AT_ONCE}
-        ids: Sequence[UUID] = (await connection.execute(_SPOKEN_OF, values)).scalars().all()
-        is_unfinished = bool(ids)
-        if is_unfinished:
-            await driver.execute(_SCORE_SUMS, list(ids))
-            after = ids[-1]
+    values = {"policy": policy, "after": UUID(int=0), "most": AT_ONCE}
+    while ids := (await connection.execute(_SPOKEN_OF, values)).scalars().all():
+        await driver.execute(_SCORE_SUMS, list(ids))
+        values["after"] = ids[-1]
 
 
 async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
@@ -313,11 +309,9 @@ async def add_policies(
 ) -> None:
     """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
 
-    Args:
-        driver: the driver's connection, in a transaction.
-        calls: pairs of a call and its episode's id. A call without a version has no policy in
-            training: an outside model served it, or one that is fixed.
-        changed: the episodes that were stored before and are not linked to others.
+    `calls` are pairs of a call and its episode's id. One without a version has no policy in
+    training: an outside model served it, or one that is fixed. `changed` are the episodes that were
+    stored before and are not linked to others.
     """
     served: defaultdict[tuple[UUID, str], list[int]] = defaultdict(list)
     for call, episode_id in calls:

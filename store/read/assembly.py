@@ -54,12 +54,8 @@ def quoted_calls(
     """Return of each event about an executed text whose text that was, by the event's id.
 
     An event that quotes nothing, such as a header's, is about the same text as the others of its
-    tool call's id, if these are all about one.
-
-    Args:
-        events: rows of `tool_events`.
-        calls: rows of `transitions`.
-        requested: ids of the tool calls that replies asked for.
+    tool call's id, if these are all about one. `requested` are the ids of the tool calls that
+    replies asked for.
     """
     by_digest: dict[UUID, list[Any]] = {}
     for call in calls:
@@ -153,15 +149,11 @@ def assemble(
     whole: WholeTexts,
     trained_at: datetime | None = None,
 ) -> Episode:
-    """Return the episode that `parts` make up.
+    """Return the episode that `parts` make up, the earliest first.
 
-    Args:
-        parts: rows of `episodes`, the earliest first.
-        rows: rows of `transitions`, by id.
-        events: rows of `tool_events`, by time and id.
-        feedback: rows of `feedback`, by time and id.
-        whole: the result of `whole_texts` for at least these calls.
-        trained_at: when the first update claimed it that trained on it; None: none did.
+    `rows` are its calls, by id; events and feedback are by time and id. `whole` has the texts of at
+    least these calls. `trained_at` is when the first update claimed it that trained on it; None:
+    none did.
 
     Raises:
         Damaged: a call, or a statement about one, cannot be read back.

@@ -243,13 +243,9 @@ async def browse(
 ) -> EpisodePage:
     """Return the newest episodes that a filter chooses, of a tenant or of all.
 
-    Args:
-        connection: a connection of a transaction that `begin` began.
-        chosen: the filter.
-        tenant: whose episodes; None: of all.
-        before: only episodes before the one of this id.
-        most: how many lines at most.
-        within_s: after how many seconds to look at no further chunk; each is larger.
+    There are at most so many lines, of episodes before the one with the id `before`. After
+    `within_s` seconds no further chunk is looked at, each of which is larger. The caller's
+    transaction was begun by `begin`.
     """
     sql, values = _query(chosen, tenant)
     query = text(_LINES.format(chosen=sql))

@@ -289,15 +289,9 @@ async def arm_episodes(
 ) -> list[ArmEpisode]:
     """Return those of these episodes that count before `until`, in the order in which they count.
 
-    What was given to no arm is among them.
-
-    Args:
-        connection: an open connection.
-        policy: the policy.
-        begun: some episodes of it.
-        until: everything that was said before this time is stored.
-        within: what comes later than this after an episode's beginning does not count.
-        soon: whether an episode with a reward counts at once, and not as late as the others.
+    What was given to no arm is among them. All that was said before `until` is stored. What comes
+    later than `within` after an episode's beginning does not count. If `soon`, an episode with a
+    reward counts at once, and not as late as the others.
     """
     known = {row.id: row for row in begun}
     if not known:
