@@ -21,6 +21,7 @@ VARIABLES: Final = {
     "proxy admin": "PAWL_ADMIN_LISTEN",
     "trainer metrics": "PAWL_TRAINER_LISTEN",
     "controller": "PAWL_CONTROLLER_LISTEN",
+    "console": "PAWL_CONSOLE_LISTEN",
 }
 
 
