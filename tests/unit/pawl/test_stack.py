@@ -35,6 +35,7 @@ from tests.conftest import ROOT
         ("vLLM", "PAWL_VLLM_PORT"),
         ("trainer metrics", "PAWL_TRAINER_LISTEN"),
         ("controller", "PAWL_CONTROLLER_LISTEN"),
+        ("console", "PAWL_CONSOLE_LISTEN"),
     ],
 )
 def test_taken_port_is_named_with_its_variable(purpose: str, variable: str) -> None:
