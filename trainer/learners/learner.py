@@ -68,8 +68,8 @@ Result = TypeVar("Result")
 # replies of two tokens behind prompts of 200 need so many to say anything.
 FEWEST_MOVED: Final = 8192
 # Tokens that are taken for one decision there. Of a reply of three, one decides: a mean over tokens
-# would let the decision move three times as far.
-REPLY_PART: Final = 64
+# would let the decision move three times as far. Over whole replies long ones would hardly move.
+REPLY_PART: Final = 4
 # A step of less leaves the policy where it was.
 SHORTEST_STEP: Final = 2.0**-10
 IN_BETWEEN = "trained on, and not saved as a version"
@@ -455,8 +455,8 @@ class Learner:
     def _overlap(self, rows: Sequence[Row]) -> float:
         """Return what the policies before and after have in common: 1 − their total variation.
 
-        It is the mean of min(1, after/before) over the replies of `rows`, which are of the first
-        step; a long reply counts in parts of `REPLY_PART` tokens.
+        It is the mean of min(1, after/before) over parts of `REPLY_PART` tokens of the replies of
+        `rows`, which are of the first step.
         """
         kept: list[float] = []
         for row, own in zip(rows, self._survey(rows), strict=True):

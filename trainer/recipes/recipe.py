@@ -305,7 +305,7 @@ class OffPolicyOptions(RecipeOptions):
         default=0.8,
         description="Least that the policies before and after an update have in common: an update "
         "that moves the policy further is halved until it does not. It is the mean of min(1, "
-        "after/before) over replies, long ones in parts of 64 tokens. 0: no limit.",
+        "after/before) over parts of four tokens of replies. 0: no limit.",
     )
     max_drift: Positive = Field(
         default=0.1,

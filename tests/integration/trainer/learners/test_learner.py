@@ -273,10 +273,16 @@ def within(least: float, rate: float) -> Recipe:
     return made.model_copy(update=options)
 
 
-def common(after: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> float:
-    """What two policies have in common: the mean of min(1, ratio) over replies."""
-    pairs = zip(after, before, strict=True)
-    return fmean(math.exp(min(0.0, sum(own) - sum(was))) for own, was in pairs)
+def common(
+    after: Sequence[Sequence[float]], before: Sequence[Sequence[float]], part: int = 4
+) -> float:
+    """What two policies have in common: the mean of min(1, ratio) over parts of replies."""
+    moved = [
+        [new - old for new, old in zip(own, was, strict=True)]
+        for own, was in zip(after, before, strict=True)
+    ]
+    parts = [own[at : at + part] for own in moved for at in range(0, len(own), part)]
+    return fmean(math.exp(min(0.0, sum(part))) for part in parts)
 
 
 def test_update_that_leads_too_far_is_shortened(tiny_model: str, tmp_path: Path) -> None:
@@ -293,21 +299,15 @@ def test_update_that_leads_too_far_is_shortened(tiny_model: str, tmp_path: Path)
     assert common(after, before) == pytest.approx(metrics["overlap"])
 
 
-def test_long_reply_counts_in_parts(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.learners.learner.REPLY_PART", 2)
+def test_long_reply_counts_in_parts(tiny_model: str, tmp_path: Path) -> None:
     batch = rows()
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
     after = made._survey(batch)
-    halves = [
-        [own[at : at + 2] for own in each for at in range(0, len(own), 2)]
-        for each in (after, before)
-    ]
-    assert common(*halves) == pytest.approx(metrics["overlap"], abs=1e-4)
-    assert common(after, before) != pytest.approx(metrics["overlap"], abs=1e-3)
+    by_part, whole, by_token = (common(after, before, part) for part in (4, 100, 1))
+    assert metrics["overlap"] == pytest.approx(by_part, abs=1e-4)
+    assert whole < by_part - 1e-3 < by_token - 2e-3
 
 
 def test_short_replies_behind_long_prompts_say_how_far_an_update_moved(
