@@ -76,6 +76,13 @@ class Ledger:
             return None
         return curves_of(self._policies, worked, asked)
 
+    async def served_since(self, version: int) -> float | None:
+        """Return the leading policy's mean reward at work, of this version and later ones."""
+        curve = (await self.curves() or {}).get(self._progress.policy, [])
+        work = [one for one in curve if one.version >= version and one.reward is not None]
+        episodes = sum(one.episodes for one in work)
+        return sum((one.reward or 0.0) * one.episodes for one in work) / episodes if work else None
+
     async def calls(self, metrics_url: str, specs: Sequence[PolicySpec]) -> dict[str, Any] | None:
         """Return what became of all calls that the proxy answered, and of each policy's.
 

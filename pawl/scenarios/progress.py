@@ -26,7 +26,7 @@ class Wave:
     """Describe one wave of tasks, which ends with the `expected` number of results.
 
     `version` served when it began; `score` is the judge's metric that says how good a result is,
-    0 to 1.
+    0 to 1. `served` is the mean reward since then without that of the control, known at its end.
     """
 
     number: int
@@ -34,6 +34,7 @@ class Wave:
     expected: int
     score: str
     results: list[Ran] = field(default_factory=list)
+    served: float | None = None
 
     @property
     def success(self) -> float:
@@ -170,8 +171,9 @@ def _share(value: float | None) -> str:
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """Say when a run's waves end: after two in a row with the score `learned`, or `most_waves`.
+    """Say when a run's waves end: after `most_waves`, or after two in a row that are `learned`.
 
+    They are if what serves, without its control, has at least this mean reward.
     With `updates` so many end them, whatever was learned; then only time ends them before.
     """
 
@@ -197,7 +199,7 @@ class Ending(Record, frozen=True, kw_only=True):
         if self.updates is not None:
             return len(progress.done_updates) >= self.updates
         last = progress.waves[-2:]
-        return len(last) == 2 and all(wave.success >= self.learned for wave in last)
+        return len(last) == 2 and all((wave.served or 0.0) >= self.learned for wave in last)
 
 
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:

@@ -236,6 +236,7 @@ class Run:
                 await self._until(stack, ledger, partial(self._take, agent, wave))
                 self._phase(f"wave {number}: the trainer learns")
                 await self._until(stack, ledger, partial(ledger.trained, number))
+                wave.served = await ledger.served_since(wave.version)
                 if self._ending.is_reached(self._at_present()):
                     break
                 if every and number % every == 0:

@@ -55,7 +55,7 @@ class Keys(BaseModel):
             end.
         at_once: runs at the same time.
         most_waves: waves after which learning ends.
-        learned: two waves in a row with at least this score end it as well.
+        learned: two waves in a row in which what serves has at least this mean reward end it, too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
