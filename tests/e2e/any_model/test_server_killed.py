@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -65,11 +65,11 @@ class Asker:
                 return
             await asyncio.sleep(PAUSE_S)
 
-    async def served(self, version: int, times: int) -> None:
-        """Wait until the last so many answers are all by this version."""
-        wanted = (OK, f"{POLICY}@{version}")
+    async def served(self, serving: Callable[[], Awaitable[int]], times: int) -> None:
+        """Wait until the last so many answers are all by the version that serves then."""
 
         async def seen() -> bool:
+            wanted = (OK, f"{POLICY}@{await serving()}")
             return self.last[-times:] == [wanted] * times
 
         await eventually(seen, PATIENCE_S)
@@ -148,15 +148,14 @@ async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
     async with asking(stack) as asker:
         await killed(stack)
         await eventually(moved_on, PATIENCE_S)
-        version = await serving()
-        await asker.served(version, 20)
+        await asker.served(serving, 20)
 
         # Now with nobody but the controller to load anything.
         trainer = stack.processes["trainer"]
         await trainer.stop()
         await killed(stack)
         await eventually(asker.failed, PATIENCE_S)
-        await asker.served(version, 40)
+        await asker.served(serving, 40)
     trainer._stopping = False
     await trainer.start()
     statuses = {status for status, _ in asker.seen}
