@@ -47,7 +47,7 @@ RENEWAL: Final = 64.0
 FALSE_ONCE_IN: Final = 600_000
 # Families of tasks that are compared each by itself, the first ones; and the information about one
 # that its gain counts from.
-MOST_FAMILIES: Final = 64
+MOST_JUDGED: Final = 64
 KNOWN_FAMILY: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
@@ -407,7 +407,7 @@ class Comparison:
         arm.total += value
         self._rewards.add(is_new, episode.family, value)
         family = self._families.get(episode.family)
-        if family is None and len(self._families) < MOST_FAMILIES:
+        if family is None and len(self._families) < MOST_JUDGED:
             family = _Part(episode.family, self._size, self._evidence, 0.0, BELOW)
             self._families[episode.family] = family
         if family is not None:

@@ -153,7 +153,7 @@ class Blocks:
         others = len(episodes) - count
         if not count or not others:
             return None
-        centres = {family: self._centres.of(family) for family in {one[1] for one in episodes}}
+        centres = {family: self._centres.mean_of(family) for family in {one[1] for one in episodes}}
         own = rest = 0.0
         for tested, family, value in episodes:
             if tested:
@@ -178,7 +178,7 @@ def block_size(tested: float, other: float) -> int:
 # A family's mean counts as if this many episodes had scored as all families do together.
 PRIOR: Final = 5
 # Families past these are centred by the mean of all: memory is bounded.
-MOST_FAMILIES: Final = 10_000
+MOST_CENTRES: Final = 10_000
 
 
 class Centres:
@@ -193,11 +193,11 @@ class Centres:
         """Count one more value of 0 to 1."""
         total, count = self._all
         self._all = (total + value, count + 1)
-        if family in self._families or len(self._families) < MOST_FAMILIES:
+        if family in self._families or len(self._families) < MOST_CENTRES:
             total, count = self._families.get(family, (0.0, 0))
             self._families[family] = (total + value, count + 1)
 
-    def of(self, family: str) -> float:
+    def mean_of(self, family: str) -> float:
         """Return the mean of a family's values so far, drawn towards that of all families."""
         all_total, all_count = self._all
         total, count = self._families.get(family, (0.0, 0))

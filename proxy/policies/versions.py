@@ -416,7 +416,7 @@ class Versions:
         return [other for other in together if other != policy]
 
     def _drawn(self, policy: str, episode: str) -> int:
-        """Return the version that a new episode of a policy gets, by its arm."""
+        """Return the version that a new episode of a policy gets: what serves, or its arm's."""
         arms: Arms | None = self._arms.get(policy)
         return self._serving[policy] if arms is None else arms.version_of(arms.of_new(episode))
 

@@ -321,12 +321,11 @@ def loss_weights(
 
 def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
     """Return what each of an episode's calls counts for, as long as all families are alike."""
+    if equal == "token":
+        return [0.0 if tokens is None else float(max(tokens, 1)) for tokens in sampled]
     trained = len(sampled) - sampled.count(None)
     each = 1.0 / trained if equal == "episode" and trained else 1.0
-    return [
-        0.0 if tokens is None else float(max(tokens, 1)) if equal == "token" else each
-        for tokens in sampled
-    ]
+    return [0.0 if tokens is None else each for tokens in sampled]
 
 
 def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:

@@ -106,7 +106,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
-    """Parse the episodes of an input, with what counts for credit (`read_lines_as`)."""
+    """Parse exported episodes, one a line, as far as credit needs them (`read_lines_as`)."""
     return read_lines_as(lines, where, EpisodeLine)
 
 

@@ -28,7 +28,7 @@ OFF_POLICY: Final = "off_policy"
 # such as a budget for thinking write tokens that neither the policy chose nor the agent asked for.
 IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
 # Of an update, those that are told apart in its metrics.
-MOST_FAMILIES: Final = 12
+MOST_SHOWN: Final = 12
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ def _families(claim: Claim, credited: Credited) -> dict[str, dict[str, float]]:
         own = rewards.setdefault(task_family(bare(group.task or "")), [])
         own += [reward for reward in returns if reward is not None]
     largest = sorted(filter(rewards.get, rewards), key=lambda family: -len(rewards[family]))[
-        :MOST_FAMILIES
+        :MOST_SHOWN
     ]
     return {
         family: {"reward": fmean(rewards[family]), "episodes": len(rewards[family])}

@@ -59,7 +59,7 @@ class TrainingProblem(NamedTuple):
     since: datetime | None = None
 
     def __str__(self) -> str:
-        """Return it in a line."""
+        """Return the problem, since when, and the remedy, in one line."""
         since = f", since {self.since.astimezone():%Y-%m-%d %H:%M}" if self.since else ""
         return f"{self.why}{since}: {self.remedy}"
 

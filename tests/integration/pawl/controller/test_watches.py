@@ -179,16 +179,22 @@ async def test_fall_below_its_own_past_holds_training_until_the_control_tells_wh
     assert (await states(engine))[1] == ends
 
 
-async def test_training_is_not_held_any_longer_once_no_server_can_load_the_control(
-    engine: AsyncEngine, judge: Deciding
-) -> None:
-    """Nothing new could serve, so nothing would ever tell why rewards fell."""
+async def fall_and_hold(engine: AsyncEngine, judge: Deciding) -> None:
+    """Let the rewards of what serves fall, so that training is held."""
     await serves(engine, 1, 0)
     await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1400.0, many=100)
     await live(engine, {("serving", 1): FAIR}, "b", from_s=1300.0, many=100)
     await judge.look(engine)
-    async with engine.begin() as connection:
+    async with engine.connect() as connection:
         assert await why_held(connection, "m") is not None
+
+
+async def test_training_is_not_held_any_longer_once_no_server_can_load_the_control(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
+    """Nothing new could serve, so nothing would ever tell why rewards fell."""
+    await fall_and_hold(engine, judge)
+    async with engine.begin() as connection:
         await mark_unloaded(connection, "m", [0], "its files are gone", "controller", is_lost=True)
         await connection.execute(text("UPDATE policies SET share = NULL WHERE version = 0"))
     await judge.look(engine)
@@ -199,12 +205,8 @@ async def test_training_is_not_held_any_longer_once_no_server_can_load_the_contr
 async def test_training_that_a_person_lets_go_on_is_held_for_no_fall_of_before(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
-    await serves(engine, 1, 0)
-    await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1400.0, many=100)
-    await live(engine, {("serving", 1): FAIR}, "b", from_s=1300.0, many=100)
-    await judge.look(engine)
+    await fall_and_hold(engine, judge)
     async with engine.begin() as connection:
-        assert await why_held(connection, "m") is not None
         await freeze(connection, "m", frozen=False, reason="it is known", actor="operator")
         assert await why_held(connection, "m") is None
     await judge.look(engine)

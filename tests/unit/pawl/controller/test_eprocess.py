@@ -15,7 +15,7 @@ from pawl.controller.eprocess import (
     FEWEST,
     LONGEST,
     MOST,
-    MOST_FAMILIES,
+    MOST_CENTRES,
     STEPS,
     Block,
     Blocks,
@@ -133,13 +133,13 @@ def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size
 
 def test_new_families_and_those_past_the_bound_are_centred_by_all() -> None:
     centres = Centres()
-    assert centres.of("new") == 0.5
-    for number in range(MOST_FAMILIES):
+    assert centres.mean_of("new") == 0.5
+    for number in range(MOST_CENTRES):
         centres.add(str(number), 0.0)
     for _ in range(1000):
         centres.add("one more", 1.0)
     for family in ("new", "one more"):
-        assert centres.of(family) == pytest.approx(1000 / (MOST_FAMILIES + 1000), abs=0.01)
+        assert centres.mean_of(family) == pytest.approx(1000 / (MOST_CENTRES + 1000), abs=0.01)
 
 
 @pytest.mark.parametrize(("kind", "average"), [(EProcess, 1.0), (ChangeDetector, 4.0)])
