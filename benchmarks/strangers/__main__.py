@@ -109,6 +109,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--once", action=argparse.BooleanOptionalAction, help="default: both, one after the other"
     )
+    parser.add_argument(
+        "--a-minute",
+        type=float,
+        help="live episodes, where the machine makes more than its trainer can follow; default:"
+        " as many as it can",
+    )
     parser.add_argument("--recipe", help="default: what `pawl up` uses")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` it is")
     parser.add_argument("--out", type=Path, default=FOLDER)
@@ -146,7 +152,8 @@ def measured(
 
     with stack(folder, options) as url:
         before = work("before", HELD_OUT, "--held-out", "--attempts", "1")
-        live = work("live", options.episodes, "--attempts", "1" if once else str(ATTEMPTS))
+        pace = ["--a-minute", str(options.a_minute)] if options.a_minute else []
+        live = work("live", options.episodes, "--attempts", "1" if once else str(ATTEMPTS), *pace)
         trainer = folder / "var" / "logs" / "trainer.log"
         time.sleep(SETTLES_S)
         while is_in_an_update(trainer):

@@ -247,7 +247,8 @@ async def work(options: argparse.Namespace) -> None:
     async with httpx.AsyncClient(timeout=120) as client:
         with options.out.open("a") as out:
 
-            async def one(number: int, task: Task) -> None:
+            async def one(position: int, number: int, task: Task) -> None:
+                await asyncio.sleep(60 * position / options.a_minute if options.a_minute else 0)
                 async with room:
                     reward, answer = await episode(client, options, number, task)
                     line = {"family": task.family, "reward": reward}
@@ -255,7 +256,9 @@ async def work(options: argparse.Namespace) -> None:
                         line |= {"given": task.given, "answer": answer}
                     print(json.dumps(line), file=out, flush=True)
 
-            await asyncio.gather(*(one(number, task) for number, task in attempts))
+            await asyncio.gather(
+                *(one(position, *attempt) for position, attempt in enumerate(attempts))
+            )
 
 
 async def episode(
@@ -281,6 +284,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1500)
     parser.add_argument("--attempts", type=int, default=8, help="episodes a task")
     parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--a-minute", type=float, help="at most so many; default: no limit")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--held-out", action="store_true", help="evaluation: is not learned from")
     parser.add_argument("--shows", action="store_true", help="write tasks and answers, too")
