@@ -66,6 +66,11 @@ GUIDES = {
     "langchain": [ALONE, run("run-9", "header", "header")],
     "openai-agents-sdk": [ALONE, run("run-10", "feedback", "feedback")],
     "autogen": [run("run-11", "feedback", "feedback")._replace(agent="helper")],
+    "pydantic-ai": [
+        ALONE,
+        ALONE._replace(rewards=(0.0,)),
+        run("run-14", "feedback", "feedback"),
+    ],
     "anthropic": [ALONE, run("run-12", "assumed", "is_error")],
     "claude-code": [
         run("session", "is_error", "is_error")._replace(rewards=()),

@@ -21,6 +21,8 @@ def ask_for_two_tools(upstream: FakeUpstream) -> None:
         if asked.get("stream"):
             return await upstream.stream(request, asked)
         reply = whole_reply(asked, len(upstream.requests))
+        # pydantic-ai looks at all of a reply.
+        reply |= {"object": "chat.completion", "created": 1}
         reply["usage"] |= {"prompt_tokens": 3, "total_tokens": 5}
         if _wants_tools(asked, asked["messages"]):
             name = asked["tools"][0]["function"]["name"]
