@@ -23,15 +23,21 @@ RESTART_S: Final = 5.0
 
 
 @asynccontextmanager
-async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
+async def open_database(settings: StoreSettings, *, makes: bool) -> AsyncIterator[str]:
     """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
 
-    The embedded server is started if it does not run, and then stopped at the end.
+    The embedded server is started if it does not run, and then stopped at the end. `makes` says
+    whether its files are made if there are none.
+
+    Raises:
+        StoreError: there is no embedded server, and none is to be made, or it does not start.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
     postgres = EmbeddedPostgres(settings.data_dir)
+    if not makes:
+        postgres.check_made()
     try:
         yield await asyncio.to_thread(postgres.ensure_running)
     finally:
@@ -40,9 +46,9 @@ async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
-    """Upgrade the database's schema, and yield an engine that is disposed of at the end."""
-    async with open_database(settings) as url:
+async def open_engine(settings: StoreSettings, *, makes: bool) -> AsyncIterator[AsyncEngine]:
+    """Open the database as `open_database` does, upgrade its schema, and yield an engine."""
+    async with open_database(settings, makes=makes) as url:
         await upgrade(url)
         engine = make_engine(url)
         try:

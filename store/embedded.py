@@ -24,6 +24,8 @@ from typing import Final, TextIO
 from store.errors import StoreError
 
 DATABASE: Final = "pawl"
+# The file that the process which started the server has locked, beside the server's folder.
+OWNER: Final = "postgres.owner"
 # PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
 SYSTEM_USER: Final = "pgserver"
 # On a slow disk, a first start or a recovery may take minutes.
@@ -75,7 +77,7 @@ class EmbeddedPostgres:
             digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
             self._socket_dir = Path("/tmp", f"pawl-{digest[:16]}")
         self.url = f"postgresql://postgres:@/{DATABASE}?host={self._socket_dir}"
-        self._owner_file = self.folder.with_name("postgres.owner")
+        self._owner_file = self.folder.with_name(OWNER)
         self._mutex = threading.Lock()
         self._stopping = threading.Event()
         # The open, locked owner file, and the server: both None unless this process is the owner.
@@ -87,6 +89,23 @@ class EmbeddedPostgres:
     def pid(self) -> int | None:
         """Return the process id of the server, whoever started it, or None if it does not run."""
         return self._postmaster()[0]
+
+    def check_made(self) -> None:
+        """Check that the folder holds a server's files, for commands that only read or change them.
+
+        Raises:
+            StoreError: it does not; the message names the folders of the servers that run here.
+        """
+        if (self.folder / "PG_VERSION").exists():
+            return
+        running = [str(folder.parent) for folder in running_servers()]
+        raise StoreError(
+            f"no database in {self.folder.parent}; the running stack's is in"
+            f" {' or '.join(running)}: set PAWL_DATA_DIR={running[0]}"
+            if running
+            else f"no database in {self.folder.parent}: run `pawl up`, or set PAWL_DATA_DIR or"
+            " DATABASE_URL to where yours is"
+        )
 
     @property
     def programs(self) -> Path:
@@ -271,6 +290,20 @@ class EmbeddedPostgres:
             return None, False
         # PostgreSQL's `utils/pidfile.h`: line 8 is the status.
         return pid, "".join(lines[7:8]).strip() == "ready"
+
+
+def running_servers() -> list[Path]:
+    """Return the folders of all embedded servers that run on this machine, whoever started them."""
+    folders = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # Another may have ended meanwhile, or be hidden.
+        with suppress(OSError):
+            program, *arguments = (process / "cmdline").read_bytes().split(b"\0")
+            if os.path.basename(program) == b"postgres" and arguments[:1] == [b"-D"]:
+                folder = Path(os.fsdecode(arguments[1]))
+                if folder.with_name(OWNER).exists():
+                    folders.add(folder)
+    return sorted(folders)
 
 
 def _server_user() -> tuple[int, int]:

@@ -80,7 +80,7 @@ def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
     from pawl.database import open_engine
 
     async def run() -> Result:
-        async with open_engine(read_settings(StackSettings)) as engine:
+        async with open_engine(read_settings(StackSettings), makes=False) as engine:
             return await work(engine)
 
     return asyncio.run(run())

@@ -199,7 +199,7 @@ def migrate(
     settings = read_settings(StackSettings)
 
     async def run() -> None:
-        async with open_database(settings) as url:
+        async with open_database(settings, makes=True) as url:
             await (downgrade(url, revision) if down else upgrade(url, revision))
 
     asyncio.run(run())

@@ -69,7 +69,7 @@ async def follow(
     trouble: str | None = None
     while True:
         try:
-            async with open_engine(settings) as engine:
+            async with open_engine(settings, makes=True) as engine:
                 while True:
                     await look(engine)
                     if trouble is not None:

@@ -49,7 +49,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
-        open_engine(read_settings(StackSettings)) as engine,
+        open_engine(read_settings(StackSettings), makes=False) as engine,
     ):
         judge = _judge(flags, proxy, session)
         url = flags.feedback_url or feedback_url(proxy.listen)

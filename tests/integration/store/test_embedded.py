@@ -21,6 +21,7 @@ from store import embedded
 from store.database import is_unavailable
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
+from tests.conftest import ROOT
 from tests.support.waiting import until_true
 
 AT_ONCE = 6
@@ -147,6 +148,28 @@ def test_commands_that_start_at_once_share_one_server(folder: Path, on_a_slow_di
     for process in users:
         process.communicate("\n", timeout=60)
     assert EmbeddedPostgres(folder).pid is None
+
+
+def test_command_that_reads_makes_no_database_and_names_the_one_that_runs(folder: Path) -> None:
+    server, empty = EmbeddedPostgres(folder), folder / "other"
+    with pytest.raises(StoreError, match=f"no database in {empty}"):
+        EmbeddedPostgres(empty).check_made()
+    try:
+        server.ensure_running()
+        server.check_made()
+        assert server.folder in embedded.running_servers()
+        command = [sys.executable, "-m", "pawl.cli", "policies", "list"]
+        environment = {name: os.environ[name] for name in ("PATH",)}
+        environment |= {"PAWL_DATA_DIR": str(empty), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert f"no database in {empty}; the running stack's is in " in done.stderr
+        assert str(folder) in done.stderr
+        assert not empty.exists()
+    finally:
+        server.stop()
 
 
 async def test_server_ends_with_its_owner_and_the_next_user_starts_it_again(folder: Path) -> None:
