@@ -393,13 +393,14 @@ async def _episodes(
     return ids
 
 
-def as_text(retrained: Retrained) -> str:
-    """Return in words what a retraining did, or would do."""
+def as_text(retrained: Retrained, *, dry: bool) -> str:
+    """Return in words what a retraining did, or with `dry` would do."""
     instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
     freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))
+    serves = "would serve" if dry else "serves"
     text = (
-        f"{retrained.serves} serves{instead}; versions ended: {retrained.ended}; episodes freed:"
-        f" {freed or 'none'}; episodes left out: {retrained.left_out}"
+        f"{retrained.serves} {serves}{instead}; versions ended: {retrained.ended};"
+        f" episodes freed: {freed or 'none'}; episodes left out: {retrained.left_out}"
     )
     if retrained.learned:
         text += (
@@ -407,7 +408,9 @@ def as_text(retrained: Retrained) -> str:
             " start at an earlier version"
         )
     if retrained.abandoned is not None:
-        text += f"\nupdate {retrained.abandoned}, which runs, is abandoned"
+        text += (
+            f"\nupdate {retrained.abandoned}, which runs, {'would be' if dry else 'is'} abandoned"
+        )
     if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
         text += (
             f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"

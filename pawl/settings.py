@@ -5,10 +5,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
-from dotenv import dotenv_values
+from dotenv.parser import parse_stream
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import NoDecode, SettingsError
@@ -183,9 +184,16 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
     """
     given = dict(os.environ if environment is None else environment)
     try:
-        given = {name: value or "" for name, value in dotenv_values(".env").items()} | given
+        lines = list(parse_stream(StringIO(Path(".env").read_text())))
+    except FileNotFoundError:
+        lines = []
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadSettings(f".env cannot be read: {error}; write it as UTF-8") from error
+    for line in lines:
+        if line.error or (line.key is not None and line.value is None):
+            # It may hold a secret.
+            raise UnreadSettings(f".env: line {line.original.line} is not NAME=VALUE: correct it")
+    given = {line.key: line.value or "" for line in lines if line.key is not None} | given
     folder = secrets_folder(given.get("PAWL_SECRETS_DIR"))
     try:
         secrets = [name.upper() for name in os.listdir(folder)] if folder else []

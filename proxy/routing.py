@@ -178,6 +178,8 @@ def _not_allowed(method: str, path: str) -> NotAllowed:
     hint = ""
     if (method, "/v1" + path) in _EXACT:
         hint = " Is the base URL missing its /v1?"
+    elif (method, path.removeprefix("/v1")) in _EXACT:
+        hint = f" It is {path.removeprefix('/v1')}, without /v1."
     elif allowed := " or ".join(m for m, p in _EXACT if p == path):
         hint = f" Use {allowed}."
     message = f"{method} {path} is not a path that Pawl serves.{hint}"

@@ -131,6 +131,8 @@ def _settings() -> Iterator[str]:
         new = {name: schema for name, schema in properties.items() if name not in seen}
         seen |= new.keys()
         rows = [(f"`{variable(name)}`", *_described(schema)) for name, schema in new.items()]
+        if not rows:
+            continue
         yield f"## {title}\n\n{_sentences(kind)}"
         yield _table(("variable", "type, limits", "default", "meaning"), rows)
 

@@ -15,7 +15,7 @@ from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
 from pawl.settings import ConsoleSettings, StackSettings, read_settings, refuse_unread
 from pawl.stack.model import unpacked_model
-from pawl.stack.preflight import NotReady, check_torch
+from pawl.stack.preflight import NotReady, check_folder, check_torch
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import StackPlan, configured_plan, running_stack
 from proxy.settings import ProxySettings
@@ -62,6 +62,9 @@ def up() -> None:
         asyncio.run(run_stack(read_settings(StackSettings)))
     except (NotReady, ProcessFailed, RecipeError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        # While the model was being unpacked: nothing was started.
+        pass
 
 
 def demo(
@@ -172,6 +175,8 @@ async def run_stack(settings: StackSettings) -> None:
     stop = stop_event()
     console = Console(stderr=True)
     plan = await asyncio.to_thread(_plan, settings)
+    if stop.is_set():
+        return
     with console.status("starting") as status:
         async with running_stack(
             plan, lambda waiting: status.update(f"waiting for {waiting}")
@@ -193,6 +198,7 @@ async def run_stack(settings: StackSettings) -> None:
 
 
 def _plan(settings: StackSettings) -> StackPlan:
+    check_folder("PAWL_DATA_DIR", settings.data_dir)
     proxy = read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
     outside = "upstream_url" in proxy.model_fields_set

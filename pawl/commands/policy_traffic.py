@@ -116,7 +116,7 @@ def retrain(
             engine, name, start, left_out, reason, tenant, dry_run=dry_run
         )
     )
-    print(as_text(retrained))
+    print(as_text(retrained, dry=dry_run))
 
 
 def freeze(

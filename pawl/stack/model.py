@@ -8,6 +8,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def unpacked_model(models_dir: Path) -> Path:
     Raises:
         NotReady: the package is not installed.
         CalledProcessError: the model could not be unpacked; the reason is on standard error.
+        KeyboardInterrupt: Ctrl-C has ended the unpacking.
     """
     folder = models_dir.resolve() / PACKAGED
     is_whole = (folder / "config.json").exists
@@ -55,11 +57,14 @@ def unpacked_model(models_dir: Path) -> Path:
             # What an unpacking that was killed has left.
             shutil.rmtree(partial, ignore_errors=True)
             # In a process of its own, so that this one never imports torch.
-            subprocess.run(
+            done = subprocess.run(
                 [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)],
-                check=True,
+                check=False,
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
             )
+            if done.returncode == -signal.SIGINT:
+                raise KeyboardInterrupt
+            done.check_returncode()
             partial.rename(folder)
     return folder
 
@@ -83,4 +88,6 @@ def write_safetensors(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A terminal's Ctrl-C reaches this process, too: it ends without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     write_safetensors(Path(sys.argv[1]), Path(sys.argv[2]))

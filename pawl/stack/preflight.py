@@ -1,6 +1,7 @@
 """Check the machine before anything is started; each failure is one line with a remedy."""
 
 import importlib.util
+import os
 import re
 import shutil
 import socket
@@ -65,6 +66,21 @@ def check_memory(needed_gib: float = MEMORY_GIB) -> None:
             f"{available:.1f} GiB of memory are free, {needed_gib:g} are needed: "
             "close other programs, or use a larger machine"
         )
+
+
+def check_folder(setting: str, folder: Path) -> None:
+    """Make the folder that a setting names, unless it is there, and check that it may be written.
+
+    Raises:
+        NotReady: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_ours = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise NotReady(f"{setting}={folder} cannot be made: {error.strerror}") from error
+    if not is_ours:
+        raise NotReady(f"{setting}={folder} cannot be written to by this user: set another folder")
 
 
 def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:

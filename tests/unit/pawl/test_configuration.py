@@ -262,7 +262,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_elsewhere")
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"PAWL_LISTEN=\xff\n", r"\.env cannot be read"), (b"PAWL_COLOUR=red\n", "PAWL_COLOUR")],
+    [
+        (b"PAWL_LISTEN=\xff\n", r"\.env cannot be read"),
+        (b"PAWL_COLOUR=red\n", "PAWL_COLOUR"),
+        (b"# mine\nPAWL_SEED=1\nPAWL_POLICY m\n", r"\.env: line 3 is not NAME=VALUE"),
+        (b"PAWL_SEED\n", r"\.env: line 1 is not NAME=VALUE"),
+    ],
 )
 def test_env_file_that_cannot_be_used_is_refused(content: bytes, message: str) -> None:
     Path(".env").write_bytes(content)

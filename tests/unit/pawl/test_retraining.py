@@ -80,7 +80,7 @@ def test_result_says_what_serves_and_what_is_trained_again() -> None:
         ended=7,
         max_staleness=4,
     )
-    assert as_text(retrained).splitlines() == [
+    assert as_text(retrained, dry=False).splitlines() == [
         "m@5 serves in place of m@12; versions ended: 7; episodes freed: 2 stale, 40 trained;"
         " episodes left out: 3",
         "m@5 learned from 1 of the episodes to leave out: start at an earlier version",
@@ -88,6 +88,6 @@ def test_result_says_what_serves_and_what_is_trained_again() -> None:
         " still wait expire; raise it until they are trained",
     ]
     none = Retrained(serves="m@5", served="m@5", freed={}, left_out=0, learned=0)
-    assert as_text(none) == (
-        "m@5 serves; versions ended: 0; episodes freed: none; episodes left out: 0"
+    assert as_text(none, dry=True) == (
+        "m@5 would serve; versions ended: 0; episodes freed: none; episodes left out: 0"
     )

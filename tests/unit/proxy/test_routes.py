@@ -70,9 +70,11 @@ def test_prefix_parts_stand_alone_but_in_order() -> None:
         find_route("POST", "/agent/a/episode/e/v1/chat/completions")
 
 
-def test_a_missing_v1_and_a_wrong_method_get_a_hint() -> None:
+def test_missing_v1_needless_v1_and_wrong_method_get_a_hint() -> None:
     with pytest.raises(NotAllowed, match="missing its /v1"):
         find_route("POST", "/chat/completions")
+    with pytest.raises(NotAllowed, match="It is /feedback, without /v1"):
+        find_route("POST", "/v1/feedback")
     with pytest.raises(NotAllowed, match="Use POST"):
         find_route("GET", "/v1/messages")
 
