@@ -12,6 +12,7 @@ from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import LONGEST_KEPT_S, free_slots
 from store.read.health import CallKind
 from store.records import EVAL, TRAIN, Record
+from store.tenants import bare
 from trainer.publishing.pacing import more_slots
 from trainer.settings import USUAL_SLOTS
 from trainer.updates.circuit_breaker import PauseReason
@@ -122,6 +123,15 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(every[:MOST_NAMED]) + more
 
 
+def about(time: timedelta) -> str:
+    """Return a forecast in words, such as `about 3 hours`."""
+    seconds = time.total_seconds()
+    units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
+    unit, length = next((one for one in units if seconds >= 1.5 * one[1]), units[-1])
+    number = max(1, round(seconds / length))
+    return f"about {number} {unit}{'s' if number > 1 else ''}"
+
+
 # Settings, and what all processes need
 
 
@@ -155,9 +165,16 @@ def missing_key(facts: Facts) -> Iterator[Finding]:
 
 def database(facts: Facts) -> Iterator[Finding]:
     """Find a database that does not answer, or took too long to say all."""
-    if facts.database is not None:
+    if facts.database is not None and facts.proxy.ready.database == "up":
         yield Finding(
-            title="The database cannot be used: records wait on disk, and nothing is trained",
+            title="The proxy stores calls in another database than the one that is asked here",
+            figures={"error": facts.database},
+            remedy="set DATABASE_URL, or PAWL_DATA_DIR, to what the proxy has",
+        )
+    elif facts.database is not None:
+        waits = ": records wait on disk, and nothing is trained" if facts.proxy.answers else ""
+        yield Finding(
+            title=f"The database cannot be used{waits}",
             figures={"error": facts.database},
             remedy="start PostgreSQL, or correct DATABASE_URL; without tables run `pawl migrate`",
         )
@@ -166,6 +183,19 @@ def database(facts: Facts) -> Iterator[Finding]:
             title="The database took too long: some policies and calls were not looked at",
             figures={"policies_looked_at": len(facts.policies)},
             remedy="ask again when the database has less to do",
+        )
+
+
+def all_away(facts: Facts) -> Iterator[Finding]:
+    """Find that nothing answers: neither the database, nor a process, nor a model server."""
+    parts = [one.why_not for one in (facts.proxy, facts.trainer, facts.controller)]
+    parts += [server.why_not for server in facts.servers]
+    if facts.database is not None and None not in parts:
+        yield Finding(
+            title="Pawl does not run here",
+            figures={"error": facts.database},
+            remedy="run `pawl up`; a stack elsewhere is asked where PAWL_ADMIN_LISTEN,"
+            " PAWL_TRAINER_LISTEN, PAWL_CONTROLLER_LISTEN and DATABASE_URL say",
         )
 
 
@@ -294,6 +324,21 @@ def no_calls(facts: Facts) -> Iterator[Finding]:
         figures={"calls": 0, "refused_without_key": int(refused)},
         remedy=remedy,
     )
+
+
+def unmatched(facts: Facts) -> Iterator[Finding]:
+    """Find feedback about calls or episodes that never came: it scores nothing."""
+    feedback = facts.unmatched
+    if feedback.statements:
+        target = named([bare(feedback.target or "")])
+        yield Finding(
+            title=f"{feedback.statements} statements to /feedback are about calls or episodes that"
+            " never came",
+            since=feedback.since,
+            figures={feedback.kind or "target": target},
+            remedy="send the `id` of the reply that the agent got as `response`, or the name that"
+            " the run's calls had as `episode` (docs/howto/rewards.md)",
+        )
 
 
 def unanswered(facts: Facts) -> Iterator[Finding]:

@@ -16,7 +16,12 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.database, checks.storage),
     *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
     *(checks.unanswered, checks.broken, checks.untrainable, checks.only_evaluation),
-    *(policy_checks.quarantined, policy_checks.unrewarded, policy_checks.equal_rewards),
+    *(
+        checks.unmatched,
+        policy_checks.quarantined,
+        policy_checks.unrewarded,
+        policy_checks.equal_rewards,
+    ),
     *(checks.paused, checks.no_slot),
     *(policy_checks.trained_badly, policy_checks.outside_range, policy_checks.drifted),
     *(policy_checks.frozen, policy_checks.few_a_day),
@@ -50,9 +55,11 @@ async def examine(
 def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
     """Return what needs a person, the cause most upstream first, and then what passes by itself.
 
-    Unless `of_parts`, processes, servers and disks, which all tenants share, are left out, and so
-    are figures that name them (pure).
+    Where nothing answers, that is the only finding. Unless `of_parts`, processes, servers and
+    disks, which all tenants share, are left out, and so are figures that name them (pure).
     """
+    if of_parts and (away := list(checks.all_away(facts))):
+        return [*checks.unusable_files(facts), *away]
     found = [
         finding if of_parts or check not in NAME_PARTS else replace(finding, figures=NO_FIGURES)
         for check in CHECKS

@@ -9,7 +9,7 @@ from prometheus_client.samples import Sample
 from store.adapter_slots import Kept, Live
 from store.claim_query import ClaimRule
 from store.read.gates import Gated
-from store.read.health import CallKind, EpisodeCounts, Tended
+from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
 from store.records import Record
 from store.versions import PolicyEvent, PolicyVersion
 from trainer.recipes.recipe import Recipe
@@ -28,9 +28,10 @@ class Drain(Record, frozen=True, kw_only=True):
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """Hold what `/readyz` says: a proxy the first four, a controller why versions are away."""
+    """Hold what `/readyz` says: a proxy the first five, a controller why versions are away."""
 
     status: str = ""
+    database: str = ""
     workers: tuple[Any, ...] = ()
     drain: Drain = Drain()
     recording_outage_s: float = 0.0
@@ -138,6 +139,7 @@ class Facts(Record, frozen=True, kw_only=True):
     disks: tuple[Disk, ...] = ()
     letters: int = 0
     calls: tuple[CallKind, ...] = ()
+    unmatched: Unmatched = Unmatched()
     policies: tuple[PolicyFacts, ...] = ()
     unbegun: tuple[str, ...] = ()
 

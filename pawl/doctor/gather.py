@@ -41,6 +41,7 @@ from store.read.health import (
     episode_counts,
     newest_calls,
     tended_policies,
+    unmatched_feedback,
 )
 from store.version_queries import list_servable
 from trainer.errors import RecipeError
@@ -220,6 +221,7 @@ async def _engine(
         url = settings.database_url.get_secret_value()
     else:
         embedded = await asyncio.to_thread(EmbeddedPostgres, settings.data_dir)
+        embedded.check_made()
         if embedded.pid is None:
             raise StoreError(f"the embedded PostgreSQL in {settings.data_dir} does not run")
         url = embedded.url
@@ -246,7 +248,13 @@ async def _read(
             for spec in trained
             if spec.name not in names and tenant in (None, spec.tenant)
         ]
-        facts = replace(facts, now=now, calls=tuple(calls), unbegun=tuple(unbegun))
+        facts = replace(
+            facts,
+            now=now,
+            calls=tuple(calls),
+            unmatched=await unmatched_feedback(connection, tenant),
+            unbegun=tuple(unbegun),
+        )
         yield facts
         ready = await waiting_episodes(connection)
         for about in _to_train(begun, known, settings.policy, calls):

@@ -3,8 +3,9 @@
 from datetime import timedelta
 from typing import Final
 
-from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
+from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, about, named, of_each_policy
 from pawl.doctor.facts import Facts, PolicyFacts
+from store.link.joins import DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE
 from store.link.outages import IN_OUTAGE, LOST_CALL
 from trainer.updates.training_warnings import MOST_UNTRAINED
 
@@ -21,10 +22,11 @@ FEWEST_EQUAL: Final = 8
 
 @of_each_policy
 def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that more than a fifth of the newest episodes are quarantined."""
+    """Find that many of the newest episodes are quarantined, or any for want of a name."""
     counts = policy.counts
     every = counts.episodes + counts.quarantined
-    if not counts.quarantined or counts.quarantined <= MOST_UNTRAINED * every:
+    is_unnamed = counts.quarantined_as in (DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE)
+    if not counts.quarantined or (not is_unnamed and counts.quarantined <= MOST_UNTRAINED * every):
         return None
     is_disk = counts.quarantined_as in (IN_OUTAGE, LOST_CALL)
     return Finding(
@@ -74,7 +76,6 @@ def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
             since=counts.unscored_since,
             figures={"ended": counts.ended, "with_reward": counts.ended_scored},
             remedy="POST the missing rewards to /feedback, or run `pawl judge`",
-            needs_person=False,
         )
     return None
 
@@ -165,7 +166,7 @@ def few_a_day(facts: Facts, policy: PolicyFacts) -> Finding | None:
         since=counts.first_at,
         figures={"usable_a_day": round(usable / days, 1), "an_update": rule.needed},
         remedy="send rewards for more runs, or wait: an update takes"
-        f" {days * rule.needed / max(1, usable):.2g} days",
+        f" {about(timedelta(days=days * rule.needed / max(1, usable)))}",
         needs_person=False,
     )
 
@@ -299,8 +300,7 @@ def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
     }
     when = "which do not come"
     if rate:
-        figures["hours"] = round(missing / rate, 1)
-        when = f"which come within {missing / rate:.2g} hours at today's rate"
+        when = f"which come within {about(timedelta(hours=missing / rate))} at today's rate"
     return Finding(
         title=f"{policy.name}: the next update lacks about {missing:.0f} episodes with rewards,"
         f" {when}",

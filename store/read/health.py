@@ -108,6 +108,28 @@ _CHANGED: Final = text(
 )
 
 
+# Feedback that no call or episode has met, within the window and not just now.
+_UNMATCHED: Final = text(
+    f"""
+    SELECT count(*) AS statements, min(n.at) AS since,
+        (array_agg(n.target_kind ORDER BY n.at DESC))[1] AS kind,
+        (array_agg(n.target ORDER BY n.at DESC))[1] AS target
+    FROM (SELECT at, target_kind, target FROM feedback WHERE episode_id IS NULL
+            AND at > now() - CAST(:window AS interval) AND at < now() - CAST(:over AS interval)
+            AND {OWN.replace("e.key", "target")} LIMIT {MOST_EPISODES}) n
+    """
+)
+
+
+class Unmatched(Record, frozen=True, kw_only=True):
+    """Count feedback about targets that never came, with the newest target, as it is kept."""
+
+    statements: int = 0
+    since: datetime | None = None
+    kind: str | None = None
+    target: str | None = None
+
+
 class CallKind(Record, frozen=True, kw_only=True):
     """Count the newest calls that had the same end: `reason` is None for those that can be trained.
 
@@ -184,6 +206,12 @@ async def newest_calls(
         text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_OWN}
     )
     return [CallKind(**row._mapping) for row in rows]
+
+
+async def unmatched_feedback(connection: AsyncConnection, tenant: str | None = None) -> Unmatched:
+    """Return the feedback of the last `WINDOW` whose target has not come within `OVER`."""
+    values = {"tenant": tenant, "window": WINDOW, "over": OVER}
+    return Unmatched(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 
 
 async def tended_policies(connection: AsyncConnection, tenant: str | None = None) -> list[Tended]:

@@ -7,14 +7,15 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.samples import Sample
 
-from pawl.doctor.checks import PAUSES, REASONS
+from pawl.doctor.checks import PAUSES, REASONS, about
 from pawl.doctor.examine import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Server
 from proxy.trainable import Reason
 from store.adapter_slots import Kept, Live
+from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
 from store.read.gates import Gated, Standing
-from store.read.health import CallKind, EpisodeCounts, Tended
+from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
 from store.versions import PolicyVersion
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import PauseReason
@@ -260,6 +261,40 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (
+            facts(counted(quarantined=1, quarantined_as=DOUBTFUL_NEED)),
+            "m: 1 of the newest 41 episodes are quarantined",
+            "x-pawl-episode",
+            False,
+        ),
+        (
+            facts(database="no database in /var", proxy=Process(ready=Ready(database="up"))),
+            "The proxy stores calls in another database",
+            "PAWL_DATA_DIR",
+            True,
+        ),
+        (
+            facts(database="refused", proxy=Process(ready=Ready(database="away"))),
+            "The database cannot be used: records wait on disk",
+            "start PostgreSQL",
+            True,
+        ),
+        (
+            facts(
+                database="refused",
+                **dict.fromkeys(("proxy", "trainer", "controller"), Process(why_not=AWAY)),
+                servers=(Server(url="http://gpu:8000/v1", why_not=AWAY),),
+            ),
+            "Pawl does not run here",
+            "`pawl up`",
+            True,
+        ),
+        (
+            facts(unmatched=Unmatched(statements=3, since=HOUR, kind="episode", target="run-7")),
+            "3 statements to /feedback are about calls or episodes that never came",
+            "`id` of the reply",
+            True,
+        ),
+        (
             facts(policy(SUM, lacks={"missing_metric": 30})),
             "m: 30 episodes were spoken of and have no reward (missing_metric)",
             "[reward]: correct",
@@ -269,7 +304,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             facts(counted(ended_scored=10)),
             "m: 20 of 30 episodes that are over have no reward",
             "`pawl judge`",
-            False,
+            True,
         ),
         (
             facts(counted(groups_that_differ=0)),
@@ -346,7 +381,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         (
             facts(counted(first_at=ago(days=4), alike=20)),
             "m: about 5 episodes a day can be trained, and an update takes 16",
-            "3.2 days",
+            "about 3 days",
             False,
         ),
         (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
@@ -389,7 +424,7 @@ def test_rewards_within_their_range_and_enough_of_them_are_no_finding(known: Pol
 
 def test_what_needs_a_person_comes_before_what_passes() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
-    found = findings(facts(counted(ended_scored=10), trainer=paused))
+    found = findings(facts(controller=Process(address="", why_not=AWAY), trainer=paused))
     assert [one.needs_person for one in found] == [True, False]
 
 
@@ -397,7 +432,22 @@ def test_next_update_is_told_by_the_episodes_that_lack_and_todays_rate() -> None
     """Half of its 16 episodes are there, half of all groups differ, and 40 came in an hour."""
     [found] = findings(facts(policy(updates=0.5, ready=8)))
     assert not found.needs_person
-    assert found.figures == {"with_reward": 8, "episodes_more": 16, "an_hour": 40.0, "hours": 0.4}
+    assert found.figures == {"with_reward": 8, "episodes_more": 16, "an_hour": 40.0}
+    assert "which come within about 24 minutes" in found.title
+
+
+@pytest.mark.parametrize(
+    ("time", "words"),
+    [
+        (timedelta(seconds=40), "about 40 seconds"),
+        (timedelta(seconds=85), "about 85 seconds"),
+        (timedelta(hours=0.04), "about 2 minutes"),
+        (timedelta(hours=1.4), "about 84 minutes"),
+        (timedelta(days=1.6), "about 2 days"),
+    ],
+)
+def test_forecast_is_told_in_the_largest_unit_that_fits(time: timedelta, words: str) -> None:
+    assert about(time) == words
 
 
 def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compared() -> None:
