@@ -1,5 +1,6 @@
 """Define the trainer's Prometheus metrics, served at `/metrics`."""
 
+from collections.abc import Mapping
 from typing import Final, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -42,25 +43,59 @@ PAUSED = Gauge(
     " or a model server is away or at fault. Its log has the reason in full.",
     ["policy", "reason"],
 )
+# What is noted of an update in the ledger; the part of a name before a `/` is a table of others.
+FIGURES: Final[Mapping[str, str]] = {
+    "groups": "Tasks in the claim",
+    "episodes": "Episodes in the claim",
+    "trained_episodes": "Episodes that carried loss",
+    "dropped": "Episodes that were not trained, by reason",
+    "signal_episodes": "Episodes that could teach something, members of groups in part",
+    "earlier_members": "Episodes of earlier updates that groups were compared with",
+    "families": "Final reward and episodes of each family of tasks",
+    "reward_mean": "Mean final reward of the episodes",
+    "reward_std": "Standard deviation of the episodes' final rewards",
+    "air_mean": "Mean r_air of the episodes",
+    "tool_events": "Tool events of the episodes",
+    "staleness_mean": "Mean staleness, in versions, of the rows",
+    "loss": "Mean loss of the optimiser steps",
+    "grad_norm": "Gradient norm",
+    "entropy": "Mean entropy, nats per token",
+    "optimizer_steps": "Optimiser steps",
+    "learning_rate": "Learning rate, times step_share",
+    "step_share": "Share of a whole update's step: the root of its share of episodes",
+    "step_kept": "Share of the step that the trust region left",
+    "overlap": "What the policies before and after have in common (1: they are the same)",
+    "ratio_cut_share": "Share of tokens whose ratio was cut at off_policy.ratio_cap",
+    "clip_share": "Share of tokens whose ratio was clipped",
+    "masked_share": "Share of calls that are too far off the policy to carry loss",
+    "effective_sample_size": "Effective sample size, as a share of the tokens",
+    "smallest_effective_sample": "The smallest effective sample of an episode",
+    "drift_kl": "Divergence of server and trainer about one version, nats per token",
+    "drift_logp_mean_abs": "Mean |server − trainer| log-probability about one version",
+    "staleness_kl": "Divergence of older versions from the one that was trained, nats per token",
+    "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
+    " per token",
+    "kl_tokens": "Tokens that kl_to_base was measured on",
+    "rows": "Calls in training form",
+    "recomputed_rows": "Rows whose sampling log-probabilities were computed again",
+    "row_tokens": "Tokens of the rows",
+    "sampled_tokens": "Tokens of the rows that the policy sampled",
+    "computed_tokens": "Tokens that were computed: shared beginnings once",
+    "tokens_per_second": "Distinct tokens trained per second of training",
+    "mfu": "Share of the GPU's peak that the model's own operations came to (MFU)",
+    "idle_share": "Share of the time since the update before in which the model computed nothing",
+    "train_seconds": "Seconds of training",
+    "seconds": "Seconds from the claim to the end",
+    "probe_difference": "Mean |served − trainer| log-probability",
+    "manifest_sha256": "SHA-256 of the version's manifest",
+}
 UPDATE: Final = {
-    name: Gauge(f"pawl_update_{name}", f"{description}, in the last update.", ["policy"])
-    for name, description in {
-        "reward_mean": "Mean final reward of the episodes",
-        "air_mean": "Mean r_air of the episodes",
-        "staleness_mean": "Mean staleness, in versions, of the rows",
-        "entropy": "Mean entropy, nats per token",
-        "masked_share": "Share of calls that are too far off the policy to carry loss",
-        "effective_sample_size": "Effective sample size, as a share of the tokens",
-        "drift_kl": "Divergence of server and trainer about one version, nats per token",
-        "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
-        " per token",
-        "grad_norm": "Gradient norm",
-        "tokens_per_second": "Distinct tokens trained per second of training",
-        "mfu": "Share of the GPU's peak that the model's own operations came to (MFU)",
-        "idle_share": "Share of the time since the update before in which the model computed"
-        " nothing",
-        "probe_difference": "Mean |served − trainer| log-probability",
-    }.items()
+    name: Gauge(f"pawl_update_{name}", f"{FIGURES[name]}, in the last update.", ["policy"])
+    for name in (
+        *("reward_mean", "air_mean", "staleness_mean", "entropy", "masked_share"),
+        *("effective_sample_size", "drift_kl", "kl_to_base", "grad_norm", "tokens_per_second"),
+        *("mfu", "idle_share", "probe_difference"),
+    )
 }
 LEFT = Gauge(
     "pawl_policy_left",

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from store.read.lineage import MOST_MEMBERS, members_of, one_update, updates_of
+from trainer.metrics import FIGURES
 from trainer.trackers import BY_ID, flat
 
 MOST: Final = 100
@@ -98,7 +99,10 @@ async def update(request: Request) -> Response:
         request,
         "update.html",
         update=row,
-        figures=sorted(flat(row.metrics)),
+        figures=[
+            (name, value, FIGURES.get(name.partition("/")[0], ""))
+            for name, value in sorted(flat(row.metrics))
+        ],
         groups=[(task, list(own)) for task, own in groupby(members, lambda row: row.task)],
         is_cut=len(members) == MOST_MEMBERS,
     )

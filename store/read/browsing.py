@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.ids import lowest_id_at, time_of
 from store.read.evaluations import means
 from store.read.lines import QUIET
-from store.records import Record, Split
+from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 from store.tenants import DEFAULT, SEPARATOR, scoped
 
@@ -335,7 +335,7 @@ _OUTCOMES: Final = f"""
     placed AS (SELECT newest.*, date_bin(width, at, began) AS part FROM newest, time)
     SELECT m.*, NULL AS state, NULL AS reason FROM ({means("placed", "policy, split, part")}) m
     UNION ALL SELECT policy, NULL, NULL, count(*), 0, 0, NULL, NULL, false, state, reason
-    FROM newest GROUP BY policy, state, reason
+    FROM newest WHERE split <> '{EVAL}' GROUP BY policy, state, reason
     ORDER BY policy, part, episodes DESC
 """
 _PROMOTIONS: Final = text(
@@ -354,10 +354,9 @@ async def outcomes(
 ) -> tuple[Rows, datetime | None]:
     """Return what the newest episodes since then came to, and since when they are if not all.
 
-    Each row counts `episodes` of a policy: those of a `split` and a `part` of the time, or those of
-    a `state` and a `reason`. What a
-    row does not tell apart is None. Means are those of `store.read.evaluations.means`, without
-    quarantined episodes, as gates read them.
+    Each row counts `episodes` of a policy: those of a `split` and a `part` of the time, or, but for
+    evaluation, those of a `state` and a `reason`. What a row does not tell apart is None. Means are
+    those of `store.read.evaluations.means`, without quarantined episodes, as gates read them.
     """
     sql, values = _query(EpisodeFilter(since=since), tenant)
     last = await _last_of(connection, values, MOST_COUNTED)

@@ -85,10 +85,15 @@
     return [{
       height: spec.small ? 150 : 210, series, bands, legend: { show: Boolean(spec.small) }, cursor,
       axes: [axis(colour, { size: 38, space: 64 }), axis(colour, { size: 56 })],
-      // A single time has an hour around it, not years.
+      // A single time has an hour around it, not years; a single value as much as itself.
       scales: {
         x: { range: (_, first, last) => (first === last ? [first - 1800, last + 1800] : [first, last]) },
-        ...(spec.range && { y: { range: spec.range } }),
+        y: {
+          range: spec.range || ((_, low, high) => {
+            const around = Math.abs(low) || 1;
+            return low === high ? [low - around, low + around] : uPlot.rangeNum(low, high, 0.1, true);
+          }),
+        },
       },
       hooks: { draw: [marks] },
     }, data];
