@@ -1,7 +1,7 @@
 """Define `pawl policies list` and `show`: what policies answer, and how their versions do."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -17,24 +17,29 @@ from pawl.commands.common import (
     OfTenant,
     PolicyName,
     cell,
+    fail,
     grid,
     with_engine,
     write_lines,
 )
 from pawl.commands.policy_files import check, export_version, import_version
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
+from pawl.doctor.outlook import outlook_of
 from pawl.settings import read_settings
-from store.claim_query import waiting_episodes
+from store.claim_query import waiting_episodes, waiting_updates
 from store.policy_table import PolicyTable, open_policies
 from store.read.evaluations import evaluations
+from store.read.health import episode_counts
 from store.read.lineage import rewards_of
 from store.records import Arm, Record
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.versions import Actor, PolicyState, PolicyVersion
-from trainer.errors import FileMissing, FilesUnread
+from trainer.errors import FileMissing, FilesUnread, RecipeError
 from trainer.publishing.adapters import reading, why_altered
+from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
+from trainer.updates.claiming import claim_rule
 from trainer.updates.training_warnings import training_warnings
 
 # `unlisted`: it has versions, and the file of policies does not name it.
@@ -94,15 +99,16 @@ def show(
     distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
     of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
     the policy explores, so does the line of the version that serves. Its `warnings` say where
-    traffic and recipe do not fit, so that episodes are not trained, and what to change. New
-    episodes begin with the versions that have an `arm`: the one that serves, a canary and the
+    traffic and recipe do not fit, so that episodes are not trained, and what to change; its
+    `outlook` how many episodes can be trained, and when the next update comes. New episodes begin
+    with the versions that have an `arm`: the one that serves, a canary and the
     control with their `share`. An `unloaded` version is on no model server. If a version waits for
     `pawl policies promote`, its line says why, with the evidence.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.
 
-    Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
+    Status 2: there is no such policy, or PAWL_POLICIES or the recipe cannot be used.
     """
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
@@ -110,7 +116,12 @@ def show(
         changes = with_engine(lambda engine: events_of(engine, name, tenant))
         write_lines(changes, events_table, as_json=as_json)
     else:
-        lines = with_engine(lambda engine: versions_of(engine, name, policies, tenant))
+        try:
+            lines = with_engine(
+                lambda engine: versions_of(engine, name, policies, settings.recipe, tenant)
+            )
+        except RecipeError as error:
+            fail(str(error))
         write_lines(lines, versions_table, as_json=as_json)
 
 
@@ -236,7 +247,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     of a canary and of the control, which what serves is compared with, are the serving one's.
     `explore` is there only on the version that serves, if the policy explores. `waits` and
     `evidence` are on a version that waits for a person. `warnings` are on the one that serves: why
-    episodes are not trained, and what to change.
+    episodes are not trained, and what to change; and so is the `outlook` of a policy that is
+    trained.
     """
 
     version: str
@@ -263,18 +275,23 @@ class VersionLine(Record, frozen=True, kw_only=True):
     waits: str | UnsetType = UNSET
     evidence: dict[str, Any] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+    outlook: str | UnsetType = UNSET
 
 
 async def versions_of(
     engine: AsyncEngine,
     name: str,
-    policies: PolicyTable | None = None,
+    policies: PolicyTable | None,
+    recipe: str,
     tenant: str | None = None,
 ) -> list[VersionLine]:
     """Return the versions of a policy, oldest first; `policies` may say that it explores.
 
+    `recipe` is that of policies for which the file names none.
+
     Raises:
         UnknownPolicy: there is no policy of that name, of the tenant.
+        RecipeError: the policy's recipe cannot be used.
     """
     spec = None if policies is None else policies.named(name)
     async with engine.connect() as connection:
@@ -286,6 +303,21 @@ async def versions_of(
         is_trained = policies is None or (spec is not None and spec.trained)
         problems = await training_warnings(connection, name) if is_trained else {}
         warnings = tuple(map(str, problems.values()))
+        outlook = None
+        if is_trained:
+            now, rule = (
+                datetime.now(UTC),
+                claim_rule(load_recipe((spec and spec.recipe) or recipe), name),
+            )
+            outlook = outlook_of(
+                await episode_counts(
+                    connection, name, now, calls_are_paid=rule.call_rewards_after_s is not None
+                ),
+                rule,
+                await waiting_updates(connection, rule),
+                now,
+                is_untrained=all(version.version == 0 for version in versions),
+            )
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
     lines = []
     for version in versions:
@@ -297,6 +329,7 @@ async def versions_of(
             unloaded=version.unloaded,
             explore=explore if version.state == "serving" else UNSET,
             warnings=(version.state == "serving" and warnings) or UNSET,
+            outlook=UNSET if outlook is None or version.state != "serving" else str(outlook),
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
@@ -344,6 +377,7 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     notes = explore + [f"{line.version}: {line.waits}" for line in lines if line.waits is not UNSET]
     notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
+    notes += [line.outlook for line in lines if line.outlook is not UNSET]
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
     measured = {
         figure: column

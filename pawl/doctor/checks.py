@@ -123,15 +123,6 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(every[:MOST_NAMED]) + more
 
 
-def about(time: timedelta) -> str:
-    """Return a forecast in words, such as `about 3 hours`."""
-    seconds = time.total_seconds()
-    units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
-    unit, length = next((one for one in units if seconds >= 1.5 * one[1]), units[-1])
-    number = max(1, round(seconds / length))
-    return f"about {number} {unit}{'s' if number > 1 else ''}"
-
-
 # Settings, and what all processes need
 
 

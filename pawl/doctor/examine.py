@@ -16,17 +16,12 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.database, checks.storage),
     *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
     *(checks.unanswered, checks.broken, checks.untrainable, checks.only_evaluation),
-    *(
-        checks.unmatched,
-        policy_checks.quarantined,
-        policy_checks.unrewarded,
-        policy_checks.equal_rewards,
-    ),
-    *(checks.paused, checks.no_slot),
+    *(checks.unmatched, policy_checks.quarantined, policy_checks.unrewarded),
+    *(policy_checks.equal_rewards, checks.paused, checks.no_slot),
     *(policy_checks.trained_badly, policy_checks.outside_range, policy_checks.drifted),
-    *(policy_checks.frozen, policy_checks.few_a_day),
-    *(policy_checks.not_as_trained, checks.controller_away, policy_checks.undecided),
-    *(checks.missing_key, checks.too_long, policy_checks.waits_for_signal),
+    *(policy_checks.frozen, policy_checks.not_as_trained),
+    *(checks.controller_away, policy_checks.undecided),
+    *(checks.missing_key, checks.too_long, policy_checks.learns),
 )
 # Of processes, servers and disks, which all tenants share.
 OF_PARTS: Final[tuple[Check, ...]] = (

@@ -1,10 +1,10 @@
 """Check what is stored of a policy for what keeps it from learning (pure)."""
 
-from datetime import timedelta
 from typing import Final
 
-from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, about, named, of_each_policy
+from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
 from pawl.doctor.facts import Facts, PolicyFacts
+from pawl.doctor.outlook import outlook_of
 from store.link.joins import DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE
 from store.link.outages import IN_OUTAGE, LOST_CALL
 from trainer.updates.training_warnings import MOST_UNTRAINED
@@ -151,27 +151,6 @@ def outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def few_a_day(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that a day brings fewer episodes that can give a signal than an update needs."""
-    counts, rule = policy.counts, policy.rule
-    if rule is None or counts.first_at is None or not counts.scored:
-        return None
-    days = (facts.now - counts.first_at) / timedelta(days=1)
-    usable = counts.scored - (counts.alike if rule.needs_spread else 0)
-    if days < 1 or usable >= days * rule.needed:
-        return None
-    return Finding(
-        title=f"{policy.name}: about {usable / days:.0f} episodes a day can be trained, and an"
-        f" update takes {rule.needed}",
-        since=counts.first_at,
-        figures={"usable_a_day": round(usable / days, 1), "an_update": rule.needed},
-        remedy="send rewards for more runs, or wait: an update takes"
-        f" {about(timedelta(days=days * rule.needed / max(1, usable)))}",
-        needs_person=False,
-    )
-
-
-@of_each_policy
 def drifted(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that model server and trainer disagree about a version."""
     if policy.recipe is None:
@@ -278,34 +257,19 @@ def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def waits_for_signal(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Report how many episodes are missing for the next update, and when to expect them."""
-    counts, rule = policy.counts, policy.rule
-    is_ready = policy.updates >= 1 or policy.about.running_since is not None
-    if rule is None or is_ready or not counts.scored or counts.most is None:
+def learns(facts: Facts, policy: PolicyFacts) -> Finding | None:
+    """Report how many episodes can be trained, and when the next update and a difference come."""
+    if policy.rule is None:
         return None
-    if rule.needs_spread and counts.groups and not counts.groups_that_differ:
+    serving = policy.standing.serving.version.version if policy.standing is not None else 0
+    updates = 1.0 if policy.about.running_since is not None else policy.updates
+    outlook = outlook_of(policy.counts, policy.rule, updates, facts.now, is_untrained=serving == 0)
+    if outlook is None:
         return None
-    missing = (1 - policy.updates) * rule.needed
-    # Of groups that do not differ as many again are needed.
-    if rule.group_size > 1 and rule.needs_spread and counts.groups:
-        missing *= counts.groups / max(1, counts.groups_that_differ)
-    began = min(counts.first_at or facts.now, facts.now - timedelta(hours=1))
-    hours = min(24.0, (facts.now - began) / timedelta(hours=1))
-    rate = counts.scored_today / hours
-    figures: dict[str, Figure] = {
-        "with_reward": policy.ready,
-        "episodes_more": round(missing),
-        "an_hour": round(rate, 2),
-    }
-    when = "which do not come"
-    if rate:
-        when = f"which come within {about(timedelta(hours=missing / rate))} at today's rate"
     return Finding(
-        title=f"{policy.name}: the next update lacks about {missing:.0f} episodes with rewards,"
-        f" {when}",
+        title=f"{policy.name}: {outlook}",
         since=policy.about.trained_at,
-        figures=figures,
-        remedy="wait, or lower claim.groups in the recipe",
+        figures={"usable": outlook.usable, **outlook.unused},
+        remedy=outlook.remedy,
         needs_person=False,
     )

@@ -214,5 +214,5 @@ async def test_show_warns_of_policies_that_are_trained(
     for number in range(3):
         await without_signal(engine, number)
     policies = parse_policies(f'[[policy]]\nbase = "q"\n{policy}', "policies.toml")
-    lines = await versions_of(engine, "m", policies)
+    lines = await versions_of(engine, "m", policies, "default")
     assert shown in str(versions_table(lines).caption)

@@ -7,9 +7,10 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.samples import Sample
 
-from pawl.doctor.checks import PAUSES, REASONS, about
+from pawl.doctor.checks import PAUSES, REASONS, Finding
 from pawl.doctor.examine import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Server
+from pawl.doctor.outlook import about
 from proxy.trainable import Reason
 from store.adapter_slots import Kept, Live
 from store.link.joins import DOUBTFUL_NEED
@@ -378,12 +379,6 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             "publish.reward_range",
             True,
         ),
-        (
-            facts(counted(first_at=ago(days=4), alike=20)),
-            "m: about 5 episodes a day can be trained, and an update takes 16",
-            "about 3 days",
-            False,
-        ),
         (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
         (facts(proxy=Process(address="", asks_key=True)), "PAWL_API_KEY is not", "read", False),
         (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
@@ -398,12 +393,21 @@ def test_finding_says_what_is_wrong_and_what_to_do(
     assert first.needs_person is needs_person
 
 
-def test_system_that_works_has_no_findings() -> None:
-    assert findings(facts()) == []
+def troubles(known: Facts) -> list[Finding]:
+    """The findings, but for the outlook of a policy that learns."""
+    return [one for one in findings(known) if "can be trained" not in one.title]
+
+
+def test_system_that_works_has_an_outlook_alone() -> None:
+    [outlook] = findings(facts())
+    assert not outlook.needs_person
+    assert outlook.title == (
+        "m: about 40 of 40 episodes an hour can be trained; the next update now"
+    )
 
 
 def test_versions_that_give_way_are_no_finding_though_they_take_all_slots() -> None:
-    assert findings(facts(policy(live=KEPT_FULL, kept=kept(6, is_under_way=False)))) == []
+    assert troubles(facts(policy(live=KEPT_FULL, kept=kept(6, is_under_way=False)))) == []
 
 
 @pytest.mark.parametrize(
@@ -419,21 +423,37 @@ def test_versions_that_give_way_are_no_finding_though_they_take_all_slots() -> N
     ids=["declared range", "range of the sum", "enough a day"],
 )
 def test_rewards_within_their_range_and_enough_of_them_are_no_finding(known: PolicyFacts) -> None:
-    assert findings(facts(known)) == []
+    assert troubles(facts(known)) == []
 
 
 def test_what_needs_a_person_comes_before_what_passes() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
     found = findings(facts(controller=Process(address="", why_not=AWAY), trainer=paused))
-    assert [one.needs_person for one in found] == [True, False]
+    assert [one.needs_person for one in found] == [True, False, False]
 
 
-def test_next_update_is_told_by_the_episodes_that_lack_and_todays_rate() -> None:
-    """Half of its 16 episodes are there, half of all groups differ, and 40 came in an hour."""
-    [found] = findings(facts(policy(updates=0.5, ready=8)))
+def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> None:
+    """Of 50 episodes in two days 10 have no reward, and 20 are attempts that are all alike."""
+    known = policy(
+        counts=replace(COUNTS, episodes=50, first_at=ago(days=2), scored=40, alike=20),
+        updates=0.5,
+        standing=None,
+    )
+    [found] = [one for one in findings(facts(known)) if "can be trained" in one.title]
     assert not found.needs_person
-    assert found.figures == {"with_reward": 8, "episodes_more": 16, "an_hour": 40.0}
-    assert "which come within about 24 minutes" in found.title
+    assert found.figures == {"usable": 20, "without a reward": 10, "all alike": 20}
+    assert found.title == (
+        "m: about 10 of 25 episodes a day can be trained (of 50: 10 without a reward, 20 all"
+        " alike); the next update in about 19 hours; a first difference in about 12 days to"
+        " 75 days, if it takes 250 episodes as the packaged task does, or 1500 as the slowest of"
+        " six others"
+    )
+    assert found.remedy == "give tasks that succeed sometimes, or rewards between all and nothing"
+
+
+def test_there_is_no_outlook_where_nothing_can_be_trained() -> None:
+    for none in (counted(scored=0, least=None, most=None), counted(alike=40)):
+        assert not any("can be trained" in one.title for one in findings(facts(none)))
 
 
 @pytest.mark.parametrize(
@@ -456,13 +476,13 @@ def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compare
         "claim": {"group_size": 4, "groups": 4},
         "credit": {"baseline": "none", "normalisation": "batch"},
     }
-    assert findings(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []
+    assert troubles(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []
 
 
 def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
     greedy = (kind(reason="greedy"),)
-    assert findings(facts(policy(SFT), calls=greedy)) == []
-    [found] = findings(facts(calls=greedy))
+    assert troubles(facts(policy(SFT), calls=greedy)) == []
+    [found] = troubles(facts(calls=greedy))
     assert "temperature 0" in found.title
 
 
@@ -473,7 +493,7 @@ def test_every_reason_has_a_remedy() -> None:
 
 def test_findings_of_another_tenants_policy_are_not_shown() -> None:
     paused = sample("pawl_trainer_paused", 1.0, policy="theirs", reason="failed")
-    assert findings(facts(trainer=trainer(paused))) == []
+    assert troubles(facts(trainer=trainer(paused))) == []
     for away in ({"database": AWAY}, {"is_late": True}):
         titles = [one.title for one in findings(facts(trainer=trainer(paused), tenant="a", **away))]
         assert [title for title in titles if "theirs" in title] == []
@@ -488,5 +508,5 @@ def test_tenant_is_told_that_the_database_did_not_say_all(away: dict[str, Any]) 
 
 def test_tenant_is_shown_no_address_of_a_server() -> None:
     found = findings(facts(policy(servable=(version(2),))), of_parts=False)
-    assert ["not served as trained: m@2" in one.title for one in found] == [True]
+    assert "not served as trained: m@2" in found[0].title
     assert "gpu" not in repr(found)

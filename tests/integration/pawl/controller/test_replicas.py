@@ -197,7 +197,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
             await assert_has(await exits.enter_async_context(fake_model_server(port)), "m@1", "m@2")
         server.refused = set()
         await assert_has(server, "m@1", "m@2")
-    [_, one, _] = await versions_of(engine, "m")
+    [_, one, _] = await versions_of(engine, "m", None, "default")
     assert not one.unloaded
 
 
@@ -336,7 +336,7 @@ async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_
                 assert re.search(rf'outcome="{kind}",replica="{server.url}"}} [123]\.0', metrics)
                 shown = 'pawl_controller_altered_adapters{version="m@2"} 1.0' in metrics
                 assert shown is (kind == "altered")
-            [_, one, two] = await versions_of(engine, "m")
+            [_, one, two] = await versions_of(engine, "m", None, "default")
             assert (one.altered, one.unread) == (False, False)
             assert (two.altered, two.unread) == (kind == "altered", kind == "unread")
             spoilt.close()

@@ -223,13 +223,16 @@ async def test_show_has_the_live_reward_of_each_version(pawl: Pawl, engine: Asyn
             await ingest(connection, [work, *paid])
     shown = [(one["live_reward"], one["live_episodes"]) for one in await lines(pawl, "show", "m")]
     assert shown == [(0.25, 4), (1.0, 1)]
-    table = printed(versions_table(await versions_of(engine, "m")), width=200)
+    table = printed(versions_table(await versions_of(engine, "m", None, "default")), width=200)
     assert "live reward  of episodes" in table[0]
+    [outlook] = [one["outlook"] for one in await lines(pawl, "show", "m") if "outlook" in one]
+    assert outlook.startswith("about 5 of 6 episodes an hour can be trained (of 6: 1 without a")
+    assert outlook in " ".join(" ".join(table).split())
 
 
 async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None:
     base_line = ["m@0", "serving", "4", "4", "0.7500", "0.3006", "to", "0.9544"]
-    head, base = printed(versions_table(await versions_of(evaluated, "m")))
+    head, base = printed(versions_table(await versions_of(evaluated, "m", None, "default")))
     assert head.startswith("version")
     assert base.split() == base_line
     await train(evaluated, "m", {"kl_to_base": 0.25, "tokens_per_second": 900, "mfu": 0.4})
@@ -237,7 +240,7 @@ async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None
         '[[policy]]\nname = "m"\nbase = "m"\nexplore = { share = 0.1, temperature = 0.7 }', "p.toml"
     )
     head, base, trained, caption = printed(
-        versions_table(await versions_of(evaluated, "m", policies))
+        versions_table(await versions_of(evaluated, "m", policies, "default"))
     )
     assert head.split()[-5:] == ["KL", "to", "base", "tokens/s", "MFU"]
     assert base.split() == base_line
@@ -349,7 +352,7 @@ async def test_show_has_arms_shares_and_what_a_version_waits_for(
         {"state": "retired", "unloaded": True},
         {"state": "loaded", "unloaded": False, "waits": WAITS, "evidence": BETTER},
     ]
-    table = printed(versions_table(await versions_of(line, "m")), width=160)
+    table = printed(versions_table(await versions_of(line, "m", None, "default")), width=160)
     assert table[1].split()[:3] == ["m@0", "retired,", "control"]
     assert table[1].rstrip().endswith("0.0500")
     assert table[3].split()[:3] == ["m@2", "retired,", "unloaded"]
