@@ -184,7 +184,7 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
     """
     given = dict(os.environ if environment is None else environment)
     try:
-        lines = list(parse_stream(StringIO(Path(".env").read_text())))
+        lines = list(parse_stream(StringIO(Path(".env").read_text("utf-8"))))
     except FileNotFoundError:
         lines = []
     except (OSError, UnicodeDecodeError) as error:

@@ -96,7 +96,8 @@ class EmbeddedPostgres:
         Raises:
             StoreError: it does not; the message names the folders of the servers that run here.
         """
-        if (self.folder / "PG_VERSION").exists():
+        # It is made under another name, and the user that runs the server alone may look into it.
+        if os.path.isdir(self.folder):
             return
         running = [str(folder.parent) for folder in running_servers()]
         raise StoreError(

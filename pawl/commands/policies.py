@@ -305,10 +305,8 @@ async def versions_of(
         warnings = tuple(map(str, problems.values()))
         outlook = None
         if is_trained:
-            now, rule = (
-                datetime.now(UTC),
-                claim_rule(load_recipe((spec and spec.recipe) or recipe), name),
-            )
+            now = datetime.now(UTC)
+            rule = claim_rule(load_recipe((spec and spec.recipe) or recipe), name)
             outlook = outlook_of(
                 await episode_counts(
                     connection, name, now, calls_are_paid=rule.call_rewards_after_s is not None

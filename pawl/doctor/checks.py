@@ -323,10 +323,9 @@ def unmatched(facts: Facts) -> Iterator[Finding]:
     if feedback.statements:
         target = named([bare(feedback.target or "")])
         yield Finding(
-            title=f"{feedback.statements} statements to /feedback are about calls or episodes that"
-            " never came",
+            title="Feedback is about calls or episodes that never came",
             since=feedback.since,
-            figures={feedback.kind or "target": target},
+            figures={"statements": feedback.statements, feedback.kind or "target": target},
             remedy="send the `id` of the reply that the agent got as `response`, or the name that"
             " the run's calls had as `episode` (docs/howto/rewards.md)",
         )

@@ -271,7 +271,7 @@ REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
     strict_tools: ("m: 8 of the newest 8 calls cannot be trained", "PAWL_TOOL_PARSER"),
     doubtful_episodes: ("m: 4 of the newest 4 episodes are quarantined", "x-pawl-episode"),
     no_rewards: ("m: no rewards", "/feedback"),
-    rewards_of_nothing: ("1 statements to /feedback are about calls", "`id` of the reply"),
+    rewards_of_nothing: ("Feedback is about calls or episodes", "`id` of the reply"),
     equal_rewards: ("m: all rewards are 1", "tasks that succeed sometimes"),
     paused_training: ("m: training is paused (out_of_memory)", "`pawl plan`"),
     stale_episodes: ("m: 8 of the last 8 episodes were spent untrained", "claim.max_staleness"),

@@ -291,7 +291,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(unmatched=Unmatched(statements=3, since=HOUR, kind="episode", target="run-7")),
-            "3 statements to /feedback are about calls or episodes that never came",
+            "Feedback is about calls or episodes that never came",
             "`id` of the reply",
             True,
         ),
