@@ -21,7 +21,9 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     PAWL_ADMIN_LISTEN, PAWL_TRAINER_LISTEN and PAWL_CONTROLLER_LISTEN say; a proxy with keys shows
     all only to PAWL_API_KEY with the scope read. Figures are of the newest calls and episodes.
 
-    Status 1: something needs a person. What is marked with `·` passes by itself.
+    Status 1: something needs a person (`!`). What is marked with `·` passes by itself. The last
+    lines are the policies' outlooks: how many episodes can be trained, and when the next update
+    comes.
     """
     try:
         found = asyncio.run(examine(read_settings(DoctorSettings), tenant=tenant))
@@ -47,5 +49,6 @@ def findings_table(found: Sequence[Finding]) -> Table:
         since = f" (since {one.since.astimezone():%Y-%m-%d %H:%M})" if one.since else ""
         figures = ", ".join(f"{name}: {value}" for name, value in one.figures.items())
         lines = [one.title + since, figures, f"→ {one.remedy}"]
-        rows.append(("!" if one.needs_person else "·", "\n".join(filter(None, lines))))
+        mark = "!" if one.needs_person else " " if one.is_outlook else "·"
+        rows.append((mark, "\n".join(filter(None, lines))))
     return grid(("", "what is wrong, and what to do"), rows)

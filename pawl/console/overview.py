@@ -34,13 +34,18 @@ def _days(request: Request) -> str:
 
 
 async def doctor(request: Request) -> Response:
-    """Return what keeps policies from learning, as `pawl doctor` says it."""
+    """Return what keeps policies from learning, and their outlooks, as `pawl doctor` says it."""
     console, tenant = console_of(request), viewer(request).tenant
     findings = await console.examined.get(
         tenant,
         lambda: examine(console.settings, console.engine, tenant, of_parts=tenant is None),
     )
-    return part(request, "overview_doctor.html", findings=findings)
+    return part(
+        request,
+        "overview_doctor.html",
+        findings=[one for one in findings if not one.is_outlook],
+        outlooks=[one for one in findings if one.is_outlook],
+    )
 
 
 async def figures(request: Request) -> Response:

@@ -26,7 +26,8 @@ class Finding(Record, frozen=True, kw_only=True):
     """Say what keeps a policy from learning, or when it will learn next.
 
     `since` is when that began, as far as it is known. `remedy` is one command or setting.
-    `needs_person` is False where it passes by itself.
+    `needs_person` is False where it passes by itself, and where it is the `is_outlook` of a policy:
+    how many episodes can be trained, and when.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Finding(Record, frozen=True, kw_only=True):
     figures: Mapping[str, Figure] = NO_FIGURES
     remedy: str
     needs_person: bool = True
+    is_outlook: bool = False
 
 
 Check = Callable[[Facts], Iterable[Finding]]

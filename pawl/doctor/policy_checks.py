@@ -272,4 +272,5 @@ def learns(facts: Facts, policy: PolicyFacts) -> Finding | None:
         figures={"usable": outlook.usable, **outlook.unused},
         remedy=outlook.remedy,
         needs_person=False,
+        is_outlook=True,
     )

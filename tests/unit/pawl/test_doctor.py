@@ -395,7 +395,7 @@ def test_finding_says_what_is_wrong_and_what_to_do(
 
 def troubles(known: Facts) -> list[Finding]:
     """The findings, but for the outlook of a policy that learns."""
-    return [one for one in findings(known) if "can be trained" not in one.title]
+    return [one for one in findings(known) if not one.is_outlook]
 
 
 def test_system_that_works_has_an_outlook_alone() -> None:
@@ -439,7 +439,7 @@ def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> N
         updates=0.5,
         standing=None,
     )
-    [found] = [one for one in findings(facts(known)) if "can be trained" in one.title]
+    [found] = [one for one in findings(facts(known)) if one.is_outlook]
     assert not found.needs_person
     assert found.figures == {"usable": 20, "without a reward": 10, "all alike": 20}
     assert found.title == (
@@ -453,7 +453,7 @@ def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> N
 
 def test_there_is_no_outlook_where_nothing_can_be_trained() -> None:
     for none in (counted(scored=0, least=None, most=None), counted(alike=40)):
-        assert not any("can be trained" in one.title for one in findings(facts(none)))
+        assert not any(one.is_outlook for one in findings(facts(none)))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,21 @@ async def test_overview_shows_rewards_of_a_version_live_and_held_out_with_interv
     for text in ('0.667</b> <span class="dim">0.208 to 0.939<', "3 of 4 episodes"):
         assert text in page
     assert re.search(r"0\.250</b>\s*<br><span class=\"dim\">1 of 1 episodes", page)
-    assert "5 episodes, 0 % trained" in page
+    # The fifth is evaluation, which nobody means to train.
+    assert "4 episodes, 0 % trained" in page
+
+
+async def test_overview_says_how_many_episodes_can_be_trained_and_when(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    rewards = [(f"t-{number}", float(number % 2)) for number in range(5)]
+    records = [(call(task, task=task), reward(value, episode=task)) for task, value in rewards]
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await ingest(connection, [*(one for pair in records for one in pair), call("unpaid")])
+    page = await shown(console, "/overview/doctor")
+    assert "m: about 5 of 6 episodes an hour can be trained (of 6: 1 without a reward)" in page
+    assert "send rewards for more runs, or let `pawl judge` score them" in page
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import StateChanged
@@ -283,11 +284,14 @@ async def test_unloaded_version_is_left_to_the_command_that_loads_it(
 async def test_updates_have_their_figures_and_each_its_episodes(
     console: Pages, line: AsyncEngine
 ) -> None:
-    async with line.connect() as connection:
+    async with line.begin() as connection:
         made = (await list_versions(connection, "m"))[1].update_id
+        metrics = text("UPDATE updates SET metrics = '{\"reward_mean\": 0.5}' WHERE id = :id")
+        await connection.execute(metrics, {"id": made})
     assert "One by one" in text_of(await console.get("/updates"))
     one = text_of(await console.get(f"/updates/{made}"))
     assert "Its episodes, by task" in one
+    assert "Mean final reward of the episodes" in one
     assert (await console.get("/updates/01900000-0000-7000-8000-000000000000")).status == 404
 
 
