@@ -58,7 +58,7 @@ async def left_out(run: Pawl, *queries: str) -> int:
     result = await run("m", "--from", "0", *asked, "--dry-run")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(
-        "m serves in place of m@2; versions ended: 2; episodes freed: 8"
+        "m would serve in place of m@2; versions ended: 2; episodes freed: 8"
     )
     return int(result.stdout.rpartition("left out: ")[2])
 
