@@ -261,9 +261,9 @@ def learns(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Report how many episodes can be trained, and when the next update and a difference come."""
     if policy.rule is None:
         return None
-    serving = policy.standing.serving.version.version if policy.standing is not None else 0
     updates = 1.0 if policy.about.running_since is not None else policy.updates
-    outlook = outlook_of(policy.counts, policy.rule, updates, facts.now, is_untrained=serving == 0)
+    is_untrained = policy.about.trained_at is None
+    outlook = outlook_of(policy.counts, policy.rule, updates, facts.now, is_untrained=is_untrained)
     if outlook is None:
         return None
     return Finding(

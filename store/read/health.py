@@ -114,9 +114,10 @@ _UNMATCHED: Final = text(
     SELECT count(*) AS statements, min(n.at) AS since,
         (array_agg(n.target_kind ORDER BY n.at DESC))[1] AS kind,
         (array_agg(n.target ORDER BY n.at DESC))[1] AS target
-    FROM (SELECT at, target_kind, target FROM feedback WHERE episode_id IS NULL
-            AND at > now() - CAST(:window AS interval) AND at < now() - CAST(:over AS interval)
-            AND {OWN.replace("e.key", "target")} LIMIT {MOST_EPISODES}) n
+    FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {MOST_CALLS}) n
+    WHERE n.episode_id IS NULL
+        AND n.at > now() - CAST(:window AS interval) AND n.at < now() - CAST(:over AS interval)
+        AND {OWN.replace("e.key", "n.target")}
     """
 )
 
@@ -209,7 +210,7 @@ async def newest_calls(
 
 
 async def unmatched_feedback(connection: AsyncConnection, tenant: str | None = None) -> Unmatched:
-    """Return the feedback of the last `WINDOW` whose target has not come within `OVER`."""
+    """Return the newest feedback of the last `WINDOW` whose target has not come within `OVER`."""
     values = {"tenant": tenant, "window": WINDOW, "over": OVER}
     return Unmatched(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 

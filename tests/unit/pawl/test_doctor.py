@@ -437,7 +437,7 @@ def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> N
     known = policy(
         counts=replace(COUNTS, episodes=50, first_at=ago(days=2), scored=40, alike=20),
         updates=0.5,
-        standing=None,
+        about=replace(policy().about, trained_at=None),
     )
     [found] = [one for one in findings(facts(known)) if one.is_outlook]
     assert not found.needs_person
