@@ -56,6 +56,12 @@ _TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
 _CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
 # At a line's beginning ("Exit code 2", "exit_code: 0 (done)"), or at its end ("… exit code 1.").
 _EXIT_LINE: Final = re.compile(rf"\W*{_CODE}|.*\b{_CODE}\W*\Z", re.IGNORECASE | re.ASCII)
+# Codex's header, and Qwen Code's footer, around a command's own output.
+_FRAMED: Final = re.compile(
+    r"\A(?:.*\n){2}Process exited with code (-?\d{1,10})$"
+    r"|^Exit Code: (-?\d{1,10})\nSignal: .*\n.*\Z",
+    re.MULTILINE | re.ASCII,
+)
 _TIMEOUT: Final = re.compile(
     r"\btim(?:ed|e)[ _-]?out\s*(?:$|[.:!(]|after\b|expired\b|exceeded\b|reached\b|error\b)",
     re.IGNORECASE | re.ASCII,
@@ -201,9 +207,10 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
 def _text_code(text: str) -> int | None:
     """Return the exit code of the first or last line; if both give one, prefer the failing one.
 
-    A command can print such a line of its own.
+    A command can print such a line of its own. Where a known frame states the code, that counts.
     """
-    matches = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
+    framed = _FRAMED.search(text.strip())
+    matches = [framed] if framed else filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
     codes = [int(match.group(1) or match.group(2)) for match in matches]
     return max(codes, key=abs, default=None)
 

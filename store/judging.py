@@ -37,7 +37,7 @@ class Awaiting(Record, frozen=True, kw_only=True):
 class Judgement(Record, frozen=True, kw_only=True):
     """Name the result of asking a judge about an episode.
 
-    `due_at` is the time at which a failed judgement is tried again; None: never.
+    `due_at` is the time at which the judge is asked again; None: never.
     """
 
     episode_id: UUID
@@ -84,7 +84,7 @@ async def awaiting(
             last_call < quiet_since,
             or_(
                 earlier.c.episode_id.is_(None),
-                and_(earlier.c.outcome == "failed", earlier.c.due_at <= now),
+                earlier.c.due_at <= now,
                 and_(earlier.c.outcome != "judged", news),
             ),
         )
@@ -195,7 +195,7 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
         GROUP BY episode_id, about, metric HAVING max(value) - min(value) > min(apart))""",
     "uncertain": f"""(p.scored_at IS NULL AND EXISTS (
             SELECT FROM judgements j WHERE j.episode_id = p.episode_id
-                AND (j.outcome = 'cannot_tell' OR j.outcome = 'failed' AND j.due_at IS NULL))
+                AND j.outcome <> 'judged' AND j.due_at IS NULL)
         OR p.episode_id IN (SELECT episode_id FROM ({_SAID}) said
             WHERE metric = '{CONFIDENCE}' AND value < {UNSURE_BELOW}))""",
 }

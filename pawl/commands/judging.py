@@ -38,10 +38,27 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
             min=200, help="Characters of a transcript that the model is shown; the middle is cut."
         ),
     ] = 60_000
+    tests: Annotated[
+        bool,
+        typer.Option(
+            "--tests", help="Score by the last test command that the agent ran: 1 passed, 0 failed."
+        ),
+    ] = False
+    test_command: Annotated[
+        str | None,
+        typer.Option(help="With --tests: regular expression that finds it; default: usual ones."),
+    ] = None
+    git: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="REPOSITORY",
+            help="Score by the share of the lines the agent wrote that the next commit has.",
+        ),
+    ] = None
     name: Annotated[
         str | None,
         typer.Option(
-            help="Name under which verdicts are stored; default: the command, or model and rubric."
+            help="Name under which verdicts are stored; default: the judge, as it is named here."
         ),
     ] = None
     quiet: Annotated[
@@ -80,8 +97,9 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
 def judge(flags: JudgeFlags) -> None:
     """Judge finished episodes that nobody has scored, and post the verdicts as feedback.
 
-    The judge is a program (after `--`) or a model (--model with --rubric). Needs the database,
-    and a proxy that takes the feedback. Runs until SIGTERM, or until nothing is left with --once.
+    The judge is a program (after `--`), a model (--model with --rubric), the agent's own tests
+    (--tests) or a repository's next commit (--git). Needs the database, and a proxy that takes
+    the feedback. Runs until SIGTERM, or until nothing is left with --once.
 
     Status 1: at least one judgement failed. Status 2: the judge cannot run like this, or with
     --once: the model's server or the proxy does not answer. Status 130: Ctrl-C.

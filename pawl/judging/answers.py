@@ -28,8 +28,12 @@ class Away(JudgeError):
     """Report that a server does not answer now; the judgement is retried, and not a failure."""
 
 
+class NotYet(JudgeError):
+    """Report that the judge cannot tell yet; it is asked again, after ever longer pauses."""
+
+
 class Judge(Protocol):
-    """Answer about an episode: by a program (`ProgramJudge`) or by a model (`RubricJudge`)."""
+    """Answer about an episode: by a program, a model, its tests' exit status, or git."""
 
     @property
     def name(self) -> str:
@@ -43,6 +47,7 @@ class Judge(Protocol):
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.
             Away: the judge cannot be reached now.
+            NotYet: the judge cannot tell yet.
         """
 
 

@@ -1,9 +1,10 @@
 """Show finished episodes to a judge, several at a time, and post its answers.
 
 An episode whose judgement failed is judged again, after growing pauses and a bounded number of
-times. Each outcome is written to the ledger at once, so that a restart goes on where the last
-process stopped. A crash between posting an answer and writing its outcome repeats the post
-under the same idempotency key, which states nothing new.
+times; one that the judge cannot tell about yet, after growing pauses. Each outcome is written to
+the ledger at once, so that a restart goes on where the last process stopped. A crash between
+posting an answer and writing its outcome repeats the post under the same idempotency key, which
+states nothing new.
 """
 
 import asyncio
@@ -17,7 +18,15 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.judging.answers import Away, Judge, JudgeError, JudgeFailed, Statement, idempotency_key
+from pawl.judging.answers import (
+    Away,
+    Judge,
+    JudgeError,
+    JudgeFailed,
+    NotYet,
+    Statement,
+    idempotency_key,
+)
 from pawl.judging.feedback import FeedbackClient
 from store.database import is_unavailable
 from store.errors import Damaged
@@ -164,6 +173,7 @@ class Judging:
             episode: Episode | None = None
             outcome: Outcome = "failed"
             reason = None
+            due_at: datetime | None = None
             attempts = self._plan.attempts
             try:
                 async with self._engine.connect() as connection:
@@ -172,13 +182,19 @@ class Judging:
             except Away as error:
                 self._away = error
                 return
+            except NotYet as error:
+                assert episode is not None
+                outcome, reason = "cannot_tell", str(error)
+                # Once the episode is twice as old as now: however old, it costs little.
+                due_at = seen + max(FIRST_RETRY, seen - episode.last_call_at)
             except (JudgeFailed, Damaged) as error:
                 # As the ledger keeps it: no text of PostgreSQL's holds a zero byte.
                 reason = str(error).replace("\x00", "")[:MAX_REASON]
                 if isinstance(error, Damaged):
                     # Another try would fail in the same way, until a further call changes it.
                     attempts = 1
-            failures, is_failed = one.failures + 1, outcome == "failed"
+            is_failed = outcome == "failed"
+            failures = one.failures + (due_at is None)
             judgement = Judgement(
                 episode_id=one.episode_id,
                 judge=self._judge.name,
@@ -186,7 +202,7 @@ class Judging:
                 attempts=failures,
                 last_call_at=episode.last_call_at if episode else seen,
                 reason=reason,
-                due_at=retry_at(failures, attempts, datetime.now(UTC)) if is_failed else None,
+                due_at=retry_at(failures, attempts, datetime.now(UTC)) if is_failed else due_at,
             )
             async with self._engine.begin() as connection:
                 await note(connection, judgement)

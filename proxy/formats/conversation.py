@@ -13,7 +13,7 @@ and how they are written.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -327,20 +327,26 @@ class Turns:
 
     def results(self, parsed: Object | None) -> list[ToolResult]:
         """Return the tool results that answer the assistant's last turn, one for each tool call."""
+        return [result for _, result in self.executions(parsed)]
+
+    def executions(
+        self, parsed: Object | None
+    ) -> Collection[tuple[ToolCallShown | None, ToolResult]]:
+        """Return the same, each with its tool call, or None if the request does not show that."""
         raw = (parsed or {}).get(self.field)
         if raw is None:
-            return []
+            return ()
         try:
             members = _members.decode(raw)
         except UNREADABLE:
             # It is not a list, but a question without any earlier turn.
-            return []
+            return ()
         after_turn, calls = self._last_turn(members)
-        by_tool_id: dict[str, ToolResult] = {}
-        for member in reversed(after_turn):
-            for result in self._results_in(member, calls):
-                by_tool_id[result.tool_id] = result
-        return list(by_tool_id.values())
+        return {
+            result.tool_id: (calls.get(result.tool_id), result)
+            for member in reversed(after_turn)
+            for result in self._results_in(member, calls)
+        }.values()
 
     def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
         """Return what follows the assistant's last turn, newest first, and its tool calls."""

@@ -5,7 +5,9 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -21,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.export import export
-from pawl.judging.answers import Away, Judge, JudgeError, Statement, idempotency_key
+from pawl.judging.answers import Away, Judge, JudgeError, NotYet, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import RubricJudge
@@ -218,6 +220,54 @@ async def test_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) 
     assert json.loads(out) == {"judged": 0, "cannot_tell": 1, "failed": 1}
 
 
+async def test_tests_and_commits_become_feedback(
+    proxy: Proxy, database_url: str, tmp_path: Path
+) -> None:
+    def git(*words: str) -> None:
+        soon = {"GIT_COMMITTER_DATE": f"{int(time.time()) + 60} +0000"}
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, env=os.environ | soon, check=True)
+
+    git("init", "-q")
+    for name, asked, result in (
+        ("edits", {"path": "a.py", "content": "one\n"}, "done"),
+        ("tests", {"command": "pytest -q"}, "Exit code 1"),
+    ):
+        tool: Any = {"id": f"chatcmpl-tool-{name}5d1", "type": "function"}
+        tool["function"] = {"name": "t", "arguments": json.dumps(asked)}
+        shown = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "tool_calls": [tool]},
+            {"role": "tool", "tool_call_id": tool["id"], "content": result},
+        ]
+        await proxy.chat(headers={"x-pawl-episode": name}, messages=shown)
+    await proxy.episodes(2)
+
+    async def judged_by(*judge: str) -> Any:
+        code, out, err = await pawl_judge(
+            *(*judge, "--once", "--quiet", "0", "--json"),
+            database_url=database_url,
+            listen=proxy.settings.listen,
+        )
+        assert code == 0, err
+        return json.loads(out)
+
+    by_git = ("--git", str(tmp_path))
+    assert await judged_by(*by_git) == {"judged": 0, "cannot_tell": 2, "failed": 0}
+    (tmp_path / "a.py").write_text("one\n")
+    git("add", "a.py")
+    git("commit", "-qm", "x")
+    assert await judged_by(*by_git, "--again") == {"judged": 1, "cannot_tell": 1, "failed": 0}
+    await proxy.episodes(2, lambda found: any(episode.feedback for episode in found))
+    assert await judged_by("--tests") == {"judged": 1, "cannot_tell": 0, "failed": 0}
+
+    async def stated() -> Any:
+        found = {e.key: [one.value for one in e.feedback] for e in await proxy.episodes(2)}
+        return found if all(found.values()) else None
+
+    assert await eventually(stated) == {"edits": [1.0], "tests": [0.0]}
+
+
 async def test_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
     proxy: Proxy,
     engine: AsyncEngine,
@@ -300,6 +350,12 @@ async def test_sigterm_ends_the_judge_and_the_program_it_runs(
         (("--model", "m", "--rubric", "no-such-file"), "no-such-file"),
         (("--rubric", "README.md", "--", "true"), "--model"),
         (("--model", "m", "--rubric", "README.md", "--", "true"), "not both"),
+        (("--tests", "--", "true"), "name one of them"),
+        (("--tests", "--git", "."), "name one of them"),
+        (("--git", ".", "--rubric", "README.md"), "name one of them"),
+        (("--git", "no-such-folder"), "names no checkout"),
+        (("--test-command", "x"), "--tests"),
+        (("--tests", "--test-command", "("), "no regular expression"),
         (("--model", "m", "--rubric", "README.md", "--base-url", "x"), "'x' is no http"),
         (
             ("--model", "m", "--rubric", "README.md", "--base-url", "http://127.0.0.1:9/v1"),
@@ -378,6 +434,36 @@ async def test_failed_judgement_is_tried_again_a_bounded_number_of_times(
         assert (outcome, attempts) == ("failed", min(attempt, 3))
         await set_due(engine)
     assert len(bench.asked) == 3
+
+
+async def test_judge_that_cannot_tell_yet_is_asked_when_the_episode_is_twice_as_old(
+    engine: AsyncEngine,
+) -> None:
+    asked: list[str] = []
+
+    class Patient(Opinion):
+        async def judge(self, episode: str, line: bytes) -> list[Statement]:
+            asked.append(episode)
+            raise NotYet("no commit")
+
+    await store(engine, call("e", started_at=LONG_AGO))
+    for _ in range(7):
+        assert await judged(engine, Patient(), attempts=3) == {"cannot_tell": 1}
+        assert await judged(engine, Patient(), attempts=3) == {}
+        await set_due(engine)
+    assert await outcomes(engine) == {"e": ("cannot_tell", 0, "no commit")}
+    query = text("SELECT due_at - at FROM judgements")
+    await judged(engine, Patient())
+    async with engine.connect() as connection:
+        assert await connection.scalar(query) == pytest.approx(
+            timedelta(hours=1), abs=timedelta(minutes=20)
+        )
+    # The judge has not failed yet: it may as often as any.
+    await set_due(engine)
+    assert await judged(engine, ProgramJudge(["false"], timeout_s=60, name="opinion")) == {
+        "failed": 1
+    }
+    assert (await outcomes(engine))["e"][:2] == ("failed", 1)
 
 
 async def test_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench: Bench) -> None:

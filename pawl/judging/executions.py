@@ -1,0 +1,80 @@
+"""Read the tool calls that an episode executed from its export line, in any wire format (pure)."""
+
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from proxy.formats.conversation import canonical_arguments
+from proxy.formats.raw_json import parse_object
+from proxy.formats.registry import FORMATS
+from proxy.tool_events import ANY_TOOL, ResultReaders
+from store.records import Record, ToolStatus
+
+_EXIT_CODE: Final = ResultReaders(rules={ANY_TOOL: ("exit_code",)}, give_verdicts=True)
+
+
+class Execution(Record, frozen=True, kw_only=True):
+    """Give a tool call that was executed: its arguments, and the text of its result.
+
+    `arguments` is an object, or the text that a custom tool takes. `succeeded` is None where
+    neither an exit code in the result nor the ledger's tool events tell it, and after a timeout.
+    """
+
+    arguments: Any
+    text: str
+    succeeded: bool | None
+
+
+class _Event(msgspec.Struct):
+    id: str | None
+    status: ToolStatus
+
+
+class ShownCall(msgspec.Struct):
+    """Hold what is read of a call in an export line."""
+
+    call: UUID
+    request: msgspec.Raw
+    tool_events: list[_Event]
+
+
+class _Line(msgspec.Struct):
+    calls: list[ShownCall]
+
+
+def shown_calls(line: bytes) -> list[ShownCall]:
+    """Return the calls of an export line."""
+    return msgspec.json.decode(line, type=_Line).calls
+
+
+def executions(calls: list[ShownCall]) -> list[Execution]:
+    """Return the tool calls whose results came back, in the order of their results.
+
+    A call that was denied or malformed was not executed.
+    """
+    statuses = {event.id: event.status for call in calls for event in call.tool_events}
+    executed: dict[tuple[str, bytes], Execution] = {}
+    for call in calls:
+        parsed = parse_object(bytes(call.request))
+        for wire_format in FORMATS.values():
+            for asked, result in wire_format.turns.executions(parsed):
+                status = statuses.get(result.tool_id)
+                if asked is None or status in ("denied", "malformed"):
+                    continue
+                reading = _EXIT_CODE.read(None, result.text)
+                status = reading.status if reading else status
+                # Ids of some servers are counters, which a sub-agent's calls may repeat.
+                executed[result.tool_id, canonical_arguments(asked.arguments)] = Execution(
+                    arguments=_decoded(asked.arguments),
+                    text=result.text,
+                    succeeded=None if status in (None, "timeout") else status == "ok",
+                )
+    return list(executed.values())
+
+
+def _decoded(arguments: Any) -> Any:
+    try:
+        return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        return arguments

@@ -1,0 +1,139 @@
+"""Judge by what became of an episode's edits: are the lines it wrote in the commit that came next?
+
+Lines that a file had before the episode are not counted, nor those that the episode took out again.
+"""
+
+import asyncio
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pawl.judging.answers import JudgeError, JudgeFailed, NotYet, Statement
+from pawl.judging.executions import Execution, executions, shown_calls
+from pawl.programs import last_line
+from store.ids import time_of
+
+# Names of the arguments by which coding agents' tools edit files.
+_PATHS: Final = ("file_path", "filePath", "path", "absolute_path", "file")
+_OLD: Final = ("old_string", "oldString", "old_str", "oldText")
+_NEW: Final = ("new_string", "newString", "new_str", "newText", "insert_text")
+_WHOLE: Final = ("content", "contents", "file_text")
+_FILE: Final = re.compile(r"^\*\*\* (?:Add|Update) File: ", re.MULTILINE)
+_MOVED: Final = re.compile(r"^\*\*\* Move to: (.+)$", re.MULTILINE)
+# A file, and the lines that an edit takes out of it (None: all) and puts in.
+Edit = tuple[str, set[str] | None, set[str]]
+
+
+class GitJudge:
+    """State the share of the lines an episode wrote that the next commit of their files has."""
+
+    def __init__(self, folder: Path, *, timeout_s: float, name: str | None = None):
+        """Store the folder in which the agents worked, and the time limit of one `git`.
+
+        Raises:
+            JudgeError: it is no checkout of a repository.
+        """
+        self.name = name or f"git {folder}"
+        self._timeout_s = timeout_s
+        self._folder = self._root = folder.resolve()
+        try:
+            self._root = Path(self._git("rev-parse", "--show-toplevel").strip())
+        except JudgeFailed as error:
+            raise JudgeError(f"--git {folder} names no checkout: {error}") from error
+
+    async def judge(self, episode: str, line: bytes) -> list[Statement]:
+        """Return the share as the episode's reward; no statement if it wrote nothing there.
+
+        Raises:
+            NotYet: none of the files was committed after the episode's last call.
+            JudgeFailed: git fails.
+        """
+        share = await asyncio.to_thread(self._share, line)
+        return [] if share is None else [{"value": share, "episode": episode}]
+
+    def _share(self, line: bytes) -> float | None:
+        calls = shown_calls(line)
+        times = [int(time_of(call.call).timestamp()) for call in calls]
+        files = {self._path(name): of for name, of in lines_written(executions(calls)).items()}
+        written = {path: lines for path, lines in files.items() if path and lines}
+        # On any branch, also a fetched one; the newest stands first.
+        since = ("rev-list", "--branches", "--remotes", f"--max-age={max(times) + 1}", "--")
+        found = {path: self._git(*since, path).split() for path in written}
+        commits = {path: of_file[-1] for path, of_file in found.items() if of_file}
+        if written and not commits:
+            raise NotYet("no commit after the episode touches a file that it edited")
+        kept = total = 0
+        for path, lines in written.items():
+            # A file that was left as it was when others were committed has lost its edits.
+            commit = commits.get(path) or next(iter(commits.values()))
+            after = self._lines(commit, path)
+            if path in commits or after is not None:
+                base = self._git("rev-list", "-1", f"--min-age={min(times)}", commit).strip()
+                own = lines - ((self._lines(base, path) if base else None) or set())
+                kept, total = kept + len(own & (after or set())), total + len(own)
+        return kept / total if total else None
+
+    def _path(self, name: str) -> str | None:
+        """Return a file's path in the repository; None if it lies outside."""
+        path = Path(os.path.realpath(self._folder / name))
+        return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else None
+
+    def _lines(self, commit: str, path: str) -> set[str] | None:
+        """Return the lines of a file in a commit; None: it has no such file."""
+        if not self._git("ls-tree", commit, "--", path):
+            return None
+        return lines_of(self._git("cat-file", "blob", f"{commit}:{path}"))
+
+    def _git(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self._root), "--literal-pathspecs", *arguments]
+        try:
+            ended = subprocess.run(
+                command, check=False, capture_output=True, timeout=self._timeout_s
+            )
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise JudgeFailed(f"git {arguments[0]} did not run: {error}") from error
+        if ended.returncode:
+            raise JudgeFailed(f"git {arguments[0]} failed: {last_line(ended.stderr)}")
+        return ended.stdout.decode(errors="replace")
+
+
+def lines_of(text: str) -> set[str]:
+    """Return a text's lines, without the blanks around them and without empty ones."""
+    return {line.strip() for line in text.splitlines()} - {""}
+
+
+def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
+    """Return by the file's name the lines that tool calls put in and no later one took out."""
+    written: dict[str, set[str]] = {}
+    for one in executed:
+        for path, old, new in _edits(one.arguments) if one.succeeded is not False else ():
+            written[path] = new | (set() if old is None else written.get(path, set()) - old)
+    return written
+
+
+def _edits(arguments: Any) -> Iterator[Edit]:
+    given = arguments if isinstance(arguments, dict) else {"patch": arguments}
+    if (path := _first(given, _PATHS)) is not None:
+        if (whole := _first(given, _WHOLE)) is not None:
+            yield path, None, lines_of(whole)
+        parts = given.get("edits")
+        for part in (given, *(parts if isinstance(parts, list) else ())):
+            if isinstance(part, dict) and (new := _first(part, _NEW)) is not None:
+                yield path, lines_of(_first(part, _OLD) or ""), lines_of(new)
+    for patch in given.values():
+        # As Codex's `apply_patch` takes it, also by way of a shell.
+        for part in _FILE.split(patch)[1:] if isinstance(patch, str) else ():
+            path, _, body = part.partition("\n")
+            moved = _MOVED.search(body)
+            yield moved[1] if moved else path, _signed("-", body), _signed("+", body)
+
+
+def _signed(sign: str, patch: str) -> set[str]:
+    return lines_of("\n".join(line[1:] for line in patch.splitlines() if line.startswith(sign)))
+
+
+def _first(given: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((given[name] for name in names if isinstance(given.get(name), str)), None)
