@@ -9,17 +9,23 @@ import json
 import os
 import shutil
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
+from pawl.judging.executions import executions, shown_calls
+from pawl.judging.exit_status import ExitStatusJudge
+from pawl.judging.git import lines_written
+from store.read.lines import encoded_line
 from store.records import Episode
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
-from tests.support.servers.fake_upstream import FakeUpstream, echo
+from tests.support.servers.fake_upstream import DONE, FakeUpstream, Handler, echo, streams
 
 HOOK = ROOT / "examples/coding_agents/report_tests.py"
 SESSION = "01a220c7-333e-7a62-817e-4ae51fb5d596"
@@ -103,16 +109,34 @@ async def test_proxy_that_is_away_does_not_stop_the_agent(tmp_path: Path) -> Non
     assert "no reward" in await stop("codex", f"http://127.0.0.1:{free_port()}", tmp_path)
 
 
-async def test_claude_code_reports_its_tests(proxy: Proxy, tmp_path: Path) -> None:
+RUNS_TESTS = "python3 -m unittest no_such_module"
+
+
+async def judged(proxy: Proxy) -> Any:
+    """What the judge by tests and the judge by git say of the only episode."""
+    [episode] = await proxy.episodes(2)
+    line = encoded_line(episode, datetime.now(UTC))
+    [statement] = await ExitStatusJudge().judge(episode.key, line)
+    return statement["value"], lines_written(executions(shown_calls(line)))
+
+
+async def test_claude_code_reports_its_tests(
+    proxy: Proxy, upstream: FakeUpstream, tmp_path: Path
+) -> None:
     claude = installed("claude")
+    file = tmp_path / "b.py"
+    upstream.behave = chat(
+        ("Write", {"file_path": str(file), "content": "one\n"}), ("Bash", {"command": RUNS_TESTS})
+    )
     hooks_in(tmp_path / ".claude/settings.json", f"{sys.executable} {HOOK} claude-code")
     status, out, err = await run(
-        *(claude, "-p", "Mend it."),
+        *(claude, "-p", "Mend it.", "--dangerously-skip-permissions"),
         folder=tmp_path,
         ANTHROPIC_BASE_URL=proxy.url,
         ANTHROPIC_API_KEY="unused",
         ANTHROPIC_MODEL="m",
         ANTHROPIC_DEFAULT_HAIKU_MODEL="m",
+        IS_SANDBOX="1",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         DISABLE_AUTOUPDATER="1",
         TEST_COMMAND="false",
@@ -121,6 +145,7 @@ async def test_claude_code_reports_its_tests(proxy: Proxy, tmp_path: Path) -> No
     [(key, values)] = (await rewards(proxy)).items()
     assert key.startswith("claude-code:")
     assert values == [0.0]
+    assert await judged(proxy) == (0, {str(file): {"one"}})
 
 
 async def test_codex_reports_its_tests(
@@ -135,7 +160,8 @@ async def test_codex_reports_its_tests(
         f'base_url = "{proxy.url}/v1"\nwire_api = "responses"\n'
     )
     status, out, err = await run(
-        *(codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-hook-trust", "Mend it."),
+        *(codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"),
+        *("--dangerously-bypass-approvals-and-sandbox", "Mend it."),
         folder=tmp_path,
         CODEX_HOME=str(home),
         TEST_COMMAND="true",
@@ -144,6 +170,7 @@ async def test_codex_reports_its_tests(
     [(key, values)] = (await rewards(proxy)).items()
     assert key.startswith("codex:")
     assert values == [1.0]
+    assert await judged(proxy) == (0, {"b.py": {"one"}})
 
 
 def installed(program: str) -> str:
@@ -160,21 +187,68 @@ def hooks_in(file: Path, command: str) -> None:
     file.write_text(json.dumps({"hooks": {"Stop": [{"hooks": [hook]}]}}))
 
 
+PATCH = "*** Begin Patch\n*** Add File: b.py\n+one\n*** End Patch"
+
+
+def chat(*tools: tuple[str, Any]) -> Handler:
+    """Stream a call of these tools, then a text; a request without tools has a text alone."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        names = {tool["function"]["name"] for tool in asked.get("tools", ())}
+        said: dict[str, Any] = {"content": "done"}
+        if {name for name, _ in tools} <= names and asked["messages"][-1]["role"] != "tool":
+            said = {
+                "tool_calls": [
+                    {
+                        "index": place,
+                        "id": f"chatcmpl-tool-{uuid4().hex}",
+                        "type": "function",
+                        "function": {"name": name, "arguments": json.dumps(arguments)},
+                    }
+                    for place, (name, arguments) in enumerate(tools)
+                ]
+            }
+        finish = "tool_calls" if "tool_calls" in said else "stop"
+        pieces = []
+        for delta, ends in (({"role": "assistant"}, None), (said, None), ({}, finish)):
+            choice = {"index": 0, "delta": delta, "finish_reason": ends}
+            chunk = {"id": "chatcmpl-1", "model": asked["model"], "choices": [choice]}
+            pieces.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        return await streams(*pieces, DONE)(request)
+
+    return handle
+
+
 async def responses(request: web.Request) -> web.StreamResponse:
-    """Stream a response of one text, as far as Codex reads it."""
+    """Stream calls of Codex's tools, then a text, as far as Codex reads it."""
     if request.path != "/v1/responses":
         return await echo(request)
+    asked = await request.json()
     text = {"type": "output_text", "text": "done", "annotations": []}
-    item = {"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}
-    response = {"id": "resp_1", "object": "response", "model": "m", "status": "completed"}
+    items: list[Any] = [{"type": "message", "id": "m1", "role": "assistant", "content": [text]}]
+    if asked["input"][-1]["type"] != "function_call_output":
+        commands = (f"apply_patch <<'E'\n{PATCH}\nE", RUNS_TESTS)
+        items = [
+            {
+                "type": "function_call",
+                "id": f"fc_{place}",
+                "call_id": f"call_{uuid4().hex}",
+                "name": "exec_command",
+                "arguments": json.dumps({"cmd": command}),
+            }
+            for place, command in enumerate(commands)
+        ]
+    response = {"id": f"resp_{uuid4().hex}", "object": "response", "model": "m"}
     usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await stream.prepare(request)
-    for kind, said in (
-        ("response.created", {"response": response | {"output": []}}),
-        ("response.output_item.done", {"output_index": 0, "item": item}),
-        ("response.completed", {"response": response | {"output": [item], "usage": usage}}),
-    ):
-        event = json.dumps({"type": kind} | said)
-        await stream.write(f"event: {kind}\ndata: {event}\n\n".encode())
-    return stream
+    ended = response | {"status": "completed", "output": items, "usage": usage}
+    events: list[Any] = [
+        {"type": "response.created", "response": response | {"output": []}},
+        *(
+            {"type": "response.output_item.done", "output_index": place, "item": item}
+            for place, item in enumerate(items)
+        ),
+        {"type": "response.completed", "response": ended},
+    ]
+    pieces = [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in events]
+    return await streams(*pieces)(request)
